@@ -172,6 +172,11 @@ def hooked() -> dict[str, str]:
         assert not any(isinstance(p, DTensor) for p in made.parameters()) or said == "nothing"
         return said
 
+    def latent() -> Any:
+        made = headwise.LatentAttention(12, 6, kv_lora_rank=7, nope_dim=6, rope_dim=2, value_dim=3)
+        made.kv_a_layernorm = nn.LayerNorm(7)
+        return made
+
     def same(made: Any) -> None:
         made.o_proj = made.q_proj = nn.Linear(24, 24)
 
@@ -183,7 +188,9 @@ def hooked() -> dict[str, str]:
         "accumulated": case(lambda made: made.q_norm.weight.register_post_accumulate_grad_hook(print)),
         "kept": case(lambda made: made.inner.register_forward_hook(print)),
         "o_proj": case(same),
+        "forward of its own": case(lambda made: setattr(made.q_proj, "forward", made.q_proj.forward)),
         "no plain one": case(lambda made: setattr(made, "v_proj", Scaled(12, 24))),
+        "no plain norm": words(lambda: tensor_parallel(latent(), mesh())),
     }
 
 

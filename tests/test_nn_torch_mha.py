@@ -63,7 +63,12 @@ def test_what_is_frozen_stays_frozen_there_and_back(kind: str) -> None:
 @pytest.mark.parametrize("kind", THEIRS)
 def test_from_torch_and_back_give_equal_outputs(kind: str, batch_first: bool, training: bool) -> None:
     theirs = make(batch_first, **THEIRS[kind]).train(training)
+    if not batch_first:
+        with pytest.raises(ValueError, match=r"takes \(T, B, M\), while .* nn.replace\(module\) keeps torch's"):
+            from_torch(theirs)
+        theirs.batch_first = True  # the way out that the error names
     ours = from_torch(theirs)
+    theirs.batch_first = batch_first
     again = to_torch(ours)
     assert ours.training == again.training == training and again.batch_first
     query, key, value = inputs(theirs)
@@ -189,6 +194,25 @@ def test_one_row_of_padding_is_every_rows(dtype: torch.dtype) -> None:
     one, all_rows = (mask_from_torch(key_padding_mask=x, num_heads=H) for x in (hide, hide.expand(3, S)))
     assert one is not None and all_rows is not None
     assert torch.equal(one.dense(4, S).expand(3, 1, 4, S), all_rows.dense(4, S).expand(3, 1, 4, S))
+
+
+@pytest.mark.unchecked
+def test_what_answers_for_torchs_module_is_not_lost() -> None:
+    """Hooks and another forward may compute something else than the parameters say."""
+
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            out, weights = super().forward(*args, **options)
+            return 2 * out, weights
+
+    hooked, before, own = make(), make(), make()
+    hooked.register_forward_hook(lambda module, args, out: (2 * out[0], out[1]))
+    before.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
+    own.forward = lambda *args, **options: (args[0], None)  # type: ignore[assignment, method-assign]
+    changed = ((hooked, "has hooks"), (before, "has hooks"), (own, "has a forward of its own"))
+    for module, how in (*changed, (Doubled(M, H, batch_first=True), "Doubled has a forward of its own")):
+        with pytest.raises(TypeError, match=f"from_torch takes a torch.nn.MultiheadAttention as it is; .*{how}"):
+            from_torch(module)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -45,6 +45,11 @@ def test_what_torch_splits_is_right(world: int) -> None:
         assert answer == {}
 
 
+def test_what_answers_for_the_projection_of_latents_is_used_on_every_rank() -> None:
+    for answer in ranks.pool(2).run(tp_cases.answered_for):
+        assert answer == {}
+
+
 def test_bfloat16_is_no_worse_than_twice_one_pass() -> None:
     for errors in ranks.pool(3).run(tp_cases.low_precision):
         assert all(split <= 2 * one for one, split in errors.values()), errors

@@ -66,6 +66,8 @@ def test_hooks_that_a_split_would_lose_are_refused() -> None:
         assert said["accumulated"].startswith("ValueError: q_norm or a parameter of it has hooks")
         assert said["o_proj"].startswith("ValueError: q_proj.weight and o_proj.weight are one parameter; o_proj is cut")
         assert said["kept"] == "nothing"
+        assert said["forward of its own"].startswith("ValueError: q_proj has a forward of its own, which would be lost")
+        assert said["no plain norm"].startswith("TypeError: tensor_parallel replaces the torch.nn.RMSNorm of latent")
         assert said["no plain one"].startswith(
             "TypeError: tensor_parallel splits plain torch.nn.Linear projections; v_pr"
         )

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import headwise
 from headwise.cache import StaticCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary
-from headwise.parallel import load_slices, tensor_parallel
+from headwise.parallel import context, load_slices, split_sequence, sum_gradients, tensor_parallel
 
 OUT, GRADIENT = 1e-6, 5e-6  # of fp32, relative to the largest: what issue 16 asks for
 M = 13  # d_model: an odd one
@@ -123,6 +123,50 @@ def torch_plans(cases: list[tuple[str, str, int, int]]) -> dict[str, Any]:
             if far:
                 wrong[f"{plan} {kind} {H} {K} {form}"] = far
     return wrong
+
+
+def answered_for() -> dict[str, Any]:
+    """Latent attention with a hook that answers for kv_b_proj: heads split, tokens split, decoding; what is wrong."""
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return 1.5 * out
+
+    plain, one, split, torchs = (build("mla", 12, 1) for _ in range(4))
+    one.kv_b_proj.register_forward_hook(hook)
+    tensor_parallel(split, mesh())
+    split.kv_b_proj.register_forward_hook(hook)
+    truth = trained(one, "mla", None)
+    assert apart(truth["out"], trained(plain, "mla", None)["out"]) > 0.01, "the hook changes nothing"
+    wrong: dict[str, Any] = {"heads": differences(truth, trained(split, "mla", None))}
+    x = torch.randn(2, 9, M, generator=torch.Generator().manual_seed(5))
+    outs = []
+    for module in (one, split):
+        cache = StaticCache(2, 1, 9, 7, capacity=16, shared=True)
+        with torch.no_grad():
+            outs.append(torch.cat([module(part, cache=cache)[0] for part in (x[:, :5], x[:, 5:6], x[:, 6:])], dim=1))
+    wrong["decoding"] = {} if apart(*outs) < 2e-6 else apart(*outs)
+    one.zero_grad()
+    out = one(x, mask=headwise.causal())
+    out.square().sum().backward()
+    grads = {name: p.grad for name, p in one.named_parameters()}
+    one.zero_grad()
+    with context():
+        own = one(split_sequence(x), mask=headwise.causal())
+        own.square().sum().backward()
+        sum_gradients(one)
+    far = {name: apart(whole(grad), whole(p.grad)) for (name, p), grad in zip(
+        one.named_parameters(), grads.values(), strict=True)} | {"out": apart(split_sequence(out), own)}  # fmt: skip
+    wrong["tokens"] = {name: x for name, x in far.items() if not x <= GRADIENT}
+    styles = {"q_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    parallelize_module(torchs, mesh(), styles)
+    torchs.kv_b_proj.register_forward_hook(hook)
+    try:
+        torchs(x, mask=headwise.causal())
+        wrong["torch's plan"] = "not refused"
+    except TypeError as error:
+        if "torch.nn.Linear without bias and without hooks of yours" not in str(error):
+            wrong["torch's plan"] = str(error)
+    return {name: what for name, what in wrong.items() if what}
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ..nn.steps import is_itself
+from ..nn.projections import is_itself
 from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, keep
 from ..ops.native.step import Scores, runs_plain

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..nn.dealt import Dealt, as_replica
+from ..nn.projections import is_linear
 from ..ops.spread import Group, Share, as_dtensor, pick_heads
 from ..shapes.kinds import check_counts, shown
 from .errors import ModelError
@@ -258,6 +259,13 @@ def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
             def own(parameter: Tensor) -> Tensor:
                 heads = as_replica(as_dtensor(parameter), group.dim).unflatten(0, (num_kv_heads, -1))
                 return module.share.pick(heads, 0).flatten(0, 1)
+
+            if not is_linear(module):
+                raise ModelError(
+                    f"key-value heads of {type(module).__name__} are not shared between processes, for it may compute "
+                    f"something else than its weight says; take one of {', '.join(map(str, _divisors(num_kv_heads)))} "
+                    "processes, or load without quantisation and adapters"
+                )
 
             def forward(x: Tensor) -> Tensor:
                 bias = None if module.bias is None else own(module.bias)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..ops.masks.compose import Mask
+from ..ops.masks.compose import Mask, as_mask
+from ..ops.masks.make import causal, keep
 from ..ops.storage.layout import Cache
 from ..shapes.kinds import check_tensor
 
@@ -66,6 +67,24 @@ def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor
     seen = torch.tensor(lengths, device=device)
     alike = len(set(lengths)) == 1
     return torch.arange(T, device=device) + (seen[0] if alike else seen[:, None])
+
+
+def keys_held(
+    cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Sequence[int] | None
+) -> tuple[Tensor, Mask]:
+    """The keys (B, K, S, D) of a causal cache with the new ones appended, and the mask under which new tokens attend.
+
+    Into an empty cache go the new ones alone, and they come back unrounded, whatever the dtype of the cache.
+    """
+    before, length = list(cache.lengths), new.shape[2]
+    cache.append(new, lengths=lengths)
+    keys = cache.keys if any(before) else new
+    even = all(n == keys.shape[2] - length for n in before)
+    rule = causal() if even else causal(offset=torch.tensor(before, device=new.device))
+    if lengths is not None:
+        real = torch.arange(length, device="cpu") < torch.as_tensor(lengths, device="cpu")[:, None]
+        rule = rule & keep(real[:, None, :, None].to(new.device))
+    return keys, rule & as_mask(mask)
 
 
 def step(

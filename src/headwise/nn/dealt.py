@@ -17,6 +17,7 @@ from ..ops.shares import mapped, share_of_mask
 from ..ops.spread import Group, Share, as_dtensor, pick_heads
 from ..shapes import describe
 from ..shapes.kinds import check_tensor
+from .projections import HOOKS, description, has_hooks, is_linear
 from .sharded import LocalHeads, within_heads
 
 
@@ -154,6 +155,26 @@ class Dealt:
             return as_replica(spread, self.group.dim)
         x = self.group.shared(x)
         return x[self.share.heads] if x.shape == (self.share.num_heads,) else x
+
+    def weight(self, projection: nn.Module) -> Tensor | None:
+        """The weight for the heads here, where a call of a projection without bias computes no more than its product.
+
+        Raises:
+            TypeError: torch split the projection, and something else answers for it: then what a call of it gives, and
+                which of its gradients are summed, is not known.
+        """
+        if type(projection) is OwnHeads:
+            whole = projection.bias is None and not has_hooks(projection) and "forward" not in vars(projection)
+            return self.parameter(projection.weight) if whole else None
+        hooks = [hook for kind in HOOKS for hook in getattr(projection, kind).values()]
+        torchs = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)
+        if not is_linear(projection) or not torchs or projection.bias is not None:
+            raise TypeError(
+                f"{self._rule()}: of what torch's parallelize_module split, a torch.nn.Linear without bias and without "
+                f"hooks of yours can be read; got {description(projection)}; {WAY_OUT}"
+            )
+        weight: Any = projection.weight
+        return self.parameter(weight)
 
     def mask(self, mask: Mask | Tensor | None) -> Mask:
         """The mask for the heads here; what it learns gets the gradient of all."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..shapes import DTYPES, check_head_counts, describe
 from ..shapes.kinds import check_counts, check_tensor, shown
+from .projections import weight_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +43,11 @@ class Head:
         return f"Head({', '.join(sizes)})"
 
 
-def rows_of(projection: nn.Linear, index: int, size: int) -> tuple[Tensor, Tensor | None]:
+def rows_of(name: str, projection: nn.Module, index: int, size: int) -> tuple[Tensor, Tensor | None]:
     """The part of a fused projection that makes head `index`, turned for ``x @ W + b``: views."""
-    rows = slice(index * size, (index + 1) * size)
-    return projection.weight[rows].T, None if projection.bias is None else projection.bias[rows]
+    rows, weight = slice(index * size, (index + 1) * size), weight_of(name, projection, "head()")
+    bias: Any = projection.bias
+    return weight[rows].T, None if bias is None else bias[rows]
 
 
 def check_heads(source: Any, num_kv_heads: int | None, output_bias: Any) -> tuple[list[Head], int]:

@@ -10,16 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.masks.compose import Mask, as_mask
-from ..ops.masks.make import causal, keep
+from ..ops.masks.compose import Mask
 from ..shapes import check_options
 from ..shapes.kinds import check_counts, check_flags, check_span, whole_numbers
-from .cached import ModuleCache, positions_of, step, traits_of
+from .cached import ModuleCache, keys_held, positions_of, step, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .dealt import Dealt, dealt
 from .inner import Inner, InnerAttention
-from .latent_form import Choice, FormCosts, LatentForm, latent_layer
+from .latent_form import Choice, FormCosts, LatentForm, latent_layer, no_matrix, why_absorbed
 from .multihead import MultiHeadAttention, Rotate
+from .projections import plain_weight
 from .rotary import Positions, Rotary
 from .sharded import check_splits, check_uncached, current, placed
 from .steps import latent_step, projected
@@ -164,7 +164,8 @@ class LatentAttention(nn.Module):
             o_proj, or 0.
 
         Raises:
-            TypeError: a cache without the methods of one.
+            TypeError: a cache without the methods of one; the absorbed form, asked for or the only one that the cache
+                takes, where kv_b_proj is no plain linear layer.
             ValueError: wrong shapes, an unknown form, or a cache of another size.
         """
         if cache is not None and type(self) is LatentAttention and positions is lengths is None:
@@ -192,7 +193,7 @@ class LatentAttention(nn.Module):
             heads_BHTV = self.from_latent(mixed_BHTC)
         else:
             query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
-            keys, rule = (key_B1TE, mask) if cache is None else self._expanded(cache, key_B1TE, mask, lengths)
+            keys, rule = (key_B1TE, mask) if cache is None else keys_held(cache, key_B1TE, mask, lengths)
             heads_BHTV = self._attend_all(query_BHTD, keys, rule, absorbed=False)
         out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
         return out if cache is None else (out, cache)
@@ -234,11 +235,11 @@ class LatentAttention(nn.Module):
         return self._expand(key, (first, last), None)
 
     def _expand(self, key: Tensor, heads: tuple[int, int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`expand`, by the rows of a weight, or by the projection itself."""
+        """`expand`, by the rows of a weight, or where there is none by the projection itself."""
         latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         first, last, width = *heads, self.nope_dim + self.value_dim
         if weight is None:
-            fused = self.kv_b_proj(latent[:, 0])
+            fused = self.kv_b_proj(latent[:, 0])[..., first * width : last * width]
         else:
             fused = nn.functional.linear(latent[:, 0], weight[first * width : last * width])
         both = MultiHeadAttention.split(fused, last - first, width)
@@ -261,7 +262,8 @@ class LatentAttention(nn.Module):
             options |= {"some": here.some, "sinks": None if sinks is None else here.parameter(sinks)}
         if absorbed:
             return sharded.attend_made(query, key, lambda made, *_: (made, made[..., :C]), (), C, **options)
-        weight = self._up()
+        if (weight := self._up()) is None:  # its gradients are known to autograd alone, so keys and values travel
+            return sharded.attend(query, *self.expand(key), **options)
         return sharded.attend_made(
             query, key, lambda made, *heads: self._expand(made, heads, weight), (weight,), self.value_dim, **options
         )
@@ -280,7 +282,10 @@ class LatentAttention(nn.Module):
 
     def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
         """Each head's $W_{UK}$ and $W_{UV}$, transposed, as in kv_b_proj: views."""
-        both = self._up().unflatten(0, (self.heads_here, -1))
+        weight = self._up()
+        if weight is None:
+            raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
+        both = weight.unflatten(0, (self.heads_here, -1))
         up_key, up_value = both.split((self.nope_dim, self.value_dim), dim=1)
         return up_key, up_value
 
@@ -294,9 +299,10 @@ class LatentAttention(nn.Module):
         """How many heads this process computes."""
         return self.num_heads if (here := self.dealt) is None else here.share.count
 
-    def _up(self) -> Tensor:
-        """What of kv_b_proj's weight is for the heads here."""
-        return self.kv_b_proj.weight if (here := self.dealt) is None else here.parameter(self.kv_b_proj.weight)
+    def _up(self) -> Tensor | None:
+        """What of kv_b_proj's weight is for the heads here; None where a call of kv_b_proj computes something else."""
+        here = self.dealt
+        return plain_weight(self.kv_b_proj, bias=False) if here is None else here.weight(self.kv_b_proj)
 
     def _inner_options(self) -> dict[str, Any]:
         """The options of the inner part. A scale that it takes from the size of a key is that of the expanded form."""
@@ -321,28 +327,30 @@ class LatentAttention(nn.Module):
     def form(self, queries: int, held: Sequence[int] | None = None) -> LatentForm:
         """The form that "auto" takes for T new tokens where each row has `held` tokens in the cache; None is no cache.
 
+        Always "expanded" where kv_b_proj is no plain linear layer (an adapter, say), which has no matrix to absorb.
+
         Example:
             >>> mla = LatentAttention(64, 4, kv_lora_rank=32, nope_dim=8, rope_dim=4, value_dim=8)
             >>> mla.form(5), mla.form(1, held=[100]), mla.form(50, held=[100])
             ('expanded', 'absorbed', 'expanded')
         """
         check_counts(queries=queries)
+        if self._up() is None:
+            return "expanded"
         return self.uncached if held is None else self.costs.cheaper(queries, whole_numbers("held", held))
 
     def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
+        if form == "absorbed" and self._up() is None:
+            raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
         if cache is None:
             return (self.form(new) if form == "auto" and self._tells() else form) == "absorbed"
         stored = list(cache.lengths)
         if (self.form(new, stored) if form == "auto" else form) == "absorbed":
             return True
-        why, traits = "", traits_of(cache)
-        if not traits.has_keys:
-            why = f"{type(cache).__name__} has no keys to read"
-        elif traits.chunk is not None and new > traits.chunk:
-            why = f"{type(cache).__name__} takes {traits.chunk} tokens at a time"
-        elif mask is not None and any(stored) and (lengths is not None or len(set(stored)) > 1):
-            why = f"a mask has its place in every row alike, while the rows hold {stored} and then lengths = {lengths}"
+        why = why_absorbed(cache, new, stored, masked=mask is not None, padded=lengths is not None)
+        if why and self._up() is None:
+            raise TypeError(no_matrix(self.kv_b_proj, f"the absorbed form is the only one here ({why}), and it"))
         if why and form == "expanded":
             raise ValueError(
                 f"the expanded form makes keys and values from all latents held, and {why}; "
@@ -371,19 +379,6 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
         check_latent_values(mixed.shape[-1], self.kv_lora_rank)
         return mixed
-
-    @staticmethod
-    def _expanded(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: RowLengths) -> tuple[Tensor, Mask]:
-        """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and the mask of the call."""
-        before, length = list(cache.lengths), new.shape[2]
-        cache.append(new, lengths=lengths)
-        keys = cache.keys if any(before) else new  # the first tokens unrounded, whatever the dtype of the cache
-        even = all(n == keys.shape[2] - length for n in before)
-        rule = causal() if even else causal(offset=torch.tensor(before, device=new.device))
-        if lengths is not None:
-            real = torch.arange(length, device="cpu") < torch.as_tensor(lengths, device="cpu")[:, None]
-            rule = rule & keep(real[:, None, :, None].to(new.device))
-        return keys, rule & as_mask(mask)
 
     def extra_repr(self) -> str:
         """The sizes."""

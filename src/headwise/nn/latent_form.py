@@ -6,9 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torch import nn
+
 from ..plan.layer import AttentionLayer, Latent
 from ..plan.shape import check_size
 from ..shapes.kinds import check_counts, shown
+from .cached import ModuleCache, traits_of
+from .projections import description
 
 LatentForm = Literal["expanded", "absorbed"]
 Choice = Literal["auto", "expanded", "absorbed"]
@@ -106,6 +110,30 @@ class FormCosts:
             for form, macs in self.macs(queries, tokens + queries).items():
                 total[form] += macs
         return "absorbed" if total["absorbed"] < total["expanded"] else "expanded"
+
+
+def why_absorbed(cache: ModuleCache, new: int, stored: Sequence[int], *, masked: bool, padded: bool) -> str:
+    """Why `new` tokens over a cache whose rows hold `stored` cannot be expanded; empty where they can."""
+    traits = traits_of(cache)
+    if not traits.has_keys:
+        return f"{type(cache).__name__} has no keys to read"
+    if traits.chunk is not None and new > traits.chunk:
+        return f"{type(cache).__name__} takes {traits.chunk} tokens at a time"
+    if masked and any(stored) and (padded or len(set(stored)) > 1):
+        return (
+            f"a mask has its place in every row alike, while the rows hold {list(stored)} tokens"
+            f"{' and get different numbers of new ones' if padded else ''}"
+        )
+    return ""
+
+
+def no_matrix(kv_b_proj: nn.Module, what: str) -> str:
+    """The error where `what` needs the weight of kv_b_proj, and a call of kv_b_proj may compute something else."""
+    return (
+        f"{what} multiplies by the weight of kv_b_proj, which has to be a torch.nn.Linear without bias and hooks; got "
+        f"{description(kv_b_proj)}, which may compute something else; merge adapters and remove hooks, or take "
+        'form="expanded", with a cache that has keys'
+    )
 
 
 def check_form(form: str) -> None:

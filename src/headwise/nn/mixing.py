@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .projections import plain_weight
+
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention
 
@@ -50,11 +52,16 @@ def _numbers(values: tuple[float, ...], most: int = 16) -> str:
 
 
 @torch.no_grad()
-def measure_mixing(mha: MultiHeadAttention, joined: Tensor) -> Mixing:
-    """The mixing that W_O does on concatenated heads (B, T, H * V); memory of two outputs, whatever H."""
-    H = mha.num_heads
+def measure_mixing(mha: MultiHeadAttention, joined: Tensor) -> Mixing | None:
+    """The mixing that W_O does on concatenated heads (B, T, H * V); memory of two outputs, whatever H.
+
+    None where o_proj is no plain linear layer, whose weight alone would not tell what it does.
+    """
+    H, weight = mha.num_heads, plain_weight(mha.o_proj)
+    if weight is None:
+        return None
     heads = joined.detach().float().tensor_split(H, dim=-1)
-    matrices = mha.o_proj.weight.detach().float().tensor_split(H, dim=-1)
+    matrices = weight.detach().float().tensor_split(H, dim=-1)
     total = torch.zeros((*joined.shape[:-1], mha.d_model), device=joined.device)
     for head, matrix in zip(heads, matrices, strict=True):
         total += head @ matrix.T

@@ -25,6 +25,7 @@ from .dealt import Dealt, dealt
 from .foreign_options import refuse_inputs, refuse_options
 from .heads import Head, check_heads, fill_heads, rows_of
 from .inner import as_inner
+from .projections import weight_of
 from .rotary import Positions
 from .sharded import check_splits, placed
 from .steps import multihead_step, projected
@@ -265,10 +266,12 @@ class MultiHeadAttention(nn.Module):
     def head(self, index: int) -> Head:
         """The small matrices of head `index`, as views: a change in place changes the module.
 
-        Heads of one group (GQA, MQA) show the same W_K and W_V. The bias of o_proj belongs to no head.
+        Heads of one group (GQA, MQA) show the same W_K and W_V. The bias of o_proj belongs to no head. Those of a
+        parametrized projection (`torch.nn.utils.parametrize`) are computed, and no views.
 
         Raises:
-            TypeError, ValueError: no such head.
+            TypeError, ValueError: no such head; or a projection that is no plain linear layer (an adapter, hooks, a
+                quantised layer), so that its weight does not tell what it computes.
 
         Example:
             >>> import torch
@@ -281,10 +284,11 @@ class MultiHeadAttention(nn.Module):
         """
         check_counts(0, self.num_heads - 1, index=index)
         kv = index // (self.num_heads // self.num_kv_heads)
-        W_Q, b_Q = rows_of(self.q_proj, index, self.head_dim)
-        W_K, b_K = rows_of(self.k_proj, kv, self.head_dim)
-        W_V, b_V = rows_of(self.v_proj, kv, self.value_dim)
-        W_O = self.o_proj.weight[:, index * self.value_dim : (index + 1) * self.value_dim].T
+        W_Q, b_Q = rows_of("q_proj", self.q_proj, index, self.head_dim)
+        W_K, b_K = rows_of("k_proj", self.k_proj, kv, self.head_dim)
+        W_V, b_V = rows_of("v_proj", self.v_proj, kv, self.value_dim)
+        mixing = weight_of("o_proj", self.o_proj, "head()")
+        W_O = mixing[:, index * self.value_dim : (index + 1) * self.value_dim].T
         return Head(W_Q, W_K, W_V, W_O, b_Q, b_K, b_V)
 
     @classmethod
@@ -352,12 +356,12 @@ class MultiHeadAttention(nn.Module):
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """The same attention as a `MultiHeadAttention`: equal outputs in train and in eval; the weights are copied.
 
-    The result is called as ``mha(query)`` for self-attention, or ``mha(query, (key, value))``, batch first whatever the
-    `batch_first` of `module`; its masks come from `mask_from_torch`. Dropout becomes that of the inner part.
+    The result is called as ``mha(query)`` for self-attention, or ``mha(query, (key, value))``; its masks come from
+    `mask_from_torch`. Dropout becomes that of the inner part. To keep torch's call, see `headwise.nn.replace`.
 
     Raises:
-        TypeError: something other than a `torch.nn.MultiheadAttention`.
-        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``.
+        TypeError: something other than a `torch.nn.MultiheadAttention`, or one with hooks or a forward of its own.
+        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``, or takes (T, B, M), not ``batch_first``.
 
     Example:
         >>> import torch
@@ -376,7 +380,7 @@ def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
     Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
 
     Raises:
-        TypeError: something other than a `headwise.MultiHeadAttention`.
+        TypeError: something other than a `headwise.MultiHeadAttention`, or a projection that is no plain linear layer.
         ValueError: `mha` has what torch's module lacks: a rotary part, norms, heads with ``H * D != d_model``, another
             value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..shapes.kinds import check_functions
+from .latent import LatentAttention
 from .probe import AttentionCall, probe
+from .projections import has_hooks
 from .unwrap import require_whole, unwrap
 
 
@@ -19,8 +21,9 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
     """The output projection of each attention module: the first that is called with its heads side by side.
 
     Found while the model runs, from the numbers alone: a module with a weight of two dimensions whose input is
-    (B, T, H * V), the heads of the call as they left attention. Where something stands between (a norm, a gate), there
-    is no such module, and no entry.
+    (B, T, H * V), the heads of the call as they left attention. A module around it that is linear in the same input, as
+    an adapter is, counts in its place. Where something stands between (a norm, a gate), there is no such module, and no
+    entry.
 
     Args:
         model: What `headwise.nn.probe` takes; of a wrapper, what it wraps.
@@ -50,17 +53,43 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
         running[:] = [(call.module, out.transpose(1, 2).flatten(2))]
         return out
 
-    def before(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        for attention, side_by_side in running:
+    def before(name: str, plain: bool, part: nn.Module, args: tuple[Any, ...]) -> None:
+        for attention, side_by_side in list(running):
             x = args[0] if args else None
-            if not isinstance(x, Tensor) or x.numel() != side_by_side.numel():
+            if not isinstance(x, Tensor) or x.numel() != side_by_side.numel() or attention in projections:
                 continue
-            if torch.equal(x.reshape(side_by_side.shape), side_by_side):
-                projections.setdefault(attention, name)
+            same = torch.equal(x.reshape(side_by_side.shape), side_by_side)
+            if same and (plain or (len(args) == 1 and _is_additive(part, x, running))):
+                projections[attention] = name
 
     with ExitStack() as undo, torch.no_grad(), probe(model, each):
+        # A hook on kv_b_proj would keep latent attention from its absorbed form; it reads no heads.
+        others = {id(part.kv_b_proj) for part in model.modules() if isinstance(part, LatentAttention)}
         for name, part in model.named_modules():
-            if getattr(getattr(part, "weight", None), "ndim", 0) == 2:
-                undo.callback(part.register_forward_pre_hook(partial(before, name)).remove)
+            if id(part) not in others and any(map(_has_matrix, part.modules())):
+                hook = partial(before, name, _has_matrix(part) and not has_hooks(part))
+                undo.callback(part.register_forward_pre_hook(hook, prepend=True).remove)
         run(model)
     return projections
+
+
+def _has_matrix(part: nn.Module) -> bool:
+    """Whether a module has a weight of two dimensions of its own; of quantised layers it is a method."""
+    weight: Any = getattr(part, "weight", None)
+    weight = weight() if callable(weight) and not any(True for _ in part.children()) else weight
+    return getattr(weight, "ndim", 0) == 2
+
+
+def _is_additive(part: nn.Module, x: Tensor, running: list[tuple[str, Tensor]]) -> bool:
+    """Whether the module computes a matrix product and a constant: as adapters around a projection do, in eval mode."""
+    before, running[:] = list(running), []  # what the module calls now is no part of the model's own run
+    try:
+        once, twice, nothing = part(x), part(2 * x), part(torch.zeros_like(x))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    finally:
+        running[:] = before
+    if not all(isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] for y in (once, twice, nothing)):
+        return False
+    tolerance = 64 * torch.finfo(once.dtype).eps * float(twice.abs().max())  # the rounding of a sum of products
+    return bool((twice - once - (once - nothing)).abs().max() <= tolerance)

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..ops.masks.compose import Mask
 from ..ops.native.step import Scores, Turn
 from .inner import InnerAttention
+from .projections import is_itself, plain_weight
 from .rotary import Rotary
 from .sharded import current
 
@@ -41,19 +41,6 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and not (inner.training and inner.dropout)
         and is_itself(inner)
         and ((type(rotary) is Rotary and is_itself(rotary)) or (rotary is None and module.rotary is None))
-    )
-
-
-def is_itself(module: nn.Module) -> bool:
-    """Whether nothing listens to the calls of a part, or answers in its place."""
-    own = vars(module)
-    return not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-        or _has_any_global_hook()
     )
 
 
@@ -116,7 +103,11 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     `from_latent` make of one token.
     """
     parts, H, C = mla._modules, mla.num_heads, mla.kv_lora_rank
-    compress, rotary, up = parts["kv_a_proj_with_mqa"], parts.get("rotary"), parts["kv_b_proj"].weight
+    compress, rotary, up = (
+        parts["kv_a_proj_with_mqa"],
+        parts.get("rotary"),
+        plain_weight(parts["kv_b_proj"], bias=False),
+    )
     if rotary is None or not is_step(mla, x, cache, mask, compress) or rotary.head_dim != mla.rope_dim:
         return None
     if type(up) is not nn.Parameter or up.dtype != x.dtype or not (up.is_cpu and x.is_cpu and up.is_contiguous()):

@@ -8,7 +8,7 @@ gives 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..ops.masks.make import bias, keep
 from ..shapes import MASK_RULE, describe
 from ..shapes.kinds import check_counts, check_tensor
 from .inner import InnerAttention
+from .projections import has_hooks, weight_of
 
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention
@@ -27,6 +28,14 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
     """`MultiHeadAttention.from_torch`."""
     if not isinstance(module, nn.MultiheadAttention):
         raise TypeError(f"from_torch takes a torch.nn.MultiheadAttention; got {type(module).__name__}")
+    check_unmodified(module, "from_torch")
+    if not module.batch_first:
+        raise ValueError(
+            "this torch.nn.MultiheadAttention was built with batch_first=False and takes (T, B, M), while "
+            "headwise.MultiHeadAttention takes (B, T, M): the same input would give other numbers; "
+            "headwise.nn.replace(module) keeps torch's call, or set module.batch_first = True first and transpose what "
+            "you call it with"
+        )
     for name, used in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
         if used:
             raise ValueError(
@@ -56,9 +65,23 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
     return mha
 
 
+def check_unmodified(module: nn.MultiheadAttention, what: str) -> None:
+    """Raise where a call of the module may compute something else than torch's class does with its parameters."""
+    kind: Any = type(module)
+    forward = "forward" in vars(module) or kind.forward is not nn.MultiheadAttention.forward
+    if forward or has_hooks(module):
+        how = "has a forward of its own" if forward else "has hooks"
+        raise TypeError(
+            f"{what} takes a torch.nn.MultiheadAttention as it is; this {kind.__name__} {how}, which may compute "
+            "something else and would be lost; convert first, and register hooks and adapters on the result"
+        )
+
+
 def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
     """`MultiHeadAttention.to_torch`."""
     _check_fits_torch(mha)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weight_of(name, getattr(mha, name), "to_torch")
     inner = cast(InnerAttention, mha.inner)
     key_width, value_width = mha.memory_widths
     biased = mha.q_proj.bias is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import causal as causal_mask
@@ -19,6 +19,7 @@ from .checks import check_input
 from .inner import Inner
 from .mixing import Mixing, measure_mixing
 from .multihead import MultiHeadAttention
+from .projections import description, plain_weight
 from .rotary import Positions
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class Trace:
     Attributes:
         stages: From the input to the output.
         parameters: Numbers that each part of the module has learned, by its name in the state dict.
-        mixing: How much of the output each head made; None where nothing was computed (shapes only).
+        mixing: How much of the output each head made; None where nothing was computed (shapes only), and where o_proj
+            is no plain linear layer.
     """
 
     stages: tuple[Stage, ...]
@@ -107,8 +109,13 @@ class Trace:
         counts = " + ".join(f"{name} {count:,}" for name, count in self.parameters.items())
         parameters = f"parameters: {self.parameter_count:,} = {counts}{self._as_squares()}"
         if self.mixing is None:
-            return f"{parameters}\nwhat W_O changes: not measured, for sizes this large are traced without numbers"
+            return f"{parameters}\nwhat W_O changes: not measured, {self._why_unmixed()}"
         return f"{parameters}\n{self.mixing}"
+
+    def _why_unmixed(self) -> str:
+        if self.stages[-1].tensor.is_meta:
+            return "for sizes this large are traced without numbers"
+        return "for the input is empty, or o_proj is no plain linear layer"
 
     def _as_squares(self) -> str:
         d_model = self.stages[-1].shape[-1]
@@ -145,7 +152,7 @@ def trace(
         x, memory, mask, positions: As in a call of `headwise.MultiHeadAttention`.
 
     Raises:
-        TypeError: `mha` is no `headwise.MultiHeadAttention`.
+        TypeError: `mha` is no `headwise.MultiHeadAttention`, or is quantised.
         ValueError: as a call of the module.
 
     Example:
@@ -156,6 +163,7 @@ def trace(
     """
     if not isinstance(mha, MultiHeadAttention):
         raise TypeError(f"trace takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
+    parameters = _parameters(mha)
     check_input(x, mha.d_model, mha.q_proj)
     for_keys, for_values = mha._sources(x, memory)
     stages = [Stage("x", "X", x, "batch, tokens, d_model")]
@@ -173,8 +181,7 @@ def trace(
         fused = projection(source)
         split[letter] = mha.split(fused, heads, size)
         name = "X" if source is x else "N" if source is not for_keys else "M"
-        added = "" if projection.bias is None else f" + b_{letter.upper()}"
-        stages += _projected(letter, f"{name} W_{letter.upper()}{added}", fused, split[letter])
+        stages += _projected(letter, _product(f"{letter}_proj", projection, name), fused, split[letter])
     query, key, value = split["q"], split["k"], split["v"]
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
@@ -197,10 +204,10 @@ def trace(
     stages.append(
         Stage("concatenation", "Concat(head_1 .. head_h)", joined, f"columns {V} i .. {V} i + {V - 1}: head i")
     )
-    mixed = "Concat(head_1 .. head_h) W_O" + ("" if mha.o_proj.bias is None else " + b_O")
+    mixed = _product("o_proj", mha.o_proj, "Concat(head_1 .. head_h)")
     stages.append(Stage("output", mixed, mha.o_proj(joined), "W_O mixes the heads"))
     mixing = None if joined.is_meta or not joined.numel() else measure_mixing(mha, joined)
-    return Trace(tuple(stages), _parameters(mha), mixing)
+    return Trace(tuple(stages), parameters, mixing)
 
 
 def trace_shape(
@@ -261,6 +268,14 @@ def _projected(letter: str, product: str, fused: Tensor, split: Tensor) -> list[
     ]
 
 
+def _product(name: str, projection: nn.Module, source: str) -> str:
+    """``X W_Q + b_Q`` for q_proj; ``q_proj(X)`` where it is no plain linear layer."""
+    if plain_weight(projection) is None:
+        return f"{name}({source})"
+    letter = name[0].upper()
+    return f"{source} W_{letter}" + ("" if projection.bias is None else f" + b_{letter}")
+
+
 def _scores(inner: dict[str, Any], query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> list[Stage]:
     """The scores at each stage that this call has, and the weights."""
     scale, softcap, sinks = (inner.get(name) for name in ("scale", "softcap", "sinks"))
@@ -289,6 +304,16 @@ def _options(inner: object) -> dict[str, Any] | None:
 
 
 def _parameters(mha: MultiHeadAttention) -> dict[str, int]:
-    """Learned numbers by part; parts without any are left out."""
+    """Learned numbers by part; parts without any are left out.
+
+    Raises:
+        TypeError: a projection that keeps its numbers elsewhere than in parameters, as quantised layers do.
+    """
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in mha.named_children()}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        if not counts[name]:
+            raise TypeError(
+                f"trace counts the parameters of each projection, and {name} ({description(getattr(mha, name))}) has "
+                "none; trace the module before it is quantised"
+            )
     return {name: count for name, count in counts.items() if count}

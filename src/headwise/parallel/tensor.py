@@ -12,6 +12,7 @@ from ..nn.dealt import OwnHeads, ReplicatedLinear, SumOfHeads, WholeNorm
 from ..nn.inner import InnerAttention
 from ..nn.latent import LatentAttention
 from ..nn.multihead import MultiHeadAttention
+from ..nn.projections import HOOKS
 from ..ops.spread import Group, Share
 from ..shapes.kinds import shown
 
@@ -97,20 +98,26 @@ def _check_parts(module: nn.Module) -> None:
                     f"tensor_parallel splits plain torch.nn.Linear projections; {name} is {type(part).__name__}; merge "
                     "adapters and undo quantisation first"
                 )
+        elif name.endswith("_layernorm") and type(part) is not nn.RMSNorm:
+            raise TypeError(
+                f"tensor_parallel replaces the torch.nn.RMSNorm of latent attention; {name} is {type(part).__name__}, "
+                "which may compute something else"
+            )
         elif name == "inner" and not isinstance(part, InnerAttention) and next(part.parameters(), None) is not None:
             raise TypeError(
                 f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head is "
                 "not known; tensor_parallel knows those of headwise.nn.InnerAttention"
             )
         replaced = name.endswith(("_proj", "_proj_with_mqa", "_layernorm"))
-        if (replaced and any(getattr(part, hooks) for hooks in _HOOKS)) or any(map(_has_hooks, part.parameters())):
+        if (replaced and any(getattr(part, hooks) for hooks in HOOKS)) or any(map(_has_hooks, part.parameters())):
             raise ValueError(
                 f"{name} or a parameter of it has hooks, which would be lost: parts and parameters are replaced; "
                 "register hooks after the module is split, and undo old-style weight_norm, spectral_norm or pruning"
             )
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        if replaced and "forward" in vars(part):
+            raise ValueError(
+                f"{name} has a forward of its own, which would be lost, for the part is replaced; set it afterwards"
+            )
 
 
 def _has_hooks(parameter: Any) -> bool:

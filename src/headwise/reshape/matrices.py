@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.projections import is_linear
+
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
@@ -31,15 +33,26 @@ class Matrix:
                 f"the matrix of {name!r} is solved anew, and {type(module).__name__} has no weight of two axes in "
                 "floating point; merge adapters first, and load without quantisation"
             )
-        if isinstance(module, nn.Linear):
+        if is_linear(module):  # whatever hooks it has: our own read it
+            if not isinstance(weight, nn.Parameter):
+                raise TypeError(
+                    f"the matrix of {name!r} is solved anew, and its weight is computed from others "
+                    "(torch.nn.utils.parametrize); remove its parametrization first"
+                )
             return cls(module, True)
+        other = f"{name!r} ({type(module).__name__}) computes other than x W + b of its weight and bias"
+        if isinstance(module, nn.Linear):
+            raise TypeError(f"{other}; merge adapters first")
         x = torch.zeros(1, weight.shape[0], dtype=weight.dtype, device=weight.device)
         x[0, 0] = 1.0
-        with torch.no_grad():
-            y = module.forward(x)  # past hooks, such as our own
-        expected = weight[0] if bias is None else weight[0] + bias
+        try:
+            with torch.no_grad():
+                y = module.forward(x)  # past hooks, such as our own
+                expected = weight[0] if bias is None else weight[0] + bias
+        except RuntimeError as error:  # of another width
+            raise TypeError(f"{other} ({error}); merge adapters first") from None
         if y.shape[-1] != weight.shape[1] or not torch.allclose(y[0], expected):
-            raise TypeError(f"{name!r} ({type(module).__name__}) computes other than x W + b of its weight and bias")
+            raise TypeError(f"{other}; merge adapters first")
         return cls(module, False)
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..nn.inner import InnerAttention
 from ..nn.multihead import MultiHeadAttention
+from ..nn.projections import weight_of
 from ..shapes.kinds import shown, whole_numbers
 from . import choose
 from .axes import KeptHeads, Sizes, form
@@ -83,6 +84,7 @@ def _prune_ours(modules: Mapping[str, MultiHeadAttention], heads: Mapping[Any, I
         mha = modules[name]
         sizes = Sizes(mha.num_heads, mha.num_kv_heads, mha.head_dim, mha.value_dim)
         _check_inner(name, mha)
+        _check_projections(mha)
         layer = Layer(name or "of the module", "self", 0, "", sizes, {})
         wanted.append((mha, sizes, _checked(layer, whole_numbers("heads", gone))))
     for mha, sizes, kept in wanted:
@@ -101,6 +103,16 @@ def _check_inner(name: str, mha: MultiHeadAttention) -> None:
             f"the inner part {type(mha.inner).__name__} of module {name!r} has weights of its own, and which of them "
             "belong to a head is not known; prune a module with headwise.nn.InnerAttention"
         )
+
+
+def _check_projections(mha: MultiHeadAttention) -> None:
+    for name in (*OURS, "o_proj"):
+        weight = weight_of(name, getattr(mha, name), "prune_module()")
+        if not isinstance(weight, nn.Parameter):
+            raise TypeError(
+                f"prune_module() cuts parameters, and the weight of {name} is computed from others "
+                "(torch.nn.utils.parametrize); remove its parametrization first"
+            )
 
 
 def _checked(layer: Layer, gone: list[int]) -> KeptHeads:
