@@ -129,10 +129,10 @@ def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
 def _add_evidence(got: Got, role: Role, above: Tensor, tally: LayerTally) -> None:
     """For each text and head, the queries of largest weight among those that show the role."""
     hits = role.measure.hits(role.name, got)
-    weights = torch.where(hits, got.rows.largest.cpu(), 0.0)
+    weights = got.weights_on(hits)
     best = weights.topk(min(MOST_SHOWN, weights.shape[-1]), dim=-1)
     values, queries = best.values.tolist(), best.indices.tolist()
-    keys = got.largest_key.gather(2, best.indices).tolist()
+    keys = hits.gather(2, best.indices).tolist()
     for b, h in above.nonzero().tolist():
         text = got.scene.passages[b].text
         shown = zip(values[b][h], queries[b][h], keys[b][h], strict=True)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..nn.probe import AttentionCall
-from ..ops.masks import Mask, keep, window
-from ..ops.scoring import ScoringOptions
+from ..ops.masks import Mask
+from ..ops.scores import softcapped
+from ..ops.scoring import Scoring
 from ..ops.statistics.api import RowStatistics
-from ..ops.statistics.top_keys import top_keys
-from .draws import other_queries, shuffled
+from .draws import shuffled
 from .scene import Scene
 
 FAR = 8
@@ -108,6 +108,32 @@ class Got:
         """(B, H, T) long, -1 where the row is empty."""
         return self.rows.largest_key.cpu()
 
+    def largest_where(self, chosen: Tensor) -> Tensor:
+        """(B, H, T) long: the key of a query's largest weight where it is chosen, (B, H, T) bool; -1 elsewhere."""
+        return torch.where(chosen, self.largest_key, -1)
+
+    def weights_on(self, keys: Tensor) -> Tensor:
+        """(B, H, T): what each query gives to one key, (B, H, T) long; 0 where that is -1.
+
+        The largest weight of the row is known, and two weights of a row differ by what their scores differ by.
+        """
+        largest = self.rows.largest.cpu()
+        if bool(((keys == self.largest_key) | (keys < 0)).all()):
+            return torch.where(keys >= 0, largest, 0.0)
+        apart = self._scores(keys.clamp(min=0)) - self._scores(self.largest_key.clamp(min=0))
+        return torch.where(keys >= 0, largest * apart.exp().to(largest.dtype), 0.0)
+
+    def _scores(self, keys: Tensor) -> Tensor:
+        """(B, H, T): the score of each query on one key, softcap and biases included."""
+        call, (T, S) = self.call, (self.call.query.shape[2], self.call.key.shape[2])
+        scoring = Scoring.of(call.query, call.key, call.mask, call.scale, call.softcap, call.sinks)
+        keys, group = keys.to(call.query.device), call.query.shape[1] // call.key.shape[1]
+        chosen = call.key.repeat_interleave(group, 1).take_along_dim(keys[..., None], 2)
+        scores = softcapped((call.query.float() * chosen.float()).sum(-1) * scoring.scale, scoring.softcap)
+        rows = torch.arange(T, device=keys.device)[:, None]
+        added = scoring.mask.at(rows[None, None], keys[..., None], T, S)[1]
+        return (scores if added is None else scores + added[..., 0]).cpu()
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -137,7 +163,7 @@ class Measure(Protocol):
         ...
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """(B, H, T) bool: whether a query's largest weight lies where the role says."""
+        """(B, H, T) long: the key of each query that shows the role; -1 of the other queries."""
         ...
 
 
@@ -159,8 +185,8 @@ class AtOffset:
         return Sums(mass * count, count, level * count)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """Whether the largest weight lies at the offset."""
-        return (got.distance == -self.offset) & (got.largest_key >= 0)
+        """The largest weight, where it lies at the offset."""
+        return got.largest_where(got.distance == -self.offset)
 
 
 @dataclass(frozen=True)
@@ -184,8 +210,8 @@ class BandShare:
         return Sums(total, got.uniform.rows.double().cpu(), null)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """Whether the largest weight lies in the band."""
-        return (got.distance.abs() <= self.reach) & (got.largest_key >= 0)
+        """The largest weight, where it lies in the band."""
+        return got.largest_where(got.distance.abs() <= self.reach)
 
 
 def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,9 +251,9 @@ class OnKeys:
         return Sums(mass * rows, count, level * rows)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """Whether the largest weight lies on such a key."""
+        """The largest weight, where it lies on such a key."""
         chosen, keys = self._keys(name, got.scene)[:, None], got.largest_key
-        return chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)) & (keys >= 0)
+        return got.largest_where(chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)))
 
 
 @dataclass(frozen=True)
@@ -271,10 +297,10 @@ class OnLinks:
         return Sums(total, count, null, mean * count)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """Whether the largest weight lies on a link."""
+        """The largest weight, where it lies on a link."""
         links = self._links(name, got.scene)
         assert links is not None
-        return ((got.largest_key[..., None] == links[:, None]) & (links >= 0)[:, None]).any(-1)
+        return got.largest_where((got.largest_key[..., None] == links[:, None]).any(-1))
 
 
 def _mass(rows: RowStatistics, name: str) -> Tensor:
@@ -293,83 +319,6 @@ def _against(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Argmax:
-    """Share of the linked queries whose largest weight lies on a link (Clark et al.'s accuracy).
-
-    The choice is among the candidates, links of their own name; without any, among all keys but the query's own and
-    special tokens. Null: the share that is right by the baseline, links of their own name with one key each; without
-    any, by one fixed offset, the best over all texts that were read. Against: a choice among the candidates at random;
-    without any, the choice of another query, drawn from those that may attend the link too, so that a head which
-    attends a word from everywhere gains nothing.
-    """
-
-    name: str
-    candidates: str = ""
-    baseline: str = ""
-
-    def asks(self, name: str, scene: Scene) -> Asks:
-        """Nothing of the pass: the largest keys are chosen apart."""
-        return NOTHING
-
-    def read(self, name: str, got: Got) -> Sums | None:
-        """How often the best key is a link."""
-        links = got.scene.links(self.name)
-        if got.scene.cross or links is None:
-            return None
-        linked = (links >= 0).any(-1)
-        count = linked.sum(-1, keepdim=True).double()
-        right = self.hits(name, got).double().sum(-1)
-        null = self._baseline(links, got.scene).double().sum(-1, keepdim=True)
-        if self.candidates:
-            among = got.scene.links(self.candidates)
-            some = torch.ones_like(count) if among is None else (among >= 0).sum(-1).clamp(min=1)
-            return Sums(right, count, null, ((links >= 0).sum(-1) / some).double().sum(-1, keepdim=True))
-        other = got.scene.once(("other query", self.name), lambda: other_queries(links, got.scene))
-        best = self._best(got).gather(2, other[:, None].expand(-1, right.shape[1], -1))
-        elsewhere = (best[..., None] == links[:, None]).any(-1) & linked[:, None] & (best >= 0)
-        return Sums(right, count, null, elsewhere.double().sum(-1))
-
-    def _baseline(self, links: Tensor, scene: Scene) -> Tensor:
-        """(B, T) bool: which queries the baseline gets right."""
-        if self.baseline:
-            chosen = scene.links(self.baseline)
-            if chosen is None:
-                return torch.zeros(links.shape[:2], dtype=torch.bool, device="cpu")
-            return ((links[..., None] == chosen[:, :, None]) & (links >= 0)[..., None]).any(-1).any(-1)
-        back = torch.arange(links.shape[1], device="cpu")[:, None] - links
-        usual = scene.usual.get(f"{self.name}, earlier" if scene.ahead is False else self.name, 0)
-        return ((back == usual) & (links >= 0)).any(-1)
-
-    def hits(self, name: str, got: Got) -> Tensor:
-        """Whether the best key among the candidates is a link."""
-        links = got.scene.links(self.name)
-        if links is None:
-            return torch.zeros(got.call.query.shape[:3], dtype=torch.bool, device="cpu")
-        best = self._best(got)
-        return (best[..., None] == links[:, None]).any(-1) & (best >= 0)
-
-    def _best(self, got: Got) -> Tensor:
-        """(B, H, T) long: the candidate of greatest weight, -1 where there is none; one for all relations."""
-        return got.once(("best", self.candidates), lambda: self._choose(got))
-
-    def _choose(self, got: Got) -> Tensor:
-        call, among = got.call, self._among(got.scene, got.call.query.device)
-        options: ScoringOptions = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
-        return top_keys(call.query, call.key, 1, **options).keys[..., 0].cpu()
-
-    def _among(self, scene: Scene, device: torch.device) -> Mask:
-        """The keys among which a query chooses."""
-        (B, T), S = scene.queries.shape, scene.keys.shape[1]
-        if self.candidates:
-            links = scene.links(self.candidates)
-            allowed = torch.zeros(B, T, S + 1, dtype=torch.bool, device="cpu")
-            chosen = (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
-            return keep(chosen[:, None].to(device))
-        plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long, device="cpu"))
-        return keep(plain[:, None, None].to(device)) & ~window(1)
-
-
-@dataclass(frozen=True)
 class OfRows:
     """A score made of the statistics themselves."""
 
@@ -385,7 +334,7 @@ class OfRows:
         return self.sums(got)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """Where the function says; nowhere without one."""
+        """The largest weight, where the function says; nowhere without one."""
         if self.where is None:
-            return torch.zeros(got.rows.largest_key.shape, dtype=torch.bool, device="cpu")
-        return self.where(got)
+            return torch.full(got.largest_key.shape, -1, device="cpu")
+        return got.largest_where(self.where(got))

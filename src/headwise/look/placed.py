@@ -103,11 +103,11 @@ class NeighbourShare:
         return Sums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """Whether the largest weight lies around the patch."""
+        """The largest weight, where it lies around the patch."""
         hit = torch.zeros(got.largest_key.shape, dtype=torch.bool, device="cpu")
         for places in self._links(got.scene).values():
-            hit |= (got.largest_key == places[:, None, :, 0]) & (places[:, None, :, 0] >= 0)
-        return hit
+            hit |= got.largest_key == places[:, None, :, 0]
+        return got.largest_where(hit)
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class FromTo:
         return Sums(mass * count, count[:, :1], level[:, :1] * count[:, :1])
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """Whether the largest weight of such a query lies on such a key."""
+        """The largest weight of such a query, where it lies on such a key."""
         rows, keys = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
         chosen, best = keys[:, None].expand(*got.largest_key.shape[:2], -1), got.largest_key
-        return chosen.gather(2, best.clamp(min=0)) & (best >= 0) & rows[:, None]
+        return got.largest_where(chosen.gather(2, best.clamp(min=0)) & rows[:, None])
 
 
 def only(got: Got, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

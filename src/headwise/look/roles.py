@@ -17,8 +17,9 @@ import math
 from dataclasses import dataclass, field
 
 from . import axes, links, placed
+from .choices import Argmax
 from .links import CLARK_KEYS, FEW_KEYS
-from .measures import FAR, Argmax, AtOffset, BandShare, Measure, OfRows, OnKeys, OnLinks
+from .measures import FAR, AtOffset, BandShare, Measure, OfRows, OnKeys, OnLinks
 from .scene import FIRST, SECOND
 
 TIMES_CHANCE = 2.0
