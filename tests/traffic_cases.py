@@ -1,4 +1,4 @@
-"""What ranks send, counted pair by pair on tiny sizes: from the matrix of what each query may see, without a formula."""
+"""What ranks send, counted pair by pair on tiny sizes, from the matrix of what each query may see."""
 
 from __future__ import annotations
 
@@ -105,11 +105,10 @@ def expected(case: Case, world: int, rank: int) -> dict[str, tuple[int, int]]:
     heads = heads_of(H, K, world)
     to_heads = sum(own_q * len(heads[other][0]) * D + own_k * len(heads[other][1]) * (D + V) for other in others)
     to_tokens = sum(sum(map(len, rows[other])) * len(heads[rank][0]) for other in others)
-    back = sum(
-        sum(map(len, rows[other])) * len(heads[rank][0]) * D
-        + sum(map(len, cols[other])) * len(heads[rank][1]) * (D + V)
-        for other in others
-    )
+    back = 0
+    for other in others:
+        theirs_q, theirs_k = (sum(map(len, side[other])) for side in (rows, cols))
+        back += theirs_q * len(heads[rank][0]) * D + theirs_k * len(heads[rank][1]) * (D + V)
     upstream = sum(own_q * len(heads[other][0]) for other in others)
     width = V + case.lse
     return {
