@@ -1,8 +1,8 @@
 """Encoders that have their own number of heads in each layer, registered with transformers' Auto classes.
 
-`headwise prune` writes such checkpoints (``model_type`` ``headwise_bert``, ...), because the classes of transformers take
-one number of heads for all layers and the size of a head from it. A class here is the class of transformers with the
-attention projections of each layer cut to ``config.heads_by_layer``; everything else is inherited. Configs are
+`headwise prune` writes such checkpoints (``model_type`` ``headwise_bert``, ...), because the classes of transformers
+take one number of heads for all layers and the size of a head from it. A class here is the class of transformers with
+the attention projections of each layer cut to ``config.heads_by_layer``; everything else is inherited. Configs are
 registered when `headwise.hf` is imported, models when the first config of their kind is made.
 """
 

@@ -24,11 +24,7 @@ def has_heads_by_layer(model_type: str) -> bool:
 
 
 def base_type(model_type: object) -> str | None:
-    """The original architecture of such a ``model_type``; None for any other.
-
-    >>> base_type("headwise_bert"), base_type("bert"), base_type("headwise_gpt2")
-    ('bert', None, None)
-    """
+    """The original architecture of such a ``model_type``; None for any other."""
     if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
         return None
     base = model_type.removeprefix(PREFIX)
@@ -36,12 +32,7 @@ def base_type(model_type: object) -> str | None:
 
 
 def by_layer_config(config: Mapping[str, Any], heads: Sequence[int]) -> dict[str, Any]:
-    """The config of the same model with these numbers of heads, layer by layer; `config` may be such a one already.
-
-    >>> changed = by_layer_config({"model_type": "bert", "architectures": ["BertModel"]}, [3, 5])
-    >>> changed["model_type"], changed["architectures"], changed["heads_by_layer"]
-    ('headwise_bert', ['HeadwiseBertModel'], [3, 5])
-    """
+    """The config of the same model with these numbers of heads, layer by layer; `config` may be such a one already."""
     base = base_type(config["model_type"]) or config["model_type"]
     made = {**config, "model_type": PREFIX + base, FIELD: list(heads), NOTE: HOW}
     if config.get("architectures"):

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan.by_layer import base_type
 from ..nn.inner import InnerAttention
 from ..nn.multihead import MultiHeadAttention
+from ..plan.by_layer import base_type
 from ..shapes.kinds import shown, whole_numbers
 from . import choose
 from .axes import KeptHeads, Sizes, form

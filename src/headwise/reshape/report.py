@@ -18,9 +18,8 @@ ZEROED = (
     "those of the original with these heads switched off."
 )
 BY_LAYER = (
-    "Each layer of this model has its own number of heads (heads_by_layer in config.json), which no class of transformers "
-    "takes. headwise registers classes that do, with the Auto classes of transformers: "
-    f"{HOW}."
+    "Each layer of this model has its own number of heads (heads_by_layer in config.json), which no class of "
+    f"transformers takes. headwise registers classes that do, with the Auto classes of transformers: {HOW}."
 )
 Row = tuple[str, str, str]
 
@@ -119,8 +118,8 @@ def _proof(proof: Mapping[str, Any] | None) -> Iterator[str]:
         return
     ours = ", which headwise.hf registers," if proof["class"].startswith(CLASS_PREFIX) else ""
     yield (
-        f"Verified: transformers {proof['transformers']} loads it as {proof['class']}{ours} in a fresh process, with no "
-        "tensor missing and none left over."
+        f"Verified: transformers {proof['transformers']} loads it as {proof['class']}{ours} in a fresh process, with "
+        "no tensor missing and none left over."
     )
     if "difference" in proof:
         same = "bit for bit" if proof["identical"] else f"the largest difference being {proof['difference']:.2g}"

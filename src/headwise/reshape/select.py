@@ -228,7 +228,7 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
             best, enough = (value, kept, cost), heads
     if best is None:
         for field in family.counts:
-            if len(loadable(family, field)) == 1:
+            if len(loadable(family, field)) == 1 and family.counts[field][0].sizes.H > 1:
                 raise ValueError(_no_such_part(family, field, 0.5))
         raise ValueError(
             f"a budget of {budget.megabytes:g} MB (1,000,000 bytes each) is below {least / 1e6:.4g} MB, which weights "
@@ -237,8 +237,9 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
     _, kept, cost = best
     counts = counts_of(family, kept)
     numbers = (f"{heads} of {family.counts[field][0].sizes.H}" for field, (heads, _) in counts.items())
+    heads_text = ", ".join(dict.fromkeys(numbers))
     return kept, (
-        f"{budget.megabytes:g} MB allow {', '.join(dict.fromkeys(numbers))} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(float(cost))})",
+        f"{budget.megabytes:g} MB allow {heads_text} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(float(cost))})",
     )
 
 
