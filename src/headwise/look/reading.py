@@ -236,8 +236,9 @@ def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) ->
 
     few = Reading((ids[:, :FEW],), ids)
     with torch.no_grad(), probe(model, each):
-        kind = kind_of(few.output(model), few.inputs[0].shape[1], facts.vocabulary, is_encoder=bool(ahead))
-    if kind == "words" and ahead and mask_id is None:
+        output = few.output(model)
+    kind = kind_of(output, few.inputs[0].shape[1], facts.vocabulary, is_encoder=bool(ahead))
+    if kind == "words" and ahead and mask_id is None and isinstance(logits_in(output), Tensor):
         raise ValueError(
             f"{type(model).__name__} is an encoder: in {ahead[0]!r} a token sees those after it, so it has no next "
             "token to name; name its mask token (mask_token) in tokenizer_config.json, or in Python give mask_id=, the "
