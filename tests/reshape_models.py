@@ -68,6 +68,7 @@ FAMILIES: dict[str, Row] = {
     "bert": BY_NAME["BERT"],
     "roberta": Row("RoBERTa", "RobertaForMaskedLM", "RobertaConfig", 2, "encoder", _BERT),
     "xlm-roberta": Row("XLM-R", "XLMRobertaForMaskedLM", "XLMRobertaConfig", 2, "encoder", _BERT),
+    "camembert": Row("CamemBERT", "CamembertForMaskedLM", "CamembertConfig", 2, "encoder", _BERT),
     "electra": Row("ELECTRA", "ElectraForMaskedLM", "ElectraConfig", 2, "encoder", _BERT | dict(embedding_size=13)),
     "distilbert": BY_NAME["DistilBERT"],
     "t5": BY_NAME["T5"],

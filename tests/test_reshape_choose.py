@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from reshape_models import Made, decoder
 
 from headwise.plan import of
 from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores, select
-from headwise.reshape.axes import Sizes
-from headwise.reshape.choose import parse_heads
+from headwise.reshape.axes import KeptHeads, Sizes
+from headwise.reshape.choose import best_kept, parse_heads
 
 Scores = dict[tuple[str, int], float]
 
@@ -276,3 +277,32 @@ def test_several_fields_shrink_together(monkeypatch: pytest.MonkeyPatch) -> None
     pairs = [(step["encoder"][0], step["decoder"][0]) for step in steps]
     assert pairs == sorted(set(pairs), reverse=True) and all(step.keys() == loads.keys() for step in steps)
     assert pairs[0] == (6, 4) and pairs[-1] == (1, 1) and (3, 2) in pairs
+
+
+def test_of_groups_those_stay_whose_kept_heads_are_worth_more_together() -> None:
+    """The best head of all may be in the group that goes."""
+    worth = [10.0, 0.0, 0.0, 6.0, 5.0, 1.0, 4.0, 4.0, 4.0]  # three groups of three
+    assert best_kept(Sizes(9, 3, 5, 5), (3, 1), set(), worth) == KeptHeads((3, 4, 5), (1,))
+    assert best_kept(Sizes(9, 3, 5, 5), (6, 2), set(), worth) == KeptHeads((3, 4, 5, 6, 7, 8), (1, 2))
+    assert best_kept(Sizes(9, 3, 5, 5), (1, 1), set(), worth) == KeptHeads((0,), (0,))
+
+
+@pytest.mark.parametrize("named", ["encoder.0", "encoder.1"])
+def test_a_head_named_in_any_of_the_layers_that_share_a_table_goes_in_all(named: str) -> None:
+    keys = ("encoder.0", "encoder.1", "0", "1", "cross.0", "cross.1")
+    worth = {(key, head): float(head) for key in keys for head in range(3)}
+    plan = plan_prune(pair_of_stacks(), heads={named: [2]}, scores=worth)
+    assert plan.gone["encoder.0"] == plan.gone["encoder.1"] == [2]
+    assert "encoder.1.2" in plan.notes[0] or named == "encoder.1"
+
+
+def test_the_cache_of_a_budget_is_in_the_largest_dtype_of_the_layers() -> None:
+    """Where a matrix of one layer is wider than those beside it, what is computed with it is, too."""
+    source = decoder(4, 4, layers=2)
+    for n, dtype in enumerate((torch.float16, torch.float32)):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            source.tensors[f"model.layers.{n}.self_attn.{name}.weight"].dtype = dtype
+    source.tensors["model.layers.1.self_attn.v_proj.weight"].dtype = torch.bfloat16
+    family = plan_prune(source, heads=[]).family
+    now = {field: (4, 4) for field in family.counts}
+    assert select.cache_of(family, source.tensors, now, 17) == 2 * 2 * 4 * 5 * 17 * 4  # keys and values of two layers

@@ -20,6 +20,7 @@ from reshape_models import FAMILIES, put, saved
 from torch import Tensor
 
 from headwise import hf
+from headwise.hf import proving
 from headwise.nn import AttentionCall, probe
 from headwise.reshape import plan_prune, random_scores
 
@@ -28,7 +29,9 @@ WITHIN = {0: [1, 2], 1: [0, 3]}  # of two groups of two, one of each
 GROUP = {0: [0, 1], 1: [2, 3]}
 T5 = {"encoder.0": [1], "encoder.1": [1], 0: [2], 1: [2], "cross.0": [0], "cross.1": [3]}
 HALF = {0: [0, 1], 1: [1, 2]}
+UNEVEN = {0: [0, 2, 3], 1: [1]}  # of encoders, whose layers may lose different numbers
 Heads = Mapping[int | str, Iterable[int]]
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
 
 PRUNED: dict[str, list[tuple[Heads, str]]] = {
     "llama": [(MHA, "llama"), (HALF, "llama")],
@@ -51,6 +54,7 @@ PRUNED: dict[str, list[tuple[Heads, str]]] = {
     "deepseek_v3": [(MHA, "deepseek_v3"), (HALF, "deepseek_v3")],
     "t5": [(T5, "t5")],
     "vit": [(MHA, "vit"), (HALF, "vit")],
+    **{name: [(UNEVEN, f"headwise_{name}"), (HALF, f"headwise_{name}")] for name in ENCODERS},
 }
 """What loads it: the heads that go, and the model_type that the result has."""
 
@@ -60,11 +64,6 @@ REFUSED = {
     "gpt_bigcode": "has no field for the size of a head",
     "gpt_neox": "has no field for the size of a head",
     "opt": "has no field for the size of a head",
-    "bert": "has no field for the size of a head",
-    "roberta": "has no field for the size of a head",
-    "xlm-roberta": "has no field for the size of a head",
-    "electra": "has no field for the size of a head",
-    "distilbert": "has no field for the size of a head",
     "bart": "has no field for the size of a head",
     "whisper": "has no field for the size of a head",
 }
@@ -113,7 +112,7 @@ def taken(family: str) -> dict[str, Tensor]:
 def loaded(folder: Path) -> transformers.PreTrainedModel:
     """As anybody loads it: by the class that config.json names."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, config.architectures[0])
+    cls = proving.class_of(config)
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True}
     model, report = quiet(lambda: cls.from_pretrained(folder, **options))
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
@@ -161,7 +160,7 @@ def _header(folder: Path) -> int:
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("family", [*REFUSED, "llama GQA", "t5"])
+@pytest.mark.parametrize("family", [*REFUSED, *ENCODERS, "llama GQA", "t5"])
 def test_zeroed_heads_compute_what_the_gated_original_does(family: str, checkpoint: object, tmp_path: Path) -> None:
     source = checkpoint(family)  # type: ignore[operator]
     heads = ANY | ({"encoder.1": [0, 1, 2, 3], "cross.0": [2]} if family in ("bart", "whisper", "t5") else {})

@@ -11,7 +11,7 @@ import torch
 from reshape_cases import TURNS, layer, orthogonal, output, project, text
 from torch import Tensor
 
-from headwise.reshape.align import KeyFrame, aligned_differences, orthogonal_turns, phases
+from headwise.reshape.align import KeyFrame, aligned_differences, orthogonal_turns, phases, unlike
 from headwise.reshape.fit import basis, fitted_differences
 from headwise.reshape.grouping import MOST_PARTITIONS, contiguous, cost, grouped, partitions
 from headwise.reshape.heads import HeadWeights
@@ -346,3 +346,27 @@ def test_moments_of_another_layer_are_refused() -> None:
     weights = layer(6, 3)
     with pytest.raises(ValueError, match=r"key is \(B, 3, T, 14\) for this layer; got float64 \(2, 6, 53, 14\)"):
         Moments.like(weights).add(*project(layer(6, 6), text()))
+
+
+def test_differences_are_shares_of_the_squares_of_all_heads() -> None:
+    """Of keys and values alike, or the larger of the two would decide which heads share: by loops over tokens."""
+    K, T, n = 3, 17, 5
+    heads = torch.randn(K, T, n, dtype=torch.float64) * torch.tensor([1.0, 2.0, 0.5])[:, None, None]
+    products = torch.einsum("itd,jte->idje", heads, heads)
+    made = unlike(products, lambda moments: torch.einsum("idjd->ij", moments))
+    whole = sum(float(x) ** 2 for x in heads.flatten())
+    for i, j in itertools.product(range(K), range(K)):
+        apart = sum(float((heads[i, t] - heads[j, t]).square().sum()) for t in range(T))
+        assert float(made[i, j]) == pytest.approx(apart / whole, abs=1e-12)
+
+
+@pytest.mark.parametrize("K", [6, 16])
+def test_differences_that_depend_on_the_order_count_both_ways(K: int) -> None:
+    """One side alone would put other heads together; K = 16 is searched, not tried whole."""
+    assert (partitions(16, 2) > MOST_PARTITIONS) and (partitions(6, 2) <= MOST_PARTITIONS)
+    d = torch.full((K, K), 1.0, dtype=torch.float64)
+    for a in range(0, K, 2):  # neighbours: 0.3 in the mean of both ways; a and a + 2: 0 one way, 2 the other
+        d[a, a + 1], d[a + 1, a] = 0.5, 0.1
+        d[(a + 2) % K, a], d[a, (a + 2) % K] = 0.0, 2.0
+    expected = tuple((a, a + 1) for a in range(0, K, 2))
+    assert grouped(d, K // 2) == expected and grouped(d.T.clone(), K // 2) == expected

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.reshape.normal import NormalEquations, best
-from headwise.reshape.pair import Projections
+from headwise.reshape.pair import Projections, batches_of
 from headwise.reshape.recover import recover
+from headwise.reshape.values import Sample, ValueSystem, error, solve_values
 
 M = 22
 
@@ -245,3 +246,48 @@ def test_what_cannot_be_recovered_is_refused(changes: dict[str, Any], kind: type
     arguments: dict[str, Any] = {"batches": batches(2), "layers": LAYERS, **changes}
     with pytest.raises(kind, match=text):
         recover(Model(), Model(), **arguments)
+
+
+def test_the_error_before_is_that_of_the_model_as_it_came() -> None:
+    """Of the text to check by, as a share of the squares of what the original gives; from plain calls."""
+    original, changed = spoilt("v_proj")
+    texts = batches()
+    _, check = batches_of(texts)
+    left, whole = [0.0, 0.0], [0.0, 0.0]
+    with torch.no_grad():
+        for x in check:
+            for n, (ours, theirs) in enumerate(zip(changed.layers, original.layers, strict=True)):
+                wanted = theirs(x, mask=headwise.causal()) - theirs.o_proj.bias
+                made = ours(x, mask=headwise.causal()) - ours.o_proj.bias
+                target = wanted + theirs.o_proj.bias
+                left[n] += float((made + ours.o_proj.bias - target).double().square().sum())
+                whole[n] += float(target.double().square().sum())
+                x = x + target  # the changed layers read the original's states
+    for one, apart, all_of_it in zip(recover(changed, original, texts, LAYERS), left, whole, strict=True):
+        assert one.before == pytest.approx(apart / all_of_it, rel=1e-4) and one.after < one.before / 10 and one.values
+
+
+def test_of_the_steps_for_the_values_the_best_is_taken_not_the_last_that_helps() -> None:
+    """Fitted to few tokens, the steps go past the best on other text: each number of steps is tried by itself."""
+    torch.manual_seed(1)
+    mha = headwise.MultiHeadAttention(M, 2, head_dim=5, value_dim=7).double()
+    layer = ValueSystem(mha.o_proj.weight.detach().T, None, None, 2)
+
+    def sample(tokens: int) -> Sample:
+        x = torch.randn(1, tokens, M, dtype=torch.float64)
+        with torch.no_grad(), headwise.nn.probe(mha) as seen:
+            target = mha(x) + 0.3 * torch.randn(1, tokens, M, dtype=torch.float64)
+        return Sample(seen.calls[0], x, target, target)
+
+    fit, check = [sample(19)], [sample(211)]
+    start = mha.v_proj.weight.detach().T + 0.5 * torch.randn(M, 14, dtype=torch.float64)
+    tried = [solve_values(layer, start, fit, check, steps) for steps in range(1, 13)]
+    errors = [error(layer, W, check) for W in tried if W is not None]
+    first = error(layer, start, check)
+    alone = [first]
+    for steps in range(1, 13):  # what the last of so many steps gives, told by fitting and checking on the same text
+        W = solve_values(layer, start, fit, fit, steps)
+        assert W is not None
+        alone.append(error(layer, W, check))
+    assert min(alone) < alone[-1] < first, "the last step is worse than the best, and better than the start"
+    assert errors[-1] == pytest.approx(min(alone), rel=1e-9) and errors == sorted(errors, reverse=True)

@@ -25,6 +25,7 @@ from .building import check_what_is_built
 from .caching import make_cache
 from .checkpoints import Checkpoint, checkpoint
 from .errors import ModelError
+from .heads_by_layer import register_configs
 from .interface import NAME
 from .layouts import layouts
 from .loading import Loaded, load
@@ -40,6 +41,7 @@ AttentionMaskInterface.register(NAME, headwise_mask)
 AttentionInterface.register(BATCHING, batched_attention)
 AttentionMaskInterface.register(BATCHING, headwise_mask)
 check_what_is_built()
+register_configs()
 
 __all__ = [
     "Checkpoint",

@@ -20,7 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..plan.by_layer import CLASS_PREFIX, base_type
 from ..shapes.kinds import check_counts, check_texts, shown
+from . import heads_by_layer
 from .architectures import BOTH_WAYS
 from .errors import ModelError, one_line
 from .fields import class_of_config, known_keys, taken
@@ -247,8 +249,11 @@ def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedM
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     auto = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
-    for candidate in (name, *(names.get(config.model_type, "") for names in auto)):
-        cls: Any = getattr(transformers, candidate, None) if isinstance(candidate, str) else None
+    base = base_type(config.model_type)
+    others = [names.get(base or config.model_type, "") for names in auto]
+    for candidate in (name, *(f"{CLASS_PREFIX}{other}" if base else other for other in others)):
+        room = heads_by_layer if base else transformers
+        cls: Any = getattr(room, candidate, None) if isinstance(candidate, str) else None
         is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
         if is_model and getattr(cls, "config_class", None) is type(config):
             return cls

@@ -1,8 +1,8 @@
 """Does a written checkpoint compute what the model with its heads switched off does? In a process of its own.
 
-`proof.py` runs this file: it reads a request (JSON) from stdin, and writes the answer (JSON) to stdout. Nothing of
-headwise is imported: both models are transformers' own, and so is the attention that the original's heads are switched
-off in.
+`proof.py` runs this file: it reads a request (JSON) from stdin, and writes the answer (JSON) to stdout. Both models are
+transformers' own, and so is the attention that the original's heads are switched off in. headwise.hf is imported only
+for a model whose class it registers (heads by layer), as whoever loads that model has to.
 """
 
 import json
@@ -14,6 +14,8 @@ from typing import Any
 
 GATED = "reshape_gated"
 """The name under which the attention with gates is registered; transformers reads such names for words it knows."""
+REGISTERED = "headwise_"
+"""How a model_type begins whose class headwise.hf registers."""
 OUTPUTS = ("logits", "logits_per_image", "prediction_logits", "start_logits", "last_hidden_state")
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
 SEED = 7
@@ -30,6 +32,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    written = json.loads((Path(request["folder"]) / "config.json").read_bytes())
+    if str(written.get("model_type")).startswith(REGISTERED):
+        import headwise.hf  # noqa: F401
     after, loaded = _load(request["folder"])
     before, own = _build(request["source"]) if request.get("source") else (None, loaded)
     facts: dict[str, Any] = {
@@ -103,8 +108,9 @@ def class_of(config: Any) -> Any:
     import transformers
 
     for name in config.architectures or ():
-        if isinstance(getattr(transformers, name, None), type):
-            return getattr(transformers, name)
+        for room in (transformers, sys.modules[type(config).__module__]):
+            if isinstance(getattr(room, name, None), type):
+                return getattr(room, name)
     return transformers.AutoModel._model_mapping[type(config)]
 
 

@@ -76,7 +76,7 @@ class Ablation(Tabled):
         before: mean loss with all heads on, nats.
         after: mean loss with all of `heads` off together, nats.
         heads: the loss with each alone off.
-        kl: KL(before || after) of the next token, mean over the tokens, nats; None where a loss of the user's was used.
+        kl: KL(before || after) of the next token, mean over the tokens, nats; None where the loss is not of words.
         places: the places where it is largest.
     """
 
@@ -196,7 +196,7 @@ def ablate(
 
     step(0)
     risen = rises(model, texts, base, groups, by, step)
-    kl, places = _changes(model, texts, base, chosen, by, decode) if loss is None else (None, ())
+    kl, places = _changes(model, texts, base, chosen, by, decode) if texts[0].names_words else (None, ())
     return Ablation(
         model=name or model_name(model),
         by=by,

@@ -12,6 +12,7 @@ from ..nn.probe import AttentionCall, probe
 from ..nn.resting import resting
 from ..shapes.kinds import shown
 from .measure import looks_ahead
+from .outputs import as_classes
 from .reading import IGNORED, TEXTS, Loss, Reading, readings, texts_of
 
 
@@ -68,7 +69,7 @@ def _labelled(model: nn.Module, reading: Reading) -> Reading:
             f"what {type(model).__name__} gives has no logits (B, T, vocabulary) or (B, classes) to measure a loss on; "
             "load it with its head"
         )
-    logits = logits[:, None] if logits.ndim == 2 else logits
+    logits = as_classes(logits[:, None] if logits.ndim == 2 else logits)
     text = reading.call.get(TEXTS[1], reading.call.get(TEXTS[0]))
     decodes = TEXTS[1] in reading.call or not any(ahead)
     if text is None or not decodes or text.shape[1] != logits.shape[1] or text.shape[1] < 2:

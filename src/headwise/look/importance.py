@@ -277,11 +277,15 @@ def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple
             return out * gates[-1].to(out.dtype)
 
         with learning(model), probe(model, each):
-            loss = text.losses(model).sum()
-            per_gate = torch.autograd.grad(loss, gates, allow_unused=True)
-        for sums, gradient in zip(total, per_gate, strict=True):
-            if gradient is not None:
-                sums += gradient.flatten().abs().cpu() / len(texts)
+            scalars = text.scalars(model)
+            last = len(scalars) - 1
+            per_scalar = [
+                torch.autograd.grad(scalar, gates, allow_unused=True, retain_graph=n < last)
+                for n, scalar in enumerate(scalars)
+            ]
+        for sums, some in zip(total, zip(*per_scalar, strict=True), strict=True):
+            parts = torch.stack([torch.zeros_like(sums) if one is None else one.flatten().cpu() for one in some])
+            sums += (parts[0].abs() if last == 0 else parts.norm(dim=0)) / len(texts)
     norms = [sums.norm() for sums in total]
     divided = [sums / norm if norm > 0 else sums for sums, norm in zip(total, norms, strict=True)]
     return [sums.tolist() for sums in total], [sums.tolist() for sums in divided]

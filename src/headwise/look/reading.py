@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
+from ..nn.resting import resting
 from ..shapes import describe
 from ..shapes.kinds import check_counts, shown
 from . import inputs
 from .inputs import IdFacts
 from .measure import looks_ahead
+from .outputs import Kind, along_directions, as_classes, drift, embedding, kind_of
 
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """(output of the model, ids (B, T)) -> (B,), the loss of each row."""
@@ -37,6 +39,8 @@ class Reading:
         vocabulary: how many ids the model knows, where it says so.
         loss: the user's, instead of cross entropy with the labels; or None.
         call: what the model is called with, by name, where that is more than a text.
+        classes: whether the logits are of classes, and the labels those that the whole model chooses.
+        embedded: (1, M) the embedding that the whole model gives, from which the loss is the drift; or None.
     """
 
     inputs: tuple[Tensor, ...]
@@ -44,6 +48,8 @@ class Reading:
     vocabulary: int = 1
     loss: Loss | None = None
     call: Mapping[str, Tensor] = field(default_factory=dict)
+    classes: bool = False
+    embedded: Tensor | None = None
 
     def output(self, model: nn.Module, rows: int = 1) -> Any:
         """What the model gives for the text, read `rows` times side by side."""
@@ -60,7 +66,15 @@ class Reading:
         output = self.output(model, rows)
         if self.loss is not None:
             return checked_losses(self.loss(output, self.inputs[0].expand(rows, -1)), rows)
-        return self.cross_entropy(logits_of(output, self.labels.shape[1], classes=bool(self.call)))
+        if self.embedded is not None:
+            return drift(embedding(output), self.embedded)
+        return self.cross_entropy(logits_of(output, self.labels.shape[1], classes=self.classes or bool(self.call)))
+
+    def scalars(self, model: nn.Module) -> list[Tensor]:
+        """What gates are derived from: the loss; or, for it is least with all heads on, components of the embedding."""
+        if self.embedded is not None and self.loss is None:
+            return along_directions(embedding(self.output(model)))
+        return [self.losses(model).sum()]
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """(B,): mean over the places that count, nats a token; logits are (B, T', vocabulary)."""
@@ -81,14 +95,22 @@ class Reading:
 
     @property
     def many(self) -> bool:
-        """Whether copies of it can be read side by side."""
-        return all(x.shape[0] == 1 for x in self.call.values())
+        """Whether copies of it can be read side by side.
+
+        Classifiers look for each row's last token by the padding id, and where there is none take one row.
+        """
+        return not self.classes and all(x.shape[0] == 1 for x in self.call.values())
+
+    @property
+    def names_words(self) -> bool:
+        """Whether the loss is of the words that the model names."""
+        return self.loss is None and not self.classes and self.embedded is None
 
 
 def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
     """The logits (B, T, vocabulary) in what a model gives: itself, its ``logits``, or the first of a tuple.
 
-    With `classes` they may be (B, number of classes), one place for a whole picture or sound.
+    With `classes` they may be (B, number of classes), one place for a whole text, picture or sound.
 
     Raises:
         ValueError: there are none.
@@ -102,7 +124,7 @@ def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
             f"a loss on the next token needs logits (B, T, vocabulary) with T = {length}; the model gave {got}; load "
             "it with its language-modelling head, or give loss=, a function (output, ids) -> (B,)"
         )
-    return logits
+    return as_classes(logits) if classes else logits
 
 
 def logits_in(output: Any) -> Any:
@@ -145,7 +167,8 @@ def readings(
     """The texts as the model reads them.
 
     An encoder-decoder's decoder says the text again; a decoder's logits name the next token; for an encoder, with a
-    `mask_id`, 15 % of the words (at least one, never the first and last token) are masked and to be named.
+    `mask_id`, 15 % of the words (at least one, never the first and last token) are masked and to be named. A classifier
+    is to choose the classes that it chooses with all heads, an encoder without a head to give the same embedding.
 
     Raises:
         TypeError: no module, a loss that cannot be called, or a `mask_id` or `seed` that is no integer.
@@ -157,7 +180,8 @@ def readings(
     check_counts(seed=seed)
     if mask_id is not None:
         check_counts(mask_id=mask_id)
-    made = []
+    made: list[Reading] = []
+    kind: Kind = "words"
     generator = random.Random(seed)
     for row in texts:
         facts = IdFacts.of(model, row)
@@ -167,9 +191,12 @@ def readings(
             raise ValueError(f"a loss needs a text of at least 3 tokens; got {len(row)}; give a longer text")
         weight = next(model.parameters(), None)
         ids = torch.tensor([row], dtype=torch.long, device=None if weight is None else weight.device)
-        made.append(Reading(*_said(model, ids, facts, mask_id, generator), facts.vocabulary or 1, loss))
-    if loss is None and mask_id is None and len(made[0].inputs) == 1:
-        _check_causal(model, made[0])
+        if loss is None and not made:
+            kind = _kind(model, ids, facts, mask_id)
+        if kind == "words":
+            made.append(Reading(*_said(model, ids, facts, mask_id, generator), facts.vocabulary or 1, loss))
+        else:
+            made.append(_as_whole(model, ids, kind))
     return made
 
 
@@ -192,19 +219,41 @@ def _said(
     return (masked,), labels
 
 
-def _check_causal(model: nn.Module, reading: Reading) -> None:
-    """Raise ValueError where a token sees those after it, so that to name the next one is no task."""
+def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) -> Kind:
+    """What the model gives of a text.
+
+    Raises:
+        ValueError: it names words and a token sees those after it, so that to name the next one is no task, and there
+            is no `mask_id`.
+    """
+    if inputs.is_pair(model):
+        return "words"
     ahead: list[str] = []
 
     def each(call: AttentionCall) -> None:
         if looks_ahead(call):
             ahead.append(call.module)
 
+    few = Reading((ids[:, :FEW],), ids)
     with torch.no_grad(), probe(model, each):
-        Reading(tuple(ids[:, :FEW] for ids in reading.inputs), reading.labels).output(model)
-    if ahead:
+        output = few.output(model)
+    kind = kind_of(output, few.inputs[0].shape[1], facts.vocabulary, is_encoder=bool(ahead))
+    if kind == "words" and ahead and mask_id is None and isinstance(logits_in(output), Tensor):
         raise ValueError(
             f"{type(model).__name__} is an encoder: in {ahead[0]!r} a token sees those after it, so it has no next "
             "token to name; name its mask token (mask_token) in tokenizer_config.json, or in Python give mask_id=, the "
             "id of that token, or loss=, a function (output, ids) -> (B,)"
         )
+    return kind
+
+
+def _as_whole(model: nn.Module, ids: Tensor, kind: Kind) -> Reading:
+    """A text with what the whole model makes of it: classes to choose again, or the embedding to give again."""
+    text = Reading((ids,), torch.zeros(1, 0, dtype=torch.long, device=ids.device))
+    with resting(model), probe(model, lambda call: None):
+        output = text.output(model)
+    if kind == "embedding":
+        return replace(text, embedded=embedding(output))
+    logits = logits_in(output)
+    logits = as_classes(logits[:, None] if logits.ndim == 2 else logits)
+    return replace(text, labels=logits.argmax(-1), vocabulary=logits.shape[-1], classes=True)

@@ -33,6 +33,7 @@ def architectures() -> dict[str, dict[str, Any]]:
     - ends: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler head_transform
       head_bias own_head_when``;
     - quirks of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
+    - ``heads_by_layer``: `headwise.hf` has classes of it in which each layer has its own number of heads;
     - beside the model: ``further`` (how many layers predict further tokens), ``states``, ``towers``, ``connector``;
     - the rest: ``must``, ``must_in`` and ``must_equal`` (else the config is refused), ``neutral`` (counts nothing),
       ``marks`` and ``note`` (printed beside the counts).

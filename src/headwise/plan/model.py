@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import build, pair
+from .by_layer import original_config
 from .fields import Fields, architectures
 from .layer import AttentionLayer
 from .packing import Packing, packing_of
@@ -135,7 +136,8 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         raise ValueError("has no model_type, so its architecture is not known")
     if not isinstance(model_type, str):
         raise ValueError(f"model_type is a text; got {short(model_type)}")
-    about = architectures().get(model_type)
+    config, heads = original_config(config)
+    about = architectures().get(str(config["model_type"]))
     if about is None:
         near = difflib.get_close_matches(model_type[:60], architectures(), n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; {len(architectures())} are: headwise plan --list"
@@ -147,6 +149,8 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
     with_head, head_note = _head(config, about)
     packing, packing_note = packing_of(config)
     layers = tuple(room.attention_layers(fields))
+    if heads is not None:
+        layers = tuple(replace(layer, num_heads=n, num_kv_heads=n) for layer, n in zip(layers, heads, strict=True))
     others = tuple(room.other_parts(fields, with_head=with_head))
     further = build.further_parts(fields, layers[-1]) if "further" in about else ()
     notes = [

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..plan.by_layer import HOW, base_type, by_layer_config
 from ..plan.fields import architectures
 from .layout import Family, with_heads
 
@@ -38,6 +39,9 @@ def target(family: Family, counts: Counts) -> Target:
     why = refusal(family, counts)
     if not why:
         return Target(family.model_type, family.whole(with_heads(family, counts)))
+    if family.by_layer and all(heads == kv_heads for heads, kv_heads in counts.values()):
+        config = by_layer_config(family.config, [counts[field][0] for field in family.counts])
+        return Target(config["model_type"], config, f"{why}. To load it: {HOW}")
     reasons = []
     for choice in family.about.get("instead", ()):
         reason = _misfit(family, counts, choice)
@@ -65,10 +69,10 @@ def refusal(family: Family, counts: Counts) -> str:
             continue
         if kv_heads not in (heads, sizes.K) and "num_key_value_heads" not in family.fields.defaults:
             return f"{family.model_type} has no field for a number of key-value heads"
-        if heads != sizes.H and not family.has_head_dim:
+        if heads != sizes.H and not family.has_head_dim and not base_type(family.model_type):
             return (
-                f"{family.model_type} has no field for the size of a head and takes d_model / {field}, which is "
-                f"{family.d_model} / {heads} and not {sizes.D}"
+                f"{family.model_type} has no field for the size of a head and takes d_model / "
+                f"{family.field_name(field)}, which is {family.d_model} / {heads} and not {sizes.D}"
             )
         if family.about.get("loads") == "divides" and family.d_model % heads:
             split = f"{family.d_model} / {heads} is not whole"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..plan.by_layer import FIELD, base_type, by_layer_config, has_heads_by_layer, original_config
 from ..plan.fields import Fields, architectures, heads_of
 from ..plan.shape import short
 from .axes import Sizes, TensorRuns, form
@@ -80,13 +81,27 @@ class Family:
         """Whether keys and values come out of a small shared vector."""
         return bool(self.fields.architecture.get("latent"))
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether a class exists that has its own number of heads in each layer (see `headwise.plan.by_layer`)."""
+        return has_heads_by_layer(base_type(self.model_type) or self.model_type)
+
     @cached_property
     def counts(self) -> dict[str, list[Layer]]:
-        """The layers by the config field that counts their query heads: all of a field have equally many."""
+        """The layers by the config field that counts their query heads: all of a field have equally many.
+
+        Where each layer may have its own number, each is alone under its place in the list of them.
+        """
+        if self.by_layer:
+            return {f"{FIELD}[{layer.index}]": [layer] for layer in self.layers}
         table: dict[str, list[Layer]] = {}
         for layer in self.layers:
             table.setdefault(heads_field(self.fields, layer.role), []).append(layer)
         return table
+
+    def field_name(self, field: str) -> str:
+        """What to call a field of `counts` in a text about all layers."""
+        return heads_field(self.fields, self.counts[field][0].role) if self.by_layer else field
 
     @property
     def same_heads(self) -> tuple[str, ...]:
@@ -120,13 +135,14 @@ def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[
             are.
     """
     model_type, families = config.get("model_type"), layouts["families"]
-    about = families.get(model_type) if isinstance(model_type, str) else None
+    base = base_type(model_type) or model_type
+    about = families.get(base) if isinstance(base, str) else None
     if about is None or not isinstance(model_type, str):
         near = difflib.get_close_matches(str(model_type)[:60], families, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(families))}"
         raise ValueError(f"how {short(model_type)} stores its heads is not known; {hint}")
     outer = None
-    known = about.get("fields") or architectures()[model_type]
+    known = about.get("fields") or architectures()[str(base)]
     if "text" in known:
         part, text_type = known["text"]["key"], known["text"]["type"]
         inner = config.get(part)
@@ -134,7 +150,8 @@ def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[
             raise ValueError(f"has no {part}, where the text model's sizes are")
         outer, config = (part, config), inner
         about, known = {**families[text_type], **about}, architectures()[text_type]
-    fields = Fields(config, known)
+    plain, heads = original_config(config)
+    fields = Fields(plain, known)
     for name, value in about.get("when", {}).items():
         if config.get(name, value) != value:
             raise ValueError(f"{name} = {short(config[name])}: how such a checkpoint stores its heads is not known")
@@ -147,6 +164,8 @@ def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[
     if not layers:
         paths = ", ".join(about["layers"].values())
         raise ValueError(f"there are no weights of attention where {model_type} has them ({paths})")
+    if heads is not None:
+        layers = [replace(layer, sizes=replace(layer.sizes, H=n, K=n)) for layer, n in zip(layers, heads, strict=True)]
     return Family(model_type, about, fields, config, tuple(layers), outer)
 
 
@@ -270,6 +289,8 @@ def spellings(fields: Fields, standard: str) -> list[str]:
 def with_heads(family: Family, counts: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """The config with other numbers of heads: (query heads, key-value heads) by `Family.counts`' fields."""
     config, fields = dict(family.config), family.fields
+    if base_type(family.model_type):
+        return by_layer_config(config, [counts[field][0] for field in family.counts])
     for field, layers in family.counts.items():
         heads, kv_heads = counts[field]
         sizes = layers[0].sizes

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..nn.inner import InnerAttention
 from ..nn.multihead import MultiHeadAttention
 from ..nn.projections import weight_of
+from ..plan.by_layer import base_type
 from ..shapes.kinds import shown, whole_numbers
 from . import choose
 from .axes import KeptHeads, Sizes, form
@@ -157,6 +158,8 @@ def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> No
         _check_shapes(layer, state)
     for layer in family.layers:
         _prune_layer(model, layer, kept[layer.key], layouts["attributes"])
+    if family.by_layer and base_type(family.model_type) is None:
+        return  # its config has one number of heads for all layers, and takes the size of a head from it
     counts = {
         field: {(len(kept[layer.key].query), len(kept[layer.key].kv)) for layer in layers}
         for field, layers in family.counts.items()

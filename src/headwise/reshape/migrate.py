@@ -68,7 +68,10 @@ class Migration:
             "notes": [left, FILLED if self.filled else "every layer lost as many, so the config counts what is left"],
             "gone": {key: heads for key, heads in gone.items() if heads},
             "counts": {
-                field: [layer.sizes.H, layer.sizes.H if self.filled else len(self.kept[layer.key].query)]
+                self.family.field_name(field): [
+                    layer.sizes.H,
+                    layer.sizes.H if self.filled else len(self.kept[layer.key].query),
+                ]
                 for field, layer in first.items()
             },
             "model_type": [self.family.model_type] * 2,

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ..plan.by_layer import FIELD, base_type
 from ..shapes.kinds import check_flags, shown
 from . import choose
 from .arguments import check_kind, check_writing
@@ -19,7 +20,7 @@ from .choose import OR_ZERO, HeadScores
 from .classes import Target, target
 from .layout import Family, Layer, check_shapes, family_of
 from .proof import PLAIN, Proof, planned
-from .report import PLAN, README, ZEROED, proved, readme
+from .report import BY_LAYER, PLAN, README, ZEROED, proved, readme
 from .scores import Scorer, in_order
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
 from .shards import as_json
@@ -124,13 +125,17 @@ class Pruning:
             ],
         }
 
-    def _counts(self, *, pruned: bool) -> dict[str, int]:
-        """Heads and key-value heads, by the config's fields."""
-        counts: dict[str, int] = {}
+    def _counts(self, *, pruned: bool) -> dict[str, int | list[int]]:
+        """Heads and key-value heads, by the config's fields; layer by layer where each has its own number."""
+        counts: dict[str, int | list[int]] = {}
+        if base_type(self.target.model_type):
+            return {
+                FIELD: [len(self.kept[layer.key].query) if pruned else layer.sizes.H for layer in self.family.layers]
+            }
         for name, layers in self.family.counts.items():
             whole = layers[0].sizes
             sizes = self.kept[layers[0].key].sizes(whole) if pruned else whole
-            counts[name] = sizes.H
+            counts[self.family.field_name(name)] = sizes.H
             if whole.group > 1 or sizes.group > 1:
                 counts["num_key_value_heads"] = sizes.K
         return counts
@@ -299,6 +304,8 @@ def write_pruned(
     source, facts = plan.source, plan.facts()
     prove = None if proof is None else partial(source.prove, request=proof.request(plan.gates(), same=not plan.solved))
     note = {README: readme("Zeroed heads", ZEROED)} if plan.zero else {PLAN: as_json(plan.heads_plan())}
+    if not plan.zero and base_type(plan.target.model_type):
+        note[README] = readme("Heads pruned", BY_LAYER)
     write(
         destination,
         config=plan.target.config,

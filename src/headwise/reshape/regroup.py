@@ -99,7 +99,7 @@ class Regrouping:
     def facts(self, context: int = 8192) -> dict[str, Any]:
         """What changes, as plain data: heads, sizes, class, losses; and what `headwise.plan` counts at `context`."""
         sizes = self.family.layers[0].sizes
-        [field] = self.family.counts
+        field = self.family.field_name(next(iter(self.family.counts)))
         notes = [f"{sizes.K} key-value heads became {self.num_kv_heads} in each layer: {METHODS[self.method]}."]
         if self.target.why:
             notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..plan.by_layer import CLASS_PREFIX, HOW
 from ..plan.units import figures, show, show_bytes
 from .proof import require
 from .source import CheckpointSource
@@ -15,6 +16,10 @@ README, RESHAPE, PLAN = "README.md", "RESHAPE.md", "heads-plan.json"
 ZEROED = (
     "Heads of this model were zeroed, not taken out: it is as large and as slow as the original, and its outputs are "
     "those of the original with these heads switched off."
+)
+BY_LAYER = (
+    "Each layer of this model has its own number of heads (heads_by_layer in config.json), which no class of "
+    f"transformers takes. headwise registers classes that do, with the Auto classes of transformers: {HOW}."
 )
 Row = tuple[str, str, str]
 
@@ -111,9 +116,10 @@ def _proof(proof: Mapping[str, Any] | None) -> Iterator[str]:
     if proof is None:
         yield "Not verified: nobody loaded the result."
         return
+    ours = ", which headwise.hf registers," if proof["class"].startswith(CLASS_PREFIX) else ""
     yield (
-        f"Verified: transformers {proof['transformers']} loads it as {proof['class']} in a fresh process, with no "
-        "tensor missing and none left over."
+        f"Verified: transformers {proof['transformers']} loads it as {proof['class']}{ours} in a fresh process, with "
+        "no tensor missing and none left over."
     )
     if "difference" in proof:
         same = "bit for bit" if proof["identical"] else f"the largest difference being {proof['difference']:.2g}"

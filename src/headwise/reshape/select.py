@@ -139,10 +139,11 @@ def _fraction(family: Family, fraction: float | int, scores: HeadScores, *, zero
         if heads == sizes.H and 2 * (1 - fraction) * sizes.H >= 1:
             raise ValueError(_no_such_part(family, field, fraction))
         shared = "" if sizes.group == 1 else f", which read {kv} of {sizes.K} key-value heads"
+        name = family.field_name(field)
         notes.append(
-            f"{fraction:g} of {sizes.H} ({field}) is {fraction * sizes.H:g}; {heads} stay in each layer{shared}"
+            f"{fraction:g} of {sizes.H} ({name}) is {fraction * sizes.H:g}; {heads} stay in each layer{shared}"
         )
-    return _best(family, counts, scores), tuple(notes)
+    return _best(family, counts, scores), tuple(dict.fromkeys(notes))
 
 
 def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
@@ -227,7 +228,7 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
             best, enough = (value, kept, cost), heads
     if best is None:
         for field in family.counts:
-            if len(loadable(family, field)) == 1:
+            if len(loadable(family, field)) == 1 and family.counts[field][0].sizes.H > 1:
                 raise ValueError(_no_such_part(family, field, 0.5))
         raise ValueError(
             f"a budget of {budget.megabytes:g} MB (1,000,000 bytes each) is below {least / 1e6:.4g} MB, which weights "
@@ -235,7 +236,8 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
         )
     _, kept, cost = best
     counts = counts_of(family, kept)
-    heads_text = ", ".join(f"{heads} of {family.counts[field][0].sizes.H}" for field, (heads, _) in counts.items())
+    numbers = (f"{heads} of {family.counts[field][0].sizes.H}" for field, (heads, _) in counts.items())
+    heads_text = ", ".join(dict.fromkeys(numbers))
     return kept, (
         f"{budget.megabytes:g} MB allow {heads_text} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(float(cost))})",
     )

@@ -81,7 +81,7 @@ def solve_values(
         """The normal equations' matrix times a direction; or the gradient at it of half the squared error."""
         total = torch.zeros_like(direction)
         for sample in fit:
-            W = direction.to(sample.source.dtype).requires_grad_()
+            W = direction.detach().to(sample.source.dtype).requires_grad_()
             with torch.enable_grad():
                 heads = layer.heads(W, sample.call, sample.source, bias=residual)
                 out = heads @ layer.output
