@@ -365,20 +365,6 @@ def halves(layout: Any) -> dict[str, tuple[float, float]]:
     }
 
 
-def changed_before_backward(layout: Any) -> str:
-    """What autograd says where a tensor of the mask changes between the forward and its backward."""
-    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
-    ids = torch.arange(5 * dist.get_world_size()) // 4
-    mask = headwise.segments(ids) | headwise.prefix(2)
-    out = context_parallel(query, key, value, mask=mask, layout=layout)
-    ids.zero_()
-    try:
-        out.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def example() -> float:
     """How far the curve of examples/parallel.py is from that of one process."""
     names = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "parallel.py"))
