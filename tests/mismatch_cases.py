@@ -1,4 +1,4 @@
-"""Ranks of `test_parallel_mismatch.py`: without heads, with masks that differ or change, with gradients in another order."""
+"""Ranks of `test_parallel_mismatch.py`: without heads, masks that differ or change, gradients in another order."""
 
 from __future__ import annotations
 
