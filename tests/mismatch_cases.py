@@ -1,4 +1,4 @@
-"""Ranks of `test_parallel_mismatch.py`: without heads, with masks that differ late, with gradients in another order."""
+"""Ranks of `test_parallel_mismatch.py`: without heads, masks that differ or change, gradients in another order."""
 
 from __future__ import annotations
 
@@ -100,3 +100,13 @@ def one_number() -> list[float]:
     x = torch.tensor(1.0 + dist.get_rank()).expand(1)
     assert x.stride() == (0,)
     return [float(part) for part in Comm.of().gather("number", x, [(1,), (1,)])]
+
+
+def changed_before_backward(layout: Any) -> str:
+    """What autograd says where a tensor of the mask changes between the forward and its backward."""
+    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    ids = torch.arange(5 * dist.get_world_size()) // 4
+    mask = headwise.segments(ids) | headwise.prefix(2)
+    out = context_parallel(query, key, value, mask=mask, layout=layout)
+    ids.zero_()
+    return words(lambda: out.sum().backward())

@@ -1,6 +1,5 @@
 """Attention over ranks is attention in one process: every mask, layout and option, forward and backward."""
 
-import context_changes
 import draw
 import pytest
 import ranks
@@ -81,10 +80,3 @@ def test_a_ring_of_eight_sums_gradients_of_queries_in_float32() -> None:
 
 def test_the_example_has_the_curve_of_one_process() -> None:
     assert max(ranks.pool(2).run(example)) < 1e-5
-
-
-@pytest.mark.parametrize("layout", ["ring", "gather", "ulysses"])
-def test_a_mask_that_changes_before_the_backward_is_refused(layout: str) -> None:
-    """Or, where its map went along with the forward, it is that of the forward."""
-    for text in ranks.pool(2).run(context_changes.changed_before_backward, layout):
-        assert "modified by an inplace operation" in text or (layout == "ulysses" and not text)

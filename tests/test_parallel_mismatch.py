@@ -147,3 +147,10 @@ def test_a_checksum_is_of_all_numbers_whatever_the_strides() -> None:
     one = torch.tensor([[1.0], [2.0]])
     assert digest(one.expand(2, 3)) != digest((2 * one).expand(2, 3)) and digest(one) != digest(one.expand(2, 3))
     assert digest(x.T.contiguous().T) == digest(x) != digest(x.double()) and digest(None, x) == digest(x)
+
+
+@pytest.mark.parametrize("layout", ["ring", "gather", "ulysses"])
+def test_a_mask_that_changes_before_the_backward_is_refused(layout: str) -> None:
+    """Or, where its map went along with the forward, it is that of the forward."""
+    for text in ranks.pool(2).run(mismatch_cases.changed_before_backward, layout):
+        assert "modified by an inplace operation" in text or (layout == "ulysses" and text == "nothing")
