@@ -20,6 +20,8 @@ def describe(name: str, about: Mapping[str, Any]) -> str:
         return describe(inner, {**layouts()["families"][inner], **about})
     if "inexact" in about:
         return f"zeros only: {about['inexact']}"
+    if fields.get("heads_by_layer"):
+        return f"headwise_{name}, with heads by layer, after `import headwise.hf`"
     if not (fields.get("latent") or "head_dim" in fields.get("names", {}) or "head_dim" in fields["defaults"]):
         return "zeros only: a head has d_model / num_heads numbers"
     text = "itself" + (", where the number of heads divides d_model" if about.get("loads") == "divides" else "")

@@ -269,7 +269,7 @@ def test_the_error_before_is_that_of_the_model_as_it_came() -> None:
 
 def test_of_the_steps_for_the_values_the_best_is_taken_not_the_last_that_helps() -> None:
     """Fitted to few tokens, the steps go past the best on other text: each number of steps is tried by itself."""
-    torch.manual_seed(1)
+    torch.manual_seed(2)
     mha = headwise.MultiHeadAttention(M, 2, head_dim=5, value_dim=7).double()
     layer = ValueSystem(mha.o_proj.weight.detach().T, None, None, 2)
 
@@ -279,8 +279,8 @@ def test_of_the_steps_for_the_values_the_best_is_taken_not_the_last_that_helps()
             target = mha(x) + 0.3 * torch.randn(1, tokens, M, dtype=torch.float64)
         return Sample(seen.calls[0], x, target, target)
 
-    fit, check = [sample(19)], [sample(211)]
-    start = mha.v_proj.weight.detach().T + 0.5 * torch.randn(M, 14, dtype=torch.float64)
+    fit, check = [sample(101)], [sample(211)]
+    start = mha.v_proj.weight.detach().T + torch.randn(M, 14, dtype=torch.float64)
     tried = [solve_values(layer, start, fit, check, steps) for steps in range(1, 13)]
     errors = [error(layer, W, check) for W in tried if W is not None]
     first = error(layer, start, check)

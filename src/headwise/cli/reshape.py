@@ -72,7 +72,10 @@ def _prune(  # private, for a command has as many options as its users need, and
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:
-    """Take attention heads out of a checkpoint; stock transformers loads the result, proved equal to gated heads."""
+    """Take attention heads out of a checkpoint; transformers loads the result, proved equal to gated heads.
+
+    Encoders keep a number of heads for each layer, and load once headwise.hf is imported.
+    """
     check_out(out, dry_run)
     if recover and (text, file, corpus) == (None,) * 3:
         raise typer.BadParameter(

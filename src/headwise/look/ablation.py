@@ -153,7 +153,7 @@ def ablate(
         ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts.
         heads: Pairs (layer, head), numbered as in `headwise.look.at`.
         by: ``"zero"``: a head that is off gives 0; ``"mean"``: it gives its mean over all tokens of all texts.
-        loss: ``(output, ids) -> (B,)``, the loss of each row, instead of cross entropy with the next token.
+        loss: ``(output, ids) -> (B,)``, the loss of each row, instead of that of `importance`.
         mask_id: For encoders: the id of the mask token. 15 % of the words are masked, and the loss is theirs.
         seed: Of which words are masked.
         decode: An id as text, for the record.

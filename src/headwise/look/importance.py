@@ -168,7 +168,9 @@ def importance(
             sound, or two texts: a mapping of tensors by name. A decoder's loss is then on its text; of a model that
             classifies, it is the cross entropy with what the whole model says itself.
         by: One or more of the criteria.
-        loss: ``(output, ids) -> (B,)``, the loss of each row, instead of cross entropy with the next token.
+        loss: ``(output, ids) -> (B,)``, the loss of each row, instead of cross entropy with the next token; of a
+            classifier it is that with the classes it chooses itself, of an encoder without a head the drift of its
+            embedding, 1 - cosine of the mean-pooled states (whose slope is that of the embedding at length 1).
         mask_id: For encoders: the id of the mask token. 15 % of the words are masked, and the loss is theirs.
         seed: Of which words are masked.
         name: Of the model in the record.
@@ -176,8 +178,8 @@ def importance(
 
     Raises:
         TypeError: no model, or ids that are no integers.
-        ValueError: an unknown criterion; ids that do not fit; an encoder without `mask_id` or `loss`; no logits; or
-            ``"contribution"`` where no module reads the heads side by side.
+        ValueError: an unknown criterion; ids that do not fit; an encoder of words without `mask_id` or `loss`; no logits;
+            or ``"contribution"`` where no module reads the heads side by side.
 
     Example:
         >>> import headwise
