@@ -217,10 +217,7 @@ class BandShare:
 def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
     mass, level = (masses[..., _COLUMNS[offset]] for masses in got.offsets)
-    T = got.rows.entropy.shape[2]
-    if got.scene.among is None:
-        return mass, level, got.able[:, _COLUMNS[offset], None].expand_as(level)
-    return mass, level, (level > 0).double() * got.scene.count(torch.ones(1, T, dtype=torch.bool, device="cpu"))
+    return mass, level, got.able[:, _COLUMNS[offset], None].expand_as(level)
 
 
 @dataclass(frozen=True)
