@@ -82,6 +82,57 @@ def test_a_step_under_every_mask_is_the_definition(kind: str, n: Sizes) -> None:
     assert taken >= len(MASKS) * 3 // 4, f"only {taken} steps of {len(MASKS)} were taken by the kernel"
 
 
+def _of_heads_and_rows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + j + b + 2 * h) % 5 != 0
+
+
+def _of_heads(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (j + h) % 3 != 1
+
+
+RULES = {
+    "of heads and rows": lambda: headwise.rule(_of_heads_and_rows),
+    "of heads": lambda: headwise.rule(_of_heads),
+    "the other keys": lambda: ~headwise.rule(_of_heads_and_rows),
+    "two": lambda: headwise.rule(_of_heads_and_rows) & headwise.rule(_of_heads),
+    "either": lambda: headwise.rule(_of_heads) | headwise.window(2),
+    "beside a bias": lambda: headwise.rule(_of_heads_and_rows) & headwise.alibi(torch.tensor([0.5, 0.25, 1.0, 2.0])),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("kind", ["static", "paged", "rolling"])
+def test_a_step_asks_a_function_about_every_head_and_row(kind: str, name: str) -> None:
+    """A function that no size has been told yet: the call has them."""
+    n, masks = PAGES, RULES[name]
+    make = torch.Generator().manual_seed(5)
+    key, value = (torch.randn(n.B, n.K, n.S + 2, width, generator=make) for width in (n.D, n.V))
+    b, h, j = torch.meshgrid(torch.arange(n.B), torch.arange(n.H), torch.arange(n.S + 2), indexing="ij")
+    with torch.no_grad():
+        cache = cache_of(kind, n).append(key[:, :, : n.S - 1], value[:, :, : n.S - 1])
+        for length in (n.S, n.S + 1):
+            query, new = torch.randn(n.B, n.H, 1, n.D, generator=make), slice(length - 1, length)
+            out = cache.step(query, key[:, :, new], value[:, :, new], mask=masks())
+            assert out is not None, "the kernel takes every rule"
+            both, heads = _of_heads_and_rows(b, h, 0 * j, j), _of_heads(b, h, 0 * j, j)
+            allowed = {
+                "of heads and rows": both,
+                "of heads": heads,
+                "the other keys": ~both,
+                "two": both & heads,
+                "either": heads | (j > length - 3),
+                "beside a bias": both,
+            }[name][:, :, None, :length]
+            added = torch.zeros(n.B, n.H, 1, length)
+            if name == "beside a bias":
+                slopes = torch.tensor([0.5, 0.25, 1.0, 2.0]).view(1, -1, 1, 1)
+                added = added - slopes * (length - 1 - torch.arange(length))
+            pair = key[:, :, :length], value[:, :, :length]
+            want = definition(n._replace(S=length), allowed, added, query, *pair, Scores())
+            torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=4e-6)
+
+
 @pytest.mark.parametrize("kind", ["static", "paged", "rolling"])
 def test_drawn_schedules_of_one_process_give_what_lists_of_tokens_give(kind: str) -> None:
     """Ragged rows, of which some cross the edge of a page and others do not, padding on both sides, rows that come in

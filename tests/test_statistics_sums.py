@@ -1,0 +1,57 @@
+"""Sums of statistics and weights counted another way: many rows in float64, rows and heads in any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from backends import instructions, natives
+from mask_cases import LONG, MASKS, SHORT, UNEQUAL, Sizes
+from native_cases import collected
+from test_weights import OPTIONS, STAGES, stages
+from torch import Tensor
+
+import headwise
+from headwise.ops.statistics import statistics
+
+pytestmark = pytest.mark.unchecked
+
+
+@natives
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_keys_receive_from_very_many_rows_is_summed_in_float64(backend: str, dtype: torch.dtype) -> None:
+    """Of 65,537 rows each key gets a third of each, whose float32 sums would be off in the fifth digit; and of drawn
+    queries as many as the matrix says."""
+    T, S = 65_537, 3
+    with instructions(backend):
+        got = statistics(torch.zeros(1, 1, T, 2, dtype=dtype), torch.zeros(1, 1, S, 2, dtype=dtype)).received
+        torch.testing.assert_close(got, torch.full((1, 1, S), 1 / 3), rtol=2e-6, atol=0.0)
+        query, key = torch.randn(1, 2, T, 3).to(dtype), torch.randn(1, 1, S, 3).to(dtype)
+        want = torch.softmax(query.double() @ key.double().mT * 3**-0.5, -1).mean(-2)
+        got = statistics(query, key, scale=3**-0.5).received
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("n", [SHORT, LONG, *UNEQUAL], ids=str)
+def test_chosen_rows_and_heads_in_any_order_are_those_of_the_matrix(n: Sizes) -> None:
+    """Under every mask: which keys some rows see follows from the rows, not from their order."""
+    make = random.Random(sum(n))
+    q, k = _inputs(n)
+    with collected() as attempt:
+        for name in MASKS:
+            exact = stages(name, n)
+            rows = [make.randrange(n.T) for _ in range(make.randint(1, 4))]
+            heads = [make.randrange(n.H) for _ in range(make.randint(1, 3))]
+            for order in (rows, sorted(rows, reverse=True), [r - n.T for r in sorted(rows)]):
+                for stage in STAGES:
+                    options = {"mask": MASKS[name](n).mask, "stage": stage, **OPTIONS}
+                    ours = headwise.weights(q, k, rows=order, heads=heads, **options)
+                    want = exact[stage][:, heads][:, :, order]
+                    near = {"rtol": 2e-6, "atol": 2e-6}
+                    attempt((name, order, heads, stage), torch.testing.assert_close, ours.double(), want, **near)
+
+
+def _inputs(n: Sizes) -> tuple[Tensor, Tensor]:
+    q, k, _ = headwise.testing.make_qkv(*n)
+    return q, k
