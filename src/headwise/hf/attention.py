@@ -16,8 +16,7 @@ from ..ops.masks.make import bias, causal, keep, lengths, segments
 from ..ops.masks.rules import Band, Segments
 from ..ops.statistics.weights import weights
 from ..ops.storage.layout import in_one_piece
-from .architectures import CROSS_ATTENTION
-from .architectures import CACHE
+from .architectures import CACHE, CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
