@@ -76,18 +76,20 @@ def test_a_step_runs_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attentions, probes, training, hooks, and code that somebody has replaced."""
-    model, text = a_model("GPT-J"), prompt(2)
-    file = importlib.import_module(type(model).__module__)
-    attention = model.transformer.h[0].attn
+    model, text = a_model("GPT-Neo"), prompt(2)
+    attention = model.transformer.h[0].attn.attention
     with torch.no_grad():
         assert steps(monkeypatch, model, text) == 6
         with headwise.hf.probe(model):
             assert steps(monkeypatch, model, text) == 0
-        for name, owner in (("apply_rotary_pos_emb", file), ("_attn", file.GPTJAttention)):
+        falcon = a_model("Falcon GQA")
+        file = importlib.import_module(type(falcon).__module__)
+        assert steps(monkeypatch, falcon, text) == 6
+        for owner, name, of in ((file, "apply_rotary_pos_emb", falcon), (type(attention), "_attn", model)):
             with monkeypatch.context() as patch:
                 theirs = getattr(owner, name)
                 patch.setattr(owner, name, lambda *args, theirs=theirs, **kwargs: theirs(*args, **kwargs))
-                assert steps(monkeypatch, model, text) == 0
+                assert steps(monkeypatch, of, text) == 0
         hook = attention.register_forward_hook(lambda *_: None)
         assert steps(monkeypatch, model, text) == 3  # of the other layer
         hook.remove()
@@ -107,9 +109,12 @@ def test_other_code_takes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, hidden_states: Any) -> Any:
         return hidden_states
 
-    with monkeypatch.context() as patch:
+    told = r"^BloomAttention decodes .* in transformers 5\.[\d.]+, its statements are not those that headwise knows"
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=told) as warned:
         patch.setattr(file.BloomAttention, "forward", forward)
         assert own_steps.stepping(file.BloomAttention) is None
+        assert own_steps.stepping(file.BloomAttention) is None
+    assert len(warned) == 1
     monkeypatch.setattr(own_steps, "OWN_CODE", {})
     own_steps._stepping.cache_clear()
     try:

@@ -87,7 +87,7 @@ def serving(model: nn.Module) -> Iterator[nn.Module]:
         for config in configs(served):
             undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
-        # From transformers 5.24 on, layers hand their keys to the cache before they attend; earlier, attention does.
+        # Since transformers 5.24 a layer hands its keys to the cache itself; before that its attention function does.
         undo.callback(served.register_forward_pre_hook(_leave_caching_to_attention, with_kwargs=True).remove)
         yield served
 

@@ -195,8 +195,9 @@ def _check(model: PreTrainedModel, arguments: dict[str, Any], tokens: Any) -> No
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ModelError(f"{who} takes input_ids (B, T) or inputs_embeds (B, T, M), whole, on every rank")
     unknown = [name for name, x in arguments.items() if isinstance(x, Tensor) and name not in (*SPLIT, *WHOLE)]
-    states = ("cache", "past_key_values", "encoder_hidden_states")
-    unknown += [name for name in states if arguments.get(name) is not None]
+    unknown += [
+        name for name in ("cache", "past_key_values", "encoder_hidden_states") if arguments.get(name) is not None
+    ]
     unknown += [name for name in ("output_attentions", "output_router_logits", "logits_to_keep") if arguments.get(name)]
     if unknown:
         raise ModelError(
