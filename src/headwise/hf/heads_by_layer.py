@@ -100,7 +100,7 @@ def register_models(config_class: type[HeadsByLayerConfig]) -> None:
     """Register the models and the tokenizer of a config class, once: what its original has in each Auto class."""
     if "_registered" in vars(config_class):
         return
-    config_class._registered = True  # type: ignore[attr-defined]
+    config_class._registered = True
     original: Any = config_class.__mro__[2]
     for auto in vars(modeling_auto).values():
         mapping = getattr(auto, "_model_mapping", None)
@@ -115,7 +115,7 @@ def model_class(original: type[PreTrainedModel]) -> Any:
     known = globals().get(CLASS_PREFIX + original.__name__)
     if known is not None:
         return known
-    config_class = CONFIG_MAPPING[PREFIX + original.config_class.model_type]  # type: ignore[union-attr]
+    config_class = CONFIG_MAPPING[PREFIX + original.config_class.model_type]
     return _class(original, HeadsByLayer, config_class=config_class)
 
 

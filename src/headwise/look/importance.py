@@ -178,8 +178,8 @@ def importance(
 
     Raises:
         TypeError: no model, or ids that are no integers.
-        ValueError: an unknown criterion; ids that do not fit; an encoder of words without `mask_id` or `loss`; no logits;
-            or ``"contribution"`` where no module reads the heads side by side.
+        ValueError: an unknown criterion; ids that do not fit; an encoder of words without `mask_id` or `loss`; no
+            logits; or ``"contribution"`` where no module reads the heads side by side.
 
     Example:
         >>> import headwise
