@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from headwise.look import Passage, Vocabulary
 from headwise.look.axes import MIXED, NOWHERE, Axis
 from headwise.look.draws import other_queries, shuffled
 from headwise.look.measure import Uniform, add_roles, measure
-from headwise.look.measures import NOTHING, Asks, Got, Sums
+from headwise.look.measures import NOTHING, Asks, Got, OnLinks, Sums
 from headwise.look.roles import ROLES, Role
 from headwise.look.scene import Scene
 from headwise.look.tally import LayerTally
@@ -152,3 +153,28 @@ def test_of_text_among_pictures_each_role_counts_the_text_that_may_attend(reach:
                 total = 0.0
             assert float(sums.total[0, h]) == pytest.approx(total, abs=1e-5), name
         assert float(sums.null[0, 0]) == pytest.approx(sum(float(even[i, j]) for i, j in pairs), abs=1e-5), name
+
+
+@pytest.mark.parametrize("reach", [None, 5], ids=["causal", "window"])
+def test_the_control_of_links_is_a_mean_over_the_queries_that_may_attend_them(reach: int | None) -> None:
+    """Under a window most of the drawn keys are hidden: those queries say nothing of chance."""
+    T, draw = 29, torch.Generator().manual_seed(4)
+    query, key = (3 * torch.randn(1, 2, T, 5, generator=draw) for _ in range(2))
+    mask = headwise.causal() if reach is None else headwise.window(reach)
+    lists = [[j for j in (i - 1, i - 3) if j >= 0] if i % 4 else [] for i in range(T)]
+    passage = Passage(list(range(T)), links={"name mover": lists})
+    here = Scene(torch.arange(T)[None], torch.arange(T)[None], False, Vocabulary(), (passage,))
+    one = OnLinks(lambda scene: scene.links("name mover"))
+    role = replace(BY_NAME["name mover"], name="linked", measure=one)
+    _, got = measure(AttentionCall("a", 0, query, key, mask=mask), here, [role], 1, Uniform())
+    sums, links = one.read("linked", got), here.links("name mover")
+    assert sums is not None and sums.against is not None and links is not None
+    drawn = shuffled(links, here)[0].tolist()
+    p = headwise.weights(query, key, mask=mask)[0].double()
+    near = T if reach is None else reach
+    other = [[j for j in keys if j >= 0 and i - j < near] for i, keys in enumerate(drawn)]
+    linked_rows = sum(any(i - j < near for j in keys) for i, keys in enumerate(lists))
+    assert reach is None or sum(map(bool, other)) < linked_rows
+    for h in range(2):
+        mean = sum(float(p[h, i, j]) for i, keys in enumerate(other) for j in keys) / sum(map(bool, other))
+        assert float(sums.against[0, h]) == pytest.approx(mean * linked_rows, abs=1e-5)
