@@ -67,6 +67,15 @@ def test_shuffled_links_are_as_many_and_lie_where_the_query_may_look(ahead: bool
             assert {*drawn[:, i, n].tolist()} == able, (i, n)
 
 
+@pytest.mark.parametrize(("T", "S"), [(5, 9), (9, 5), (7, 7)])
+def test_shuffled_links_of_cross_attention_lie_anywhere_among_its_keys(T: int, S: int) -> None:
+    """Positions of two texts have no order, also where they are as many."""
+    queries, keys = (torch.full((400, n), 5) for n in (T, S))
+    across = Scene(queries, keys, None, Vocabulary(), tuple(Passage([5] * S, text=b) for b in range(400)))
+    drawn = shuffled(torch.zeros(400, T, 1, dtype=torch.long), across)
+    assert [{*drawn[:, i, 0].tolist()} for i in range(T)] == [{*range(S)}] * T
+
+
 # --- on a boundary ----------------------------------------------------------------------------------------------------
 
 
