@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import draw
 import pytest
 import ranks
 import shard_lists
@@ -12,7 +13,9 @@ pytestmark = pytest.mark.unchecked
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_drawn_schedules_give_what_lists_of_tokens_give(world: int) -> None:
-    for wrong in ranks.pool(world).run(shard_lists.schedules, list(range(12)), world):
+    for wrong in ranks.pool(world).run(
+        shard_lists.schedules, draw.drawn(range(12), str(world), min(draw.SHARE, 4)), world
+    ):
         assert wrong == []
 
 
