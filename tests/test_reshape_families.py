@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwise import hf
 from headwise.hf import proving
+from headwise.hf.architectures import CACHE
 from headwise.nn import AttentionCall, probe
 from headwise.reshape import plan_prune, random_scores
 
