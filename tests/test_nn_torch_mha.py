@@ -64,7 +64,7 @@ def test_what_is_frozen_stays_frozen_there_and_back(kind: str) -> None:
 def test_from_torch_and_back_give_equal_outputs(kind: str, batch_first: bool, training: bool) -> None:
     theirs = make(batch_first, **THEIRS[kind]).train(training)
     if not batch_first:
-        with pytest.raises(ValueError, match=r"takes \(T, B, M\), while .* nn.replace\(module\) keeps torch's"):
+        with pytest.raises(ValueError, match=r"takes \(T, B, M\), while .*set module.batch_first = True first"):
             from_torch(theirs)
         theirs.batch_first = True  # the way out that the error names
     ours = from_torch(theirs)

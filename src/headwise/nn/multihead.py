@@ -357,7 +357,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """The same attention as a `MultiHeadAttention`: equal outputs in train and in eval; the weights are copied.
 
     The result is called as ``mha(query)`` for self-attention, or ``mha(query, (key, value))``; its masks come from
-    `mask_from_torch`. Dropout becomes that of the inner part. To keep torch's call, see `headwise.nn.replace`.
+    `mask_from_torch`. Dropout becomes that of the inner part.
 
     Raises:
         TypeError: something other than a `torch.nn.MultiheadAttention`, or one with hooks or a forward of its own.

@@ -33,8 +33,7 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
         raise ValueError(
             "this torch.nn.MultiheadAttention was built with batch_first=False and takes (T, B, M), while "
             "headwise.MultiHeadAttention takes (B, T, M): the same input would give other numbers; "
-            "headwise.nn.replace(module) keeps torch's call, or set module.batch_first = True first and transpose what "
-            "you call it with"
+            "set module.batch_first = True first, and transpose what you call the result with"
         )
     for name, used in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
         if used:
