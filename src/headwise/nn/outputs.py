@@ -92,5 +92,6 @@ def _is_additive(part: nn.Module, x: Tensor, running: list[tuple[str, Tensor]]) 
         running[:] = before
     if not all(isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] for y in (once, twice, nothing)):
         return False
-    tolerance = 64 * torch.finfo(once.dtype).eps * float(twice.abs().max())  # the rounding of a sum of products
+    largest = float(twice.detach().abs().max())
+    tolerance = 64 * torch.finfo(once.dtype).eps * largest  # the rounding of a sum of products
     return bool((twice - once - (once - nothing)).abs().max() <= tolerance)
