@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,16 +52,6 @@ def new() -> str:
     return f"new{next(NUMBERS)}"
 
 
-def old() -> hf.Checkpoint:
-    """The checkpoint of an old model whose layers lost the same heads, as transformers 4 wrote it."""
-    folder, tiny = Path(new()), PACKAGE / "models/tiny"
-    folder.mkdir()
-    shutil.copy(tiny / "model.safetensors", folder)
-    config = json.loads((tiny / "config.json").read_text()) | {"pruned_heads": {"0": [1], "1": [0]}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return hf.checkpoint(folder)
-
-
 def pair(**arguments: Any) -> Any:
     """A recovery of one attention module by another."""
     return reshape.recover(MultiHeadAttention(12, 3), MultiHeadAttention(12, 3), **arguments)
@@ -107,9 +94,6 @@ RESHAPE: dict[str, Callable[[], Call]] = {
         reshape.write_pruned, plan=pruning(), destination=new(), proof=None, progress=print, remark=str
     ),
     "mend": lambda: of(reshape.mend, plan=pruning(), model=model(), rows=ROWS, progress=print),
-    "plan_migrate": lambda: of(reshape.plan_migrate, source=old()),
-    "migrate": lambda: of(reshape.migrate, source=old(), destination=new(), proof=None, progress=print),
-    "Migration.facts": lambda: of(reshape.plan_migrate(old()).facts, context=9),
     "plan_regroup": lambda: of(
         reshape.plan_regroup, source=opened(), num_kv_heads=4, method="mean", model=model(), rows=ROWS, seed=1
     ),

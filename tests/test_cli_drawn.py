@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import random
 import shutil
@@ -32,7 +31,6 @@ PLAIN |= {
     "prune": {"model": TINY, "keep_fraction": "0.5", "by": "random", "out": "new"},
     "regroup": {"model": TINY, "kv_heads": "4", "out": "new"},
     "heal": {"folder": TINY, "teacher": TINY, "steps": "7", "length": "3", "file": "text.txt", "out": "new"},
-    "migrate": {"folder": "old", "out": "new"},
 }
 # What else an option needs, or (None) what must not stand beside it.
 BESIDE: dict[tuple[str, str], dict[str, str | None]] = {
@@ -73,9 +71,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
-    shutil.copytree(TINY, tmp_path / "old")
-    config = json.loads((tmp_path / "old/config.json").read_bytes()) | {"pruned_heads": {"0": [1]}}
-    (tmp_path / "old/config.json").write_text(json.dumps(config))
     (tmp_path / "link").symlink_to("nowhere/x")
     (tmp_path / "loop").symlink_to("loop")
     yield tmp_path
@@ -127,7 +122,6 @@ def without_the_reshaping(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(reshape, "heal", lambda *_, **__: Curve([0.5], [[0, 0.5, 1.5]]))
     monkeypatch.setattr(reshape, "write_healed", lambda source, student, out, facts, **_: facts)
-    monkeypatch.setattr(reshape, "migrate", lambda source, *_, **__: reshape.plan_migrate(source).facts())
     monkeypatch.setattr(cli.regroup, "_accelerator", lambda: None)
 
 

@@ -1,10 +1,9 @@
-"""`headwise prune` and `headwise migrate`: what they print where, and one line with exit code 2 for what is wrong."""
+"""`headwise prune`: what they print where, and one line with exit code 2 for what is wrong."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from hf_folders import answer_here, tokenizer
 from reshape_models import FAMILIES, saved
-from test_reshape_migrate import UNEVEN, old
 from typer.testing import CliRunner
 
 from headwise import cli, hf, models
@@ -162,15 +160,6 @@ def test_zeroed_heads_say_so_everywhere(tiny: str, tmp_path: Path) -> None:
         assert "as large and as slow" in (tmp_path / "new" / name).read_text()
 
 
-def test_migrate_makes_an_old_checkpoint_load(tmp_path: Path) -> None:
-    source, _ = old("bert", UNEVEN, tmp_path / "old")
-    shutil.rmtree(source / "smaller")
-    text = ran("migrate", str(source), "--dry-run")
-    assert "pruned_heads in config.json counted 3 heads out" in text and not (tmp_path / "new").exists()
-    facts = json.loads(ran("migrate", str(source), "--out", str(tmp_path / "new"), "--json"))
-    assert facts["proof"]["class"] == "BertForMaskedLM" and facts["gone"] == {"0": [1, 3], "1": [0]}
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -236,7 +225,7 @@ def test_what_is_wrong_is_told_before_a_model_is_read(
     assert not read
 
 
-@pytest.mark.parametrize("command", [["prune", "--heads", "0.0,1.0"], ["regroup", "--kv-heads", "1"], ["migrate"]])
+@pytest.mark.parametrize("command", [["prune", "--heads", "0.0,1.0"], ["regroup", "--kv-heads", "1"]])
 def test_where_nothing_can_be_written_is_told_in_our_words(command: list[str], tmp_path: Path) -> None:
     source = str(saved(FAMILIES["llama"], tmp_path / "source"))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -248,10 +237,7 @@ def test_where_nothing_can_be_written_is_told_in_our_words(command: list[str], t
 
 def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     assert "no such folder" in refused("prune", str(tmp_path / "none"), "--heads", "0.1", "--dry-run")
-    assert "no such folder" in refused("migrate", str(tmp_path / "none"), "--dry-run")
-    assert "give --out" in refused("migrate", str(tmp_path))
-    source = saved(FAMILIES["bert"], tmp_path / "bert")
-    assert "there is nothing to migrate" in refused("migrate", str(source), "--dry-run")
-    assert "no class of transformers loads this: bert has no field" in refused(
+    source = saved(FAMILIES["gpt2"], tmp_path / "gpt2")
+    assert "no class of transformers loads this: gpt2 has no field" in refused(
         "prune", str(source), "--heads", "0.1,1.1", "--dry-run"
     )

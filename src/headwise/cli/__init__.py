@@ -65,7 +65,6 @@ for command, name, example in (
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
     (regroup._regroup, "regroup", "regroup path/to/checkpoint --kv-heads 4 --file notes.txt --recover --out smaller"),
     (regroup._heal, "heal", "heal smaller --teacher path/to/checkpoint --steps 200 --corpus text.txt --out healed"),
-    (reshape._migrate, "migrate", "migrate path/to/old-checkpoint --out migrated"),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):
     app.command(name, epilog=f"Example: headwise {example}")(command)

@@ -1,4 +1,4 @@
-"""``headwise prune`` and ``headwise migrate``."""
+"""``headwise prune``."""
 
 from __future__ import annotations
 
@@ -115,31 +115,6 @@ def _prune(  # private, for a command has as many options as its users need, and
                 proof = _proof(reshape, loaded, rows) if verify else None
                 facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
                 facts |= {} if roles is None else {"roles": roles.record}
-    print_facts(facts, None if dry_run else out, as_json)
-
-
-def _migrate(
-    folder: Annotated[str, typer.Argument(help="A checkpoint folder whose config.json has pruned_heads.")],
-    out: OutOption = None,
-    dry_run: DryRun = False,
-    verify: Verify = True,
-    as_json: AsJson = False,
-) -> None:
-    """Make an old checkpoint with pruned_heads, which transformers no longer loads, one that it does."""
-    check_out(out, dry_run)
-    with progress() as show:
-        show("loading the libraries")
-        hf = libraries("headwise migrate")
-        from headwise import reshape
-
-        with hf.checkpoint(folder) as source:
-            check_place(out, source)
-            if dry_run or out is None:
-                facts = reshape.plan_migrate(source).facts()
-            else:
-                show("writing")
-                proof = reshape.Proof() if verify else None
-                facts = reshape.migrate(source, out, proof=proof, progress=show)
     print_facts(facts, None if dry_run else out, as_json)
 
 

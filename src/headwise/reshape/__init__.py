@@ -12,7 +12,6 @@ from .heal import Curve, Recipe, heal
 from .healed import facts_of, write_healed
 from .memory import prune_module
 from .mend import mend
-from .migrate import Migration, migrate, plan_migrate
 from .pair import Projections
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune, write_pruned
@@ -24,7 +23,6 @@ from .select import Budget
 __all__ = [
     "Budget",
     "Curve",
-    "Migration",
     "Processes",
     "Projections",
     "Proof",
@@ -38,8 +36,6 @@ __all__ = [
     "facts_of",
     "heal",
     "mend",
-    "migrate",
-    "plan_migrate",
     "plan_prune",
     "plan_regroup",
     "prune",
