@@ -125,10 +125,18 @@ def test_a_corpus_is_read_in_rows_to_a_limit(tiny: str, tmp_path: Path) -> None:
     assert len(facts["gone"]) == 4
 
 
-def test_recovery_is_measured_on_text_that_nothing_was_fitted_to(tmp_path: Path) -> None:
+def test_reconstruction_is_measured_on_text_that_nothing_was_fitted_to(tmp_path: Path) -> None:
     source = saved(FAMILIES["llama odd"], tmp_path / "source")
     (source / "tokenizer.json").write_text(tokenizer())
-    arguments = ["prune", str(source), "--heads", "0.1,1.2", "--text", "a b, c. d! e? f: g; h\n i\n" * 20, "--recover"]
+    arguments = [
+        "prune",
+        str(source),
+        "--heads",
+        "0.1,1.2",
+        "--text",
+        "a b, c. d! e? f: g; h\n i\n" * 20,
+        "--reconstruct",
+    ]
     losses = json.loads(ran(*arguments, "--dry-run", "--json"))["losses"]
     assert losses.keys() == {"original", "pruned", "recovered", "tokens"} and losses["pruned"] != losses["recovered"]
 
@@ -173,10 +181,10 @@ def test_zeroed_heads_say_so_everywhere(tiny: str, tmp_path: Path) -> None:
             "--by is importance, ablation, redundancy or random; got",
         ),
         (
-            ["--keep-fraction", "0.5", "--by", "random", "--text", "a b c", "--recover", "--dry-run"],
+            ["--keep-fraction", "0.5", "--by", "random", "--text", "a b c", "--reconstruct", "--dry-run"],
             "tokens are one row of 256; give a",
         ),
-        (["--heads", "0.1", "--recover", "--dry-run"], "--recover needs a text to fit to; give --file"),
+        (["--heads", "0.1", "--reconstruct", "--dry-run"], "--reconstruct needs a text to fit to; give --file"),
         (["--heads", "x", "--dry-run"], "heads are LAYER.HEAD with commas between"),
         (["--heads", "0.8", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--heads", "0.1", "--dry-run"], "layer 1 must lose 1 more, layer 2 must lose 1 more"),
@@ -211,8 +219,8 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
         (["--keep-fraction", "0.5", "--corpus", "/none", "--dry-run"], "--corpus /none: no such file or folder"),
         (["--keep-fraction", "0.5", "--target", " ", "--dry-run"], "--target: the text is empty; give a few words"),
         (
-            ["--heads", "0.1", "--zero", "--recover", "--text", "a b c", "--dry-run"],
-            "zeroed heads stay 0, so --recover",
+            ["--heads", "0.1", "--zero", "--reconstruct", "--text", "a b c", "--dry-run"],
+            "zeroed heads stay 0, so --reconstruct",
         ),
     ],
 )

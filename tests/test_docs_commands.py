@@ -77,7 +77,8 @@ def test_the_commands_of_a_page_run_and_print_what_it_says(page: Path, folder: P
     if "path/to/encoder" in texts:
         (folder / "seen").mkdir()
         write_seen(folder / "seen")
-        (folder / "seen/bert").rename(folder / "path/to/encoder")
+        encoder = (folder / "seen/bert").rename(folder / "path/to/encoder")
+        (encoder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     if SEEN.search(texts):
         write_seen(folder / "path/to")
         (folder / "path/to/p.png").rename("photo.png")

@@ -35,7 +35,7 @@ def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(planted.to_dict()) == planted
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(planted, seconds=math.nan).to_json()
-    with pytest.raises(ValueError, match=re.escape("a look is read from format 1 to 2, got 99; write it again")):
+    with pytest.raises(ValueError, match=re.escape("a look is read from format 2, got 99; write it again")):
         Look.from_dict(planted.to_dict() | {"format": 99})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..shapes.kinds import shown
 
@@ -75,3 +75,23 @@ class CheckpointSource(Protocol):
 
     def check(self) -> None:
         """Raises ValueError unless every file is what it was when the folder was opened."""
+
+
+@runtime_checkable
+class ReshapableCheckpoint(CheckpointSource, Protocol):
+    """A checkpoint with the table of layouts, and with the proof of a result, as `headwise.hf.checkpoint` opens it."""
+
+    @property
+    def layouts(self) -> Mapping[str, Any]:
+        """How checkpoints store their attention."""
+
+    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
+        """Return what a fresh process measures of the result."""
+
+
+@runtime_checkable
+class BuildableCheckpoint(ReshapableCheckpoint, Protocol):
+    """A checkpoint that can also build a model of its architecture, as `headwise.hf.checkpoint` opens it."""
+
+    def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+        """Return the model of a config and its tensors, in float32."""
