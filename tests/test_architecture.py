@@ -20,7 +20,7 @@ Tree = dict[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TIERS = (
-    {"shapes"},
+    {"shapes", "files"},
     {"ops"},
     {"cache", "nn"},
     {"parallel"},
@@ -30,7 +30,7 @@ TIERS = (
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"disk", "extras", "plan", "models", "processes", "torchrun"}  # import nothing of ours; cache and up may them
+ALONE = {"extras", "plan", "models", "processes", "torchrun"}  # import nothing of ours; cache and up may them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
@@ -142,6 +142,8 @@ def may_import(room: str, target: str) -> bool:
         return room == "cli" or (room, target) == ("", "report")
     if room in ("", "testing") or (room, target) == ("processes", "torchrun"):
         return True  # the table of contents and the oracles look down on everything
+    if (room, target) == ("plan", "files"):
+        return True
     if room in ALONE or target not in TIER.keys() | ALONE | {"__version__"}:
         return False
     return TIER[target] < TIER[room] if target in TIER else TIER[room] >= TIER["cache"]

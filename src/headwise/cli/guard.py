@@ -115,7 +115,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    from headwise.report.escape import visible
+    from headwise.files.text import visible
 
     with several.said_once(message) as first, contextlib.suppress(OSError):  # where stderr is full or closed,
         if first:  # the exit code tells

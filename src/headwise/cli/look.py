@@ -155,7 +155,7 @@ def _print_heads(result: Any) -> None:
     """The table of heads, its name harmless; without frame and with fewer columns where the terminal is narrow."""
     from dataclasses import replace
 
-    from headwise.report.escape import visible
+    from headwise.files.text import visible
 
     shown, look = console(), replace(result, model=visible(result.model, limit=100))
     table = look.table()

@@ -119,6 +119,4 @@ def _content(path: str, option: str) -> bytes:
 
 
 def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).partition(" <_io")[0].splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:120])
+    return one_line(ValueError(str(error).partition(" <_io")[0] or type(error).__name__), limit=120)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from headwise.disk import check_destination
+from headwise.files.atomic_file import check_destination
 
 from . import guard, several
 from .media import read_image, read_sound

@@ -37,9 +37,9 @@ def check_out(out: str | None, dry_run: bool) -> None:
 def check_place(out: str | None, source: Any) -> None:
     """Raises what writing would raise at last, before anything is measured or trained."""
     if out is not None:
-        from headwise.reshape.place import check_destination, try_folder
+        from headwise.files.atomic_folder import check_new_folder, try_folder
 
-        try_folder(check_destination(out, source.folder, None))
+        try_folder(check_new_folder(out, source.folder, None))
 
 
 def libraries(command: str) -> Any:
@@ -150,7 +150,7 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool 
 
 def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
     """What changed: notes and tables, or all of it as JSON."""
-    from headwise.report.escape import visible
+    from headwise.files.text import visible
 
     if as_json:
         print(json.dumps(facts | {"out": out}, allow_nan=False))

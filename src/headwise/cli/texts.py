@@ -47,8 +47,8 @@ def fitting(loaded: Any, text: str) -> str:
 
     if text != default_text() or loaded.tokenizer is None or loaded.max_positions is None:
         return text
+    from headwise.files.text import visible
     from headwise.hf import tokens
-    from headwise.report.escape import visible
 
     part = tokens.beginning(loaded.tokenizer, text, loaded.max_positions)
     if not part or part == text.rstrip():

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..disk import visible
+from ..files.text import visible
 from .roles import COPIES, NEEDLES, ROLES, SENTENCES, TEXT, Role
 
 if TYPE_CHECKING:

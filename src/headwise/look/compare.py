@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import visible
+from ..files.text import visible
 from ..shapes.kinds import shown, whole_numbers
 from .records import HeadRecord, Look
 

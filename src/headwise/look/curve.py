@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from ..disk import check_destination, get, put, visible
+from ..files.atomic_file import check_destination, get, put
+from ..files.text import visible
 from ..shapes.kinds import check_texts, shown
 from . import figures
 from .fields import Damaged, Inside, check_fields, each, listed, one_error, under

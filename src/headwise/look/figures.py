@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import visible
 from ..extras import missing_extra
+from ..files.text import visible
 from ..shapes.kinds import shown
 from . import palette, tables
 

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..disk import check_destination, get, put, visible
 from ..extras import missing_extra
+from ..files.atomic_file import check_destination, get, put
+from ..files.text import visible
 from . import tables
 from .records import Look
 

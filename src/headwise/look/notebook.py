@@ -6,7 +6,7 @@ import html
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ..disk import visible
+from ..files.text import visible
 from . import palette, tables
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..disk import put
+from ..files.atomic_file import put
 from .tally import LayerTally, RoleSums
 
 FORMAT = 1

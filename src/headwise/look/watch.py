@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..disk import check_destination
 from ..extras import MissingExtra
+from ..files.atomic_file import check_destination
 from ..shapes.kinds import check_counts, shown, whole_numbers
 from . import curve, inputs
 from .collect import REPEATS, Ids, at

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from .mask_pairs import mask_pairs
 from .parts import Part, linear, macs, parameters, vector
 
 LayerRole = Literal["self", "cross", "encoder"]
@@ -240,10 +241,14 @@ class AttentionLayer:
         if self.role == "cross":
             return queries * keys
         if self.role == "encoder":
-            return queries * keys if self.window is None else _near(queries, self.window)
+            if self.window is None:
+                return queries * keys
+            reach = (self.window - 1) // 2
+            return mask_pairs(0, queries, queries, left=reach, right=reach)
+        first = max(0, keys - queries)
         if self.chunked and self.window is not None:
-            return _in_chunks(keys, self.window) - _in_chunks(keys - queries, self.window)
-        return _causal(keys, self.window) - _causal(keys - queries, self.window)
+            return mask_pairs(first, keys - first, keys, chunk=self.window)
+        return mask_pairs(first, keys - first, keys, left=None if self.window is None else self.window - 1)
 
     def position_macs(self, queries: int, keys: int) -> tuple[int, int]:
         """Multiply-adds of content against position: (once a pass, for each text)."""
@@ -275,36 +280,6 @@ class AttentionLayer:
     def projection_macs(self, stream: str) -> int:
         """Multiply-adds of the projections for one token of the stream."""
         return macs(self.parts(), stream)
-
-
-def _causal(tokens: int, window: int | None) -> int:
-    """Pairs of a causal mask over the first `tokens`: 1 + 2 + ... up to the window."""
-    if tokens <= 0:
-        return 0
-    reach = tokens if window is None else min(tokens, window)
-    return reach * (reach + 1) // 2 + (tokens - reach) * reach
-
-
-def _in_chunks(tokens: int, chunk: int) -> int:
-    """Pairs of a causal mask within stretches of `chunk`."""
-    whole, rest = divmod(max(tokens, 0), chunk)
-    return whole * _causal(chunk, None) + _causal(rest, None)
-
-
-def _near(tokens: int, window: int) -> int:
-    """Pairs at most (window - 1) / 2 apart, both ways."""
-    reach = min((window - 1) // 2, tokens - 1)
-    return tokens + 2 * sum_of_gaps(tokens, reach)
-
-
-def sum_of_gaps(tokens: int, reach: int) -> int:
-    """Pairs (i, j) with ``1 <= i - j <= reach`` among `tokens`.
-
-    Example:
-        >>> sum_of_gaps(4, 2)       # 3 neighbours and 2 at distance two
-        5
-    """
-    return reach * tokens - reach * (reach + 1) // 2
 
 
 def with_kv_heads(layer: AttentionLayer, kv_heads: int) -> AttentionLayer:

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from .mask_pairs import mask_pairs
 from .shape import check_size
 
 TokenOrder = Literal["contiguous", "zigzag"]
@@ -103,12 +104,7 @@ class MeshCall:
 
     def pairs(self, stop: int) -> int:
         """(query, key) pairs of the first `stop` queries."""
-        after = _keys_after(self.cached, stop, self.right, self.keys)
-        if self.chunk is not None:
-            before = _in_chunks(self.cached + stop, self.chunk) - _in_chunks(self.cached, self.chunk)
-        else:
-            before = _keys_before(self.cached, stop, self.left)
-        return before + after + stop
+        return mask_pairs(self.cached, stop, self.keys, left=self.left, right=self.right, chunk=self.chunk)
 
 
 # --- who has what -----------------------------------------------------------------------------------------------------
@@ -303,34 +299,6 @@ def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[
     return tuple(result)
 
 
-# --- sums -------------------------------------------------------------------------------------------------------------
-
-
 def length(stretch: Stretch) -> int:
     """How many lie in it."""
     return stretch[1] - stretch[0]
-
-
-def _capped(stop: int, cap: int | None) -> int:
-    """``sum(min(x, cap) for x in range(stop))``."""
-    if stop <= 0:
-        return 0
-    if cap is None or stop <= cap:
-        return stop * (stop - 1) // 2
-    return cap * (cap - 1) // 2 + (stop - cap) * cap
-
-
-def _keys_before(first: int, count: int, left: int | None) -> int:
-    """Keys before their own that the queries at places `first` onwards see."""
-    return _capped(first + count, left) - _capped(first, left)
-
-
-def _keys_after(first: int, count: int, right: int | None, keys: int) -> int:
-    """Keys after their own: the same, counted from the end."""
-    return _keys_before(keys - first - count, count, right)
-
-
-def _in_chunks(stop: int, chunk: int) -> int:
-    """Keys before their own that the queries of the first `stop` places see within chunks."""
-    whole, rest = divmod(stop, chunk)
-    return whole * _capped(chunk, None) + _capped(rest, None)

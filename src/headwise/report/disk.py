@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from headwise.disk import check_destination, put
+from headwise.files.atomic_file import check_destination, put
 
 from .page import render
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headwise.disk import visible
-
-__all__ = ["cut", "json_for_html", "visible"]
-
 _HTML_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 

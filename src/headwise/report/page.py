@@ -8,8 +8,9 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from headwise.extras import missing_extra
+from headwise.files.text import visible
 
-from .escape import json_for_html, visible
+from .escape import json_for_html
 
 if TYPE_CHECKING:
     from headwise.look.records import Look

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..disk import check_destination, writing
+from ..files.atomic_file import check_destination, writing
 from ..nn.resting import in_eval_mode, resting
 from ..processes import Processes
 from ..shapes import INTEGERS, describe

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..files.atomic_folder import check_new_folder, claim, clear, ended_in_order, hidden_name, remove, settle
 from .manifest import FILE, MANIFEST, Digest, Manifest, digest
-from .place import check_destination, claim, clear, ended_in_order, hidden_name, remove, settle
 from .shards import Planned as Planned
 from .shards import Shard, as_json, index, plan_shards
 from .source import CheckpointSource
@@ -75,7 +75,7 @@ def write(
     further = settings | _checked(extra, taken)
     size = sum(len(shard.header) + shard.size for shard in shards) + sum(map(len, further.values()))
     size += sum(os.stat(source.folder / name).st_size for name in source.files if name not in further)
-    target = check_destination(destination, source.folder, size)
+    target = check_new_folder(destination, source.folder, size)
     source.check()
     clear(target.parent)
     folder = Folder(hidden_name(target), destination, ByteProgress(progress, shards, source))
