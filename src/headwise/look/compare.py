@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ..files.text import visible
 from ..shapes.kinds import shown, whole_numbers
-from .records import HeadRecord, Look
+from .head import HeadRecord
+from .records import Look
 
 if TYPE_CHECKING:
     import rich.table

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .records import HeadRecord, Look
+from .head import HeadRecord
+from .records import Look
 from .roles import ROLES
 from .scene import Passage
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .axes import Axis
-from .records import HeadRecord
+from .head import HeadRecord
 from .roles import Role
 from .scores import Evidence, Score
 from .tally import ON_PICTURE, Floats, LayerTally

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from ..nn.probe import AttentionCall
 from ..ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
 from .finite import way_out
+from .head import HeadMap
 from .measures import FAR, OFFSETS, Asks, Got, forbidden
-from .records import HeadMap
 from .roles import Role
 from .scene import Scene
 from .tally import MOST_SHOWN, LayerTally

@@ -13,11 +13,11 @@ from ..nn.probe import AttentionCall, probe
 from ..ops.masks import keep
 from . import axes, inputs
 from .axes import MIXED, NOWHERE, Axis
+from .head import HeadMap
 from .inputs import IdFacts
 from .measure import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
 from .neurons import Neurons, vectors_of
 from .placed import only
-from .records import HeadMap
 from .repeats import Repeated, Repeats, draw
 from .roles import TEXT, Role
 from .scene import Passage, Scene, Vocabulary

@@ -12,7 +12,7 @@ from .shape import short
 from .units import show_bytes
 
 if TYPE_CHECKING:
-    from .record import AttentionPlan
+    from .plan_data import PlanData
 
 FIRST, BAR = 1024, 48
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 78, 190, 34, 44
@@ -27,7 +27,7 @@ def check_plans(plans: object) -> None:
         raise ValueError("give at least one plan, as headwise.plan.of makes them; got none")
 
 
-def labels(plans: Sequence[AttentionPlan], most: int | None = None) -> list[str]:
+def labels(plans: Sequence[PlanData], most: int | None = None) -> list[str]:
     """What tells plans apart: their names, and the dtype and batch where these differ; names are cut to fit `most`."""
     dtypes, batches = ({getattr(plan, name) for plan in plans} for name in ("kv_dtype", "batch"))
     names = []
@@ -38,20 +38,20 @@ def labels(plans: Sequence[AttentionPlan], most: int | None = None) -> list[str]
     return names
 
 
-def lengths(plans: Sequence[AttentionPlan]) -> list[int]:
+def lengths(plans: Sequence[PlanData]) -> list[int]:
     """Powers of two from 1024 up to the largest context asked for, which is the last."""
     last = max(cost.context for plan in plans for cost in plan.contexts)
     lengths = [FIRST << i for i in range(40) if FIRST << i < last]
     return [*lengths, last]
 
 
-def cache_at(plan: AttentionPlan, context: int, *, windowed: bool = True) -> int:
+def cache_at(plan: PlanData, context: int, *, windowed: bool = True) -> int:
     """Bytes of the batch's cache, scales included."""
     number, scale = costs.bytes_of(plan.kv_dtype)
     return costs.cache_bytes(plan.model, context, number, batch=plan.batch, windowed=windowed, scale_bytes=scale)
 
 
-def bars(plan: AttentionPlan) -> str:
+def bars(plan: PlanData) -> str:
     """A bar for each context: ``#`` is in use, ``.`` would be reserved beside it."""
     rows = [(n, cache_at(plan, n), cache_at(plan, n, windowed=False)) for n in lengths([plan])]
     most = max(reserved for *_, reserved in rows)
@@ -62,7 +62,7 @@ def bars(plan: AttentionPlan) -> str:
     return "\n".join(lines)
 
 
-def svg(plans: Sequence[AttentionPlan]) -> str:
+def svg(plans: Sequence[PlanData]) -> str:
     """The caches of plans against context, both axes logarithmic; dashed where windows are not used.
 
     Raises:
@@ -106,7 +106,7 @@ def svg(plans: Sequence[AttentionPlan]) -> str:
     )
 
 
-def _title(plans: Sequence[AttentionPlan]) -> str:
+def _title(plans: Sequence[PlanData]) -> str:
     """With the dtype and the batch that all plans have."""
     dtypes, batches = {plan.kv_dtype for plan in plans}, {plan.batch for plan in plans}
     shared = [*dtypes] * (len(dtypes) == 1) + [f"batch {batch}" for batch in batches] * (len(batches) == 1)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from .chart import check_plans
 
 if TYPE_CHECKING:
-    from .record import AttentionPlan
+    from .plan_data import PlanData
 
 LISTS = {"notes", "card", "layers", "states", "towers", "contexts", "planned", "floors"}
 """What of a plan's `to_dict` is no number or name of its own; JSON has it."""
 
 
-def csv(plans: Sequence[AttentionPlan]) -> str:
+def csv(plans: Sequence[PlanData]) -> str:
     """The numbers of plans, a line for each plan and context; after a plan its heads plan's, where it has one.
 
     Columns are named as in `to_dict`, the inner name after the outer one. What a plan has none of is
@@ -50,7 +50,7 @@ def csv_of(table: Sequence[Mapping[str, Any]]) -> str:
     return file.getvalue()
 
 
-def rows(plan: AttentionPlan, *, planned: bool = False) -> Iterator[dict[str, Any]]:
+def rows(plan: PlanData, *, planned: bool = False) -> Iterator[dict[str, Any]]:
     """A row for each context, then those after the heads plan."""
     whole = plan.to_dict()
     for cost in plan.contexts:

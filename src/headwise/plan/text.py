@@ -14,7 +14,7 @@ from .units import figures, show, show_bytes, show_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .record import AttentionPlan, ContextCost
+    from .plan_data import ContextCost, PlanData
 
 SYMBOLS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "q_down": "W_DQ", "kv_down": "W_DKV"}
 NONE = "-"
@@ -30,7 +30,7 @@ def plain(result: Any) -> str:
     return text.get().rstrip()
 
 
-def tables(plan: AttentionPlan) -> Iterator[Any]:
+def tables(plan: PlanData) -> Iterator[Any]:
     """The whole text of one plan, in order."""
     from rich.text import Text
 
@@ -44,7 +44,7 @@ def tables(plan: AttentionPlan) -> Iterator[Any]:
     yield Text(remarks(plan))
 
 
-def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
+def side_by_side(plans: Sequence[PlanData]) -> Any:
     """The overview of several plans, then what each one's heads plan saves and its steps at the speeds that were given.
 
     Each one's remarks stand below; rich prints it.
@@ -67,7 +67,7 @@ def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
     return Group(overview(plans), *own, *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
 
 
-def _beside_others(plan: AttentionPlan) -> Iterator[Table]:
+def _beside_others(plan: PlanData) -> Iterator[Table]:
     """What was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
     if plan.planned is not None:
         yield savings(plan, plan.planned)
@@ -82,7 +82,7 @@ def _titled(name: str, table: Table) -> Table:
     return table
 
 
-def _check_alike(plans: Sequence[AttentionPlan]) -> None:
+def _check_alike(plans: Sequence[PlanData]) -> None:
     """Raise ValueError where a row would have numbers of different contexts or batches."""
     first = plans[0]
     for plan in plans:
@@ -96,7 +96,7 @@ def _check_alike(plans: Sequence[AttentionPlan]) -> None:
                 )
 
 
-def remarks(plan: AttentionPlan) -> str:
+def remarks(plan: PlanData) -> str:
     """What the reader must know beside the numbers."""
     lines = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
     if plan.notes:
@@ -113,7 +113,7 @@ def remarks(plan: AttentionPlan) -> str:
 # --- one column a plan ------------------------------------------------------------------------------------------------
 
 
-def overview(plans: Sequence[AttentionPlan]) -> Table:
+def overview(plans: Sequence[PlanData]) -> Table:
     """Sizes, parameters, cache and operations; a column for each plan."""
     from rich.table import Table
     from rich.text import Text
@@ -135,7 +135,7 @@ def overview(plans: Sequence[AttentionPlan]) -> Table:
     return table
 
 
-def _facts(plan: AttentionPlan, *, one_dtype: bool) -> dict[str, str]:
+def _facts(plan: PlanData, *, one_dtype: bool) -> dict[str, str]:
     model, rooms = plan.model, plan.parameters()
     share = rooms["attention"] / rooms["total"]
     first = model.layers[0]
@@ -158,7 +158,7 @@ def _facts(plan: AttentionPlan, *, one_dtype: bool) -> dict[str, str]:
     }
 
 
-def _beside(plan: AttentionPlan) -> dict[str, str]:
+def _beside(plan: PlanData) -> dict[str, str]:
     """Towers, each with its parameters and a picture's cost; layers that predict further tokens."""
     rows = {}
     for tower in plan.model.towers:
@@ -184,7 +184,7 @@ def _state_facts(model: Model) -> dict[str, str]:
     return {"layers with a state": f"{count} {one.kind}, {size} each for a text of any length"}
 
 
-def _context_facts(plan: AttentionPlan, cost: ContextCost) -> dict[str, str]:
+def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
     gqa = NONE if cost.as_gqa8_bytes is None else show_bytes(cost.as_gqa8_bytes)
     if plan.model.is_encoder:
         cache = {
@@ -232,7 +232,7 @@ def _spread(values: Any) -> str:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def projections(plan: AttentionPlan) -> Table:
+def projections(plan: PlanData) -> Table:
     """Parameters of each projection, a layer and in all, biases with their matrix."""
     from rich.table import Table
 
@@ -271,7 +271,7 @@ def _floor_table(cost: ContextCost) -> Table:
     return table
 
 
-def savings(plan: AttentionPlan, planned: AttentionPlan) -> Table:
+def savings(plan: PlanData, planned: PlanData) -> Table:
     """Before and after a heads plan."""
     from rich.table import Table
 

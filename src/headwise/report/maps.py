@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwise.look.records import HeadMap, HeadRecord
+from headwise.look.head import HeadMap, HeadRecord
 
 from .squeeze import squeezed
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from headwise.look.records import HeadRecord
+from headwise.look.head import HeadRecord
 
 from .catalogue import roles_met
 from .escape import cut

@@ -8,8 +8,9 @@ from typing import Any
 
 from headwise.look.axes import TEXT as WORDS
 from headwise.look.axes import Axis
+from headwise.look.head import HeadRecord
 from headwise.look.pictures import Picture
-from headwise.look.records import HeadRecord, Look
+from headwise.look.records import Look
 from headwise.look.roles import ROLES, TEXT
 
 from . import maps, numbers, vectors

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from headwise.look.head import HeadRecord
 from headwise.look.neurons import ByteVectors, Neurons
-from headwise.look.records import HeadRecord
 
 from .squeeze import squeezed
 

@@ -228,7 +228,7 @@ class _Run:
             mine = asdict(self.config)
             if saved["recipe"] != mine:
                 names = [name for name in mine if saved["recipe"].get(name) != mine[name]]
-                other = ", ".join(f"{name} {shown(saved['config'].get(name))}, not {mine[name]}" for name in names)
+                other = ", ".join(f"{name} {shown(saved['recipe'].get(name))}, not {mine[name]}" for name in names)
                 raise ValueError(f"{self.state}: the state of another run ({other}); remove it, or distill as it says")
             for name, what in (("text", "on another text"), ("teacher", "with another teacher")):
                 if saved[name] != self.marks[name]:
