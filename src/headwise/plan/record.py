@@ -53,15 +53,21 @@ class AttentionPlan(PlanData):
         return plain(self)
 
     def svg(self) -> str:
-        """Cache against context, as an SVG image."""
+        """Return the cache against context as an SVG image; MissingExtra where Matplotlib is not installed."""
         from .chart import svg
 
         return svg([self])
 
     def _repr_html_(self) -> str:
+        from base64 import b64encode
         from html import escape
 
-        return f"<pre>{escape(str(self))}</pre>{'' if self.model.is_encoder else self.svg()}"
+        text = f"<pre>{escape(str(self))}</pre>"
+        try:
+            image = "" if self.model.is_encoder else b64encode(self.svg().encode()).decode()
+        except ImportError:  # without Matplotlib there is no image
+            image = ""
+        return text + (f'<img alt="cache against context" src="data:image/svg+xml;base64,{image}">' if image else "")
 
 
 def of(
