@@ -48,13 +48,13 @@ def lengths(plans: Sequence[PlanData]) -> list[int]:
 
 
 def cache_at(plan: PlanData, context: int, *, windowed: bool = True) -> int:
-    """Bytes of the batch's cache, scales included."""
+    """Return bytes of the batch's cache, scales included."""
     number, scale = costs.bytes_of(plan.kv_dtype)
     return costs.cache_bytes(plan.model, context, number, batch=plan.batch, windowed=windowed, scale_bytes=scale)
 
 
 def bars(plan: PlanData) -> str:
-    """A bar for each context: ``#`` is in use, ``.`` would be reserved beside it."""
+    """Return a bar for each context: ``#`` is in use, ``.`` would be reserved beside it."""
     rows = [(n, cache_at(plan, n), cache_at(plan, n, windowed=False)) for n in lengths([plan])]
     most = max(reserved for *_, reserved in rows)
     lines = ["cache against context (# held" + (", . reserved without windows)" if rows[-1][1] < most else ")")]

@@ -50,7 +50,7 @@ ELSEWHERE: dict[str, str | int] = {
 
 
 def parse(path: Path) -> dict[str, Any]:
-    """The file's JSON object; raises ValueError for anything else."""
+    """Return the file's JSON object; raise ValueError for anything else."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("is no regular file")
@@ -64,7 +64,7 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any]) -> AttentionShape:
-    """The attention shape in a parsed config; raises ValueError."""
+    """Return the attention shape in a parsed config; raise ValueError."""
     for name in NESTED:
         if isinstance(config.get(name), dict):
             config = config[name]
@@ -84,7 +84,7 @@ def shape_of(config: dict[str, Any]) -> AttentionShape:
 
 
 def _check_elsewhere(config: dict[str, Any], shape: AttentionShape) -> None:
-    """Raises ValueError where the config sizes its attention by a further field, in a way that is not known here."""
+    """Raise ValueError where the config sizes its attention by a further field, in a way that is not known here."""
     inner = config.get("attn_config")
     said = {name: (config.get(name), meant) for name, meant in ELSEWHERE.items()}
     said["attn_config.kv_n_heads"] = (inner.get("kv_n_heads") if isinstance(inner, dict) else None), "num_kv_heads"
@@ -99,7 +99,7 @@ def _check_elsewhere(config: dict[str, Any], shape: AttentionShape) -> None:
 
 
 def _size(config: dict[str, Any], name: str) -> int | None:
-    """A size under whichever of its names the config uses; None where it is absent or null."""
+    """Return a size under whichever of its names the config uses; None where it is absent or null."""
     values = {alias: config[alias] for alias in ALIASES[name] if config.get(alias) is not None}
     for alias, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):

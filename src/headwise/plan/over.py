@@ -88,7 +88,7 @@ def over(
     bandwidth: float | str | None = None,
     flops: float | str | None = None,
 ) -> ModelOverRanks:
-    """What a model costs over `tensor` times `ranks` ranks: held, sent, and the least times.
+    """Return what a model costs over `tensor` times `ranks` ranks: held, sent, and the least times.
 
     Args:
         config: As for `headwise.plan.of`.
@@ -181,7 +181,7 @@ ABSENT = "-"
 
 
 def _tables(model: ModelOverRanks) -> Iterator[Any]:
-    """The whole text, in order."""
+    """Yield the whole text, in order."""
     from rich.text import Text
 
     yield _rank(model)

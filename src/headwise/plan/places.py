@@ -89,7 +89,7 @@ class MeshCall:
         return self.latent or self.kv_heads * (self.head_dim + self.value_dim)
 
     def seen(self, start: int, stop: int) -> Stretch:
-        """The keys, of all S, that the queries from `start` to `stop` (of T) see together.
+        """Return the keys, of all S, that the queries from `start` to `stop` (of T) see together.
 
         Example:
             >>> MeshCall(8, 8, 1, 1, 4, 4, left=2).seen(4, 6), MeshCall(8, 8, 1, 1, 4, 4, chunk=3).seen(4, 6)
@@ -124,7 +124,7 @@ def shares(total: int, parts: int) -> tuple[int, ...]:
 
 @cache
 def stretches(total: int, parts: int) -> tuple[Stretch, ...]:
-    """The places of those shares: (start, stop) each.
+    """Return the places of those shares: (start, stop) each.
 
     Example:
         >>> stretches(11, 4)
@@ -136,7 +136,7 @@ def stretches(total: int, parts: int) -> tuple[Stretch, ...]:
 
 
 def order_of(call: MeshCall, ranks: int) -> TokenOrder:
-    """How queries are placed: zigzag where attention is causal without bound, for then late queries see more.
+    """Return how queries are placed: zigzag where attention is causal without bound, for then late queries see more.
 
     Example:
         >>> order_of(MeshCall(64, 64, 1, 1, 4, 4), 4), order_of(MeshCall(64, 64, 1, 1, 4, 4, left=7), 4)
@@ -148,7 +148,7 @@ def order_of(call: MeshCall, ranks: int) -> TokenOrder:
 
 @cache
 def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[tuple[Stretch, ...], ...]:
-    """The stretches of queries that each rank has.
+    """Return the stretches of queries that each rank has.
 
     Example:
         >>> places(8, 2, "zigzag")
@@ -162,7 +162,7 @@ def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[
 
 @cache
 def keys_by_rank(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Keys that each rank has: those of its queries, and its share of the cached."""
+    """Return keys that each rank has: those of its queries, and its share of the cached."""
     own = places(call.queries, ranks, order or order_of(call, ranks))
     old = shares(call.cached, ranks)
     return tuple(sum(b - a for a, b in own[r]) + old[r] for r in range(ranks))
@@ -187,7 +187,7 @@ class HeadShare(NamedTuple):
 
 @cache
 def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
-    """The heads of each rank: whole groups; where there are more ranks than groups, each a part of one group.
+    """Return the heads of each rank: whole groups; where there are more ranks than groups, each a part of one group.
 
     Example:
         >>> [share.query for share in head_shares(6, 3, 2)], [share.kv for share in head_shares(4, 2, 4)]
@@ -204,7 +204,7 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
 
 
 def heads_at_once(heads: int, head_bytes: int) -> int:
-    """How many of the key-value heads one message of keys has: one, or as many as take `MESSAGE` bytes together.
+    """Return how many of the key-value heads one message of keys has: one, or as many as take `MESSAGE` bytes together.
 
     Example:
         >>> heads_at_once(8, 100 << 10), heads_at_once(8, 1 << 20), heads_at_once(8, 100)
@@ -218,7 +218,7 @@ def heads_at_once(heads: int, head_bytes: int) -> int:
 
 @cache
 def needed(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Keys of other ranks that each rank's queries see.
+    """Return keys of other ranks that each rank's queries see.
 
     Example:
         >>> needed(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), needed(MeshCall(8, 8, 1, 1, 4, 4, left=1), 4)
@@ -268,7 +268,7 @@ def _key_starts(queries: int, cached: int, ranks: int) -> tuple[int, ...]:
 
 @cache
 def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Keys that each rank sends, its own, once to each other rank that sees them.
+    """Return keys that each rank sends, its own, once to each other rank that sees them.
 
     Example:
         >>> shown(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), shown(MeshCall(8, 8, 1, 1, 4, 4), 2)
@@ -300,5 +300,5 @@ def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[
 
 
 def length(stretch: Stretch) -> int:
-    """How many lie in it."""
+    """Return how many tokens a stretch has."""
     return stretch[1] - stretch[0]

@@ -116,7 +116,7 @@ class PlanData:
         return sum(layer.num_heads for layer in self.model.layers)
 
     def parameters(self) -> dict[str, int]:
-        """Parameters by room of the text model, of its towers together, and of all.
+        """Return parameters by room of the text model, of its towers together, and of all.
 
         Example:
             >>> from headwise.plan import of
@@ -144,7 +144,7 @@ class PlanData:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, for JSON."""
+        """Return every number, for JSON."""
         return {
             "name": self.name,
             "model_type": self.model.model_type,

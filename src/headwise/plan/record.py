@@ -80,7 +80,7 @@ def of(
     bandwidth: float | str | None = None,
     flops: float | str | None = None,
 ) -> AttentionPlan:
-    """What the attention of a model costs, from its config alone.
+    """Return what the attention of a model costs, from its config alone.
 
     Args:
         config: A config.json, a checkpoint folder, a card's name, a hub name in the local cache, a dict, or a

@@ -17,7 +17,7 @@ LISTS = {"notes", "card", "layers", "states", "towers", "contexts", "planned", "
 
 
 def csv(plans: Sequence[PlanData]) -> str:
-    """The numbers of plans, a line for each plan and context; after a plan its heads plan's, where it has one.
+    """Return the numbers of plans, a line for each plan and context; after a plan its heads plan's, where it has one.
 
     Columns are named as in `to_dict`, the inner name after the outer one. What a plan has none of is
     empty; what none of them has, such as a packing of the weights, has no column.
@@ -51,7 +51,7 @@ def csv_of(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rows(plan: PlanData, *, planned: bool = False) -> Iterator[dict[str, Any]]:
-    """A row for each context, then those after the heads plan."""
+    """Yield a row for each context, then those after the heads plan."""
     whole = plan.to_dict()
     for cost in plan.contexts:
         yield {"name": plan.name, "heads_plan": planned, **dict(_flat({**whole, **cost.to_dict()}))}

@@ -31,7 +31,7 @@ BIAS: dict[Biases, BiasOption] = {
 
 @functools.cache
 def cards() -> dict[str, dict[str, Any]]:
-    """The built-in cards by name: title, config, note.
+    """Return the built-in cards by name: title, config, note.
 
     >>> sorted(cards()["gpt-3"])
     ['config', 'left_out', 'note', 'title']
@@ -50,7 +50,7 @@ def known() -> dict[str, Any]:
 
 
 def read_config(config: Any) -> AttentionShape:
-    """The attention shape that a config describes: one layer of its text model.
+    """Return the attention shape that a config describes: one layer of its text model.
 
     Of an architecture that `headwise.plan.of` knows it is the first layer that is planned there, biases included. Of
     others the sizes are read under the names that configs in use have for them (``hidden_size`` or ``n_embd``, ...),
@@ -95,7 +95,7 @@ def _planned(config: Mapping[str, Any]) -> AttentionShape | None:
 
 
 def _on_disk(what: object) -> Path | None:
-    """The config.json that a name leads to; None where there is none of that name, or it is no name."""
+    """Return the config.json that a name leads to; None where there is none of that name, or it is no name."""
     if not isinstance(what, str | Path) or "\0" in str(what) or not os.path.lexists(what):
         return None
     path = Path(what)

@@ -21,7 +21,7 @@ NONE = "-"
 
 
 def plain(result: Any) -> str:
-    """What `print` of a plan, or of any result that Rich knows how to show, gives: its tables without colour."""
+    """Return what `print` of a plan, or of any result that Rich knows how to show, gives: its tables without colour."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)
@@ -31,7 +31,7 @@ def plain(result: Any) -> str:
 
 
 def tables(plan: PlanData) -> Iterator[Any]:
-    """The whole text of one plan, in order."""
+    """Yield the whole text of one plan, in order."""
     from rich.text import Text
 
     yield overview([plan])
@@ -68,14 +68,14 @@ def side_by_side(plans: Sequence[PlanData]) -> Any:
 
 
 def _beside_others(plan: PlanData) -> Iterator[Table]:
-    """What was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
+    """Yield what was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
     if plan.planned is not None:
         yield savings(plan, plan.planned)
     yield from (_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None)
 
 
 def _titled(name: str, table: Table) -> Table:
-    """The table of one plan among several."""
+    """Return the table of one plan among several."""
     from rich.text import Text
 
     table.title = Text(f"{name}: {table.title}")
@@ -97,7 +97,7 @@ def _check_alike(plans: Sequence[PlanData]) -> None:
 
 
 def remarks(plan: PlanData) -> str:
-    """What the reader must know beside the numbers."""
+    """Return what the reader must know beside the numbers."""
     lines = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
     if plan.notes:
         lines = [f"not counted or not known: {note}" for note in plan.notes]
@@ -176,7 +176,7 @@ def _beside(plan: PlanData) -> dict[str, str]:
 
 
 def _state_facts(model: Model) -> dict[str, str]:
-    """The layers with a state, where there are any."""
+    """Return the layers with a state, where there are any."""
     if not model.states:
         return {}
     count, one = len(model.states), model.states[0]
@@ -224,7 +224,7 @@ def _layer_counts(layers: Sequence[AttentionLayer]) -> str:
 
 
 def _spread(values: Any) -> str:
-    """The value all layers share, or the first few of those there are."""
+    """Return the value all layers share, or the first few of those there are."""
     different = list(dict.fromkeys(values))
     return "; ".join(different[:3]) + ("; ..." if len(different) > 3 else "")
 
@@ -233,7 +233,7 @@ def _spread(values: Any) -> str:
 
 
 def projections(plan: PlanData) -> Table:
-    """Parameters of each projection, a layer and in all, biases with their matrix."""
+    """Return parameters of each projection, a layer and in all, biases with their matrix."""
     from rich.table import Table
 
     table = Table("parameters", "a layer", "in all layers", title="Projections")

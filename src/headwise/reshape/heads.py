@@ -112,7 +112,7 @@ class HeadWeights:
         return f"HeadWeights(H={H}, K={K}, D={D}, V={V}, {describe(self.query)})"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of each tensor that is there, and the tensor; those of `per_head` by their own names."""
+        """Yield the name of each tensor that is there, and the tensor; those of `per_head` by their own names."""
         for entry in fields(self):
             part = getattr(self, entry.name)
             if isinstance(part, Tensor):
@@ -120,17 +120,17 @@ class HeadWeights:
         yield from self.per_head.items()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadWeights:
-        """The same weights with `change` done to each tensor."""
+        """Return the same weights with `change` done to each tensor."""
         parts = {e.name: getattr(self, e.name) for e in fields(self)}
         changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **changed, per_head={name: change(part) for name, part in self.per_head.items()})
 
     def to(self, dtype: torch.dtype) -> HeadWeights:
-        """The same weights in another dtype."""
+        """Return the same weights in another dtype."""
         return self.map(lambda part: part.to(dtype))
 
     def select(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> HeadWeights:
-        """The layer of these query heads, in this order; the others are left out.
+        """Return the layer of these query heads, in this order; the others are left out.
 
         Args:
             heads: Indices of query heads, each at most once.
@@ -181,7 +181,7 @@ class HeadWeights:
         return shared
 
     def expanded(self) -> HeadWeights:
-        """The same layer with a key-value head for each query head: K = H, each repeated for its group."""
+        """Return the same layer with a key-value head for each query head: K = H, each repeated for its group."""
         group = self.group
 
         def repeat(part: Tensor | None) -> Tensor | None:

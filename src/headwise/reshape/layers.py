@@ -19,7 +19,7 @@ NORMS = {"q_norm.weight": "query_norm", "k_norm.weight": "key_norm"}
 
 
 def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) -> HeadWeights:
-    """The weights of a layer whose tensors `read` gives by name.
+    """Return the weights of a layer whose tensors `read` gives by name.
 
     Raises:
         ValueError: latent attention, whose keys and values are not of that form.
@@ -78,7 +78,7 @@ def layer_tensors(
 
 
 def rotation_of(family: Family, layer: Layer) -> Rotation | None:
-    """How a layer's queries and keys turn with the position; None where they do not."""
+    """Return how a layer's queries and keys turn with the position; None where they do not."""
     about = family.about.get("turns")
     if about is None:
         return None
@@ -102,7 +102,7 @@ def rotation_of(family: Family, layer: Layer) -> Rotation | None:
 
 
 def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) -> bool:
-    """Whether a layer's queries and keys turn, where a list or an interval in the config says which do."""
+    """Return whether a layer's queries and keys turn, where a list or an interval in the config says which do."""
     turning, every = config.get(about["layers"]), config.get(about["every"]) or about["default"]
     if turning is None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -117,13 +117,13 @@ def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) 
 
 
 def _output_bias(layer: Layer) -> str:
-    """The name that the bias of the output projection has, if there is one: beside what o_proj reads."""
+    """Return the name that the bias of the output projection has, if there is one: beside what o_proj reads."""
     weight = next(name for name, form in layer.tensors.items() if "o" in form.parts())
     return weight.removesuffix("weight") + "bias"
 
 
 def _norm(tensor: Tensor, layer: Layer) -> Tensor:
-    """A norm's weights, by head where it has some for each."""
+    """Return a norm's weights, by head where it has some for each."""
     return tensor.unflatten(0, (-1, layer.sizes.D)) if tensor.ndim == 1 and len(tensor) > layer.sizes.D else tensor
 
 
@@ -144,7 +144,7 @@ def _cut(tensor: Tensor, form: TensorRuns, layer: Layer) -> Iterator[tuple[str, 
 
 
 def _joined(form: TensorRuns, weights: HeadWeights, *, bias: bool) -> Tensor:
-    """The way back from `_cut`."""
+    """Return the way back from `_cut`."""
     [n] = [n for n, axis in enumerate(form.axes) if axis]
     return torch.cat([_stretch(run, n, weights, bias=bias) for run in form.axes[n]], n)
 
