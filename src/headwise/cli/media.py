@@ -33,7 +33,7 @@ LEAST_SOUND = 400
 
 
 def read_image(path: str) -> Any:
-    """The picture of a file, as PIL has it, in red, green and blue."""
+    """Return the picture of a file, as PIL has it, in red, green and blue."""
     try:
         from PIL import Image as pil
         from PIL import ImageOps

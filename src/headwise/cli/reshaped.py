@@ -35,7 +35,7 @@ def check_out(out: str | None, dry_run: bool) -> None:
 
 
 def check_place(out: str | None, source: Any) -> None:
-    """Raises what writing would raise at last, before anything is measured or trained."""
+    """Raise what writing would raise at last, before anything is measured or trained."""
     if out is not None:
         from headwise.files.atomic_folder import check_new_folder, try_folder
 
@@ -53,7 +53,7 @@ def libraries(command: str) -> Any:
 
 
 def tensors(rows: list[list[int]]) -> list[Any]:
-    """The rows as tensors (1, T)."""
+    """Return the rows as tensors (1, T)."""
     import torch
 
     return [torch.tensor([row]) for row in rows]
@@ -92,7 +92,7 @@ class Beside(NamedTuple):
     def opened(
         cls, image: str | None, audio: str | None, target: str | None, *, corpus: str | None, reconstruct: bool
     ) -> Beside | None:
-        """The files of the options; None where there are none."""
+        """Return the files of the options; None where there are none."""
         named = [("image", image), ("audio", audio), ("target", target)]
         options = [f"--{name}" for name, value in named if value is not None]
         if not options:
@@ -105,14 +105,14 @@ class Beside(NamedTuple):
         return cls(None if image is None else read_image(image), None if audio is None else read_sound(audio), target)
 
     def values(self, hf: Any, loaded: Any, texts: Iterable[str]) -> dict[str, Any]:
-        """What the model's processor makes of it, and of the first text, if there is one."""
+        """Return what the model's processor makes of it, and of the first text, if there is one."""
         text = next(iter(texts), None)
         read: dict[str, Any] = hf.prepared(loaded, text, image=self.image, sound=self.sound, target=self.target).values
         return read
 
 
 def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Beside | None = None) -> Iterable[str]:
-    """The texts of the options; none where a picture or a sound is read, and no text is named."""
+    """Return the texts of the options; none where a picture or a sound is read, and no text is named."""
     if (text, file, corpus) == (None,) * 3 and beside is not None and (beside.image, beside.sound) != (None, None):
         return []
     if corpus is None:

@@ -42,7 +42,7 @@ def _check(name: str, endings: Sequence[str]) -> None:
 
 
 def write(what: Any, names: Sequence[str]) -> list[str]:
-    """Writes the files; a line to print about each."""
+    """Write the files; return a line to print about each."""
     from headwise import report
 
     lines = []

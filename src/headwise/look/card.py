@@ -34,7 +34,7 @@ _READINGS = {
 
 
 def markdown(look: LookData) -> str:
-    """The card: what was read, the roles and how many heads play each, the best heads of each with evidence."""
+    """Return the card: what was read, the roles and how many heads play each, the best heads of each with evidence."""
     names = _names(look)
     played = [name for name in names if look.with_role(name)]
     idle = sum(not head.roles for head in look.heads)
@@ -63,7 +63,7 @@ def markdown(look: LookData) -> str:
 
 
 def code(text: str, limit: int = 200) -> str:
-    r"""The text as a code span, inert: what acts made visible, the fence longer than any run of backticks in it.
+    r"""Return the text as a code span, inert: what acts made visible, the fence longer than any run of backticks in it.
 
     >>> print(code("a`b"), code(" fox"), code("<b>\n"))
     ``a`b`` ` fox` `<b>\n`
@@ -78,12 +78,12 @@ def code(text: str, limit: int = 200) -> str:
 
 
 def _cell(text: str) -> str:
-    """A code span in a table, where a bar would end the cell."""
+    """Return a code span in a table, where a bar would end the cell."""
     return code(visible(text).replace("|", "\\x7c"))
 
 
 def _names(look: LookData) -> list[str]:
-    """The roles that were measured, in the order of the catalogue, others behind."""
+    """Return the roles that were measured, in the order of the catalogue, others behind."""
     measured = dict.fromkeys(name for head in look.heads for name in head.scores)
     return [name for name in _ROLES if name in measured] + [name for name in measured if name not in _ROLES]
 
@@ -136,7 +136,7 @@ def _score(score: Score) -> str:
 
 
 def _quote(look: LookData, head: HeadRecord, role: Role | None, evidence: Evidence) -> str:
-    """One query whose largest weight lies where the role says; in words where the tokens are known."""
+    """Return one query whose largest weight lies where the role says; in words where the tokens are known."""
     weight, i, j = f"weight {evidence.weight:.2f}", evidence.query, evidence.key
     tokens = _tokens(look, head, role, evidence)
     if i in tokens and j in tokens:
@@ -149,7 +149,7 @@ def _quote(look: LookData, head: HeadRecord, role: Role | None, evidence: Eviden
 
 
 def _tokens(look: LookData, head: HeadRecord, role: Role | None, evidence: Evidence) -> Mapping[int, str]:
-    """The tokens of the text that the evidence is of, by position, as far as the look has them."""
+    """Return the tokens of the text that the evidence is of, by position, as far as the look has them."""
     if role is None:
         return {}
     if role.reads != TEXT or look.texts != 1:
@@ -160,7 +160,7 @@ def _tokens(look: LookData, head: HeadRecord, role: Role | None, evidence: Evide
 
 
 def _around(tokens: Mapping[int, str], place: int) -> str:
-    """A token in brackets, with its neighbours."""
+    """Return a token in brackets, with its neighbours."""
     before, after = (
         _joined([tokens[i] for i in span if i in tokens])
         for span in (range(place - AROUND, place), range(place + 1, place + 1 + AROUND))
@@ -214,7 +214,7 @@ def _interval(score: Score) -> str | None:
 
 
 def _looked_at(look: LookData) -> str:
-    """What the main pass read."""
+    """Return what the main pass read."""
     kinds = {kind for axis in look.axes for kind in axis.kind.split(" and ")}
     named = [f"the {kind}" for kind in ("picture", "sound", "text") if kind in kinds]
     return " and ".join(named) or "the text"

@@ -20,7 +20,7 @@ Excerpts = dict[str, dict[int, str]]
 def around(
     heads: Iterable[HeadRecord], readings: Mapping[str, Sequence[Passage]], name: Callable[[int], str]
 ) -> Excerpts:
-    """The tokens around each piece of evidence from the readings.
+    """Return the tokens around each piece of evidence from the readings.
 
     Args:
         heads: the records.

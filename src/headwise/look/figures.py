@@ -82,11 +82,11 @@ class HasPoints(Protocol):
         """Steps, and the best head's score at each."""
 
     def formed(self) -> list[str]:
-        """The roles that some head played."""
+        """Return the roles that some head played."""
 
 
 def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:
-    """An empty figure, in inches."""
+    """Return an empty figure, in inches."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
 
 
 def plot_roles(look: LookData) -> Figure:
-    """Every head by its strongest role: a row a layer, a column a head.
+    """Return every head by its strongest role: a row a layer, a column a head.
 
     Raises:
         MissingExtra: Matplotlib is not installed.
@@ -121,7 +121,7 @@ def plot_roles(look: LookData) -> Figure:
 
 
 def plot_head(look: LookData, layer: int, head: int) -> Figure:
-    """One head: its map, and what it scored beside each role's threshold and what chance gives.
+    """Return one head: its map, and what it scored beside each role's threshold and what chance gives.
 
     Raises:
         IndexError: the model has no such head.
@@ -141,7 +141,7 @@ def plot_head(look: LookData, layer: int, head: int) -> Figure:
 
 
 def plot_importance(importance: HasImportance) -> Figure:
-    """How much each head matters, by each criterion: a panel each, a row a layer, a column a head.
+    """Return how much each head matters, by each criterion: a panel each, a row a layer, a column a head.
 
     Raises:
         TypeError: something else.

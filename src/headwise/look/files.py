@@ -30,7 +30,7 @@ MAX_FILE = 2_000_000_000
 
 
 def write(what: Any, path: str | os.PathLike[str]) -> int:
-    """Writes a look, a comparison or a curve; one that is there is replaced.
+    """Write a look, a comparison or a curve; one that is there is replaced.
 
     Returns:
         The bytes written.
@@ -56,7 +56,7 @@ def write(what: Any, path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> Look:
-    """The look that a .json file holds, of this format or an earlier one.
+    """Return the look that a .json file holds.
 
     Raises:
         TypeError: no path.
@@ -74,7 +74,7 @@ def read(path: str | os.PathLike[str]) -> Look:
 
 
 def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str:
-    """The end of the name; raises what `write` would, before the work is done."""
+    """Return the end of the name; raise what `write` would, before the work is done."""
     check_destination(path)
     ending = Path(path).suffix.lower()
     if ending not in endings:

@@ -72,12 +72,12 @@ class HeadRecord:
         return max(self.roles, key=lambda score: score.strength).name if self.roles else NO_ROLE
 
     def score(self, name: str) -> Score | None:
-        """The score in a role by its name; None where it was not measured."""
+        """Return the score in a role by its name; None where it was not measured."""
         check_texts(name=name)
         return self.scores.get(name)
 
     def value(self, name: str) -> float | None:
-        """The value of a score; None where it was not measured."""
+        """Return the value of a score; None where it was not measured."""
         score = self.score(name)
         return None if score is None else score.value
 
@@ -94,7 +94,7 @@ class HeadRecord:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        """The record that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the record that `to_dict` (or JSON) wrote; ValueError where it is none."""
         with one_error("a head's record is", data):
             return cls._from_dict(data)
 
@@ -145,7 +145,7 @@ class HeadMap:
             )
 
     def weights(self) -> tuple[tuple[float, ...], ...]:
-        """The weights, to within 0.004 near 1 and less below: half a step of a byte.
+        """Return the weights, to within 0.004 near 1 and less below: half a step of a byte.
 
         >>> HeadMap(rows=1, columns=2, data=bytes([255, 0])).weights()
         ((1.0, 0.0),)
@@ -154,10 +154,10 @@ class HeadMap:
         return tuple(tuple(values[i * self.columns : (i + 1) * self.columns]) for i in range(self.rows))
 
     def base64(self) -> str:
-        """The bytes as base64 text, for JSON and for a page."""
+        """Return the bytes as base64 text, for JSON and for a page."""
         return base64.b64encode(self.data).decode("ascii")
 
 
 def map_from_dict(data: dict[str, Any]) -> HeadMap:
-    """The large map that `Look.to_dict` wrote."""
+    """Return the large map that `Look.to_dict` wrote."""
     return HeadMap(data["rows"], data["columns"], base64.b64decode(data["data"], validate=True))

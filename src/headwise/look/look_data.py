@@ -46,14 +46,14 @@ class LookData:
             )
 
     def with_role(self, name: str) -> tuple[HeadRecord, ...]:
-        """The heads that play a role, the highest score first."""
+        """Return the heads that play a role, the highest score first."""
         check_texts(name=name)
         pairs = [(head.scores[name].value, head) for head in self.heads if name in head.scores]
         played = [(value, head) for value, head in pairs if head.scores[name].plays]
         return tuple(head for _, head in sorted(played, key=lambda pair: -pair[0]))
 
     def head(self, layer: int, head: int) -> HeadRecord:
-        """The record of one head; IndexError where the model has none of these numbers."""
+        """Return the record of one head; IndexError where the model has none of these numbers."""
         check_counts(layer=layer, head=head)
         for record in self.heads:
             if (record.layer, record.head) == (layer, head):
@@ -77,14 +77,14 @@ class LookData:
         return data
 
     def to_json(self, *, maps: bool = True, indent: int | None = None) -> str:
-        """The dictionary as JSON text; ``maps=False`` leaves out large maps, neurons and pictures."""
+        """Return the dictionary as JSON text; ``maps=False`` leaves out large maps, neurons and pictures."""
         if indent is not None:
             check_counts(0, 1000, indent=indent)
         return json.dumps(self.to_dict(maps=maps), indent=indent, allow_nan=False)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The look that :meth:`to_dict` wrote.
+        """Return the look that :meth:`to_dict` wrote.
 
         Raises:
             ValueError: the dictionary is of another format than this version reads, or incomplete.
@@ -118,7 +118,7 @@ class LookData:
             return cls(**values)
 
     def about(self) -> dict[str, Any]:
-        """What was looked at, without the heads."""
+        """Return what was looked at, without the heads."""
         names = ("model", "kind", "num_layers", "num_heads", "texts", "length", "version")
         return {name: getattr(self, name) for name in names}
 

@@ -24,7 +24,7 @@ _PLAIN = "padding:0 .5em;text-align:right;font:11px monospace;border:0;backgroun
 
 
 def markup(look: LookData) -> str:
-    """The grid of heads by role, and the table of those that play one."""
+    """Return the grid of heads by role, and the table of those that play one."""
     played = Counter(head.role for head in look.heads if head.roles)
     legend = "".join(
         _legend(name, count) for name, count in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))

@@ -212,5 +212,5 @@ def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
 
 
 def numbered(passages: Iterable[Passage]) -> Iterator[Passage]:
-    """The passages, each with its number."""
+    """Yield the passages, each with its number."""
     return (replace(passage, text=n) for n, passage in enumerate(passages))

@@ -44,7 +44,7 @@ class Look(LookData):
     """
 
     def with_extras(self, **extras: Sequence[Sequence[float | None]]) -> Look:
-        """The look with further numbers of each head, by name, a list of the heads' numbers for each layer.
+        """Return the look with further numbers of each head, by name, a list of the heads' numbers for each layer.
 
         A number of None is left out. The report shows them beside the scores, files have a column for each.
 
@@ -81,7 +81,7 @@ class Look(LookData):
         return replace(self, heads=tuple(heads))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a head, one column a number: `headwise.look.tables.rows` says which.
+        """Return one row a head, one column a number: `headwise.look.tables.rows` says which.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -89,23 +89,23 @@ class Look(LookData):
         return tables.frame(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of `to_frame` as plain dictionaries."""
+        """Return the rows of `to_frame` as plain dictionaries."""
         return tables.rows(self)
 
     def card(self) -> str:
-        """The head card: a page of Markdown, with the best heads of each role and what shows it."""
+        """Return the head card: a page of Markdown, with the best heads of each role and what shows it."""
         return card.markdown(self)
 
     def plot_roles(self) -> Figure:
-        """A Matplotlib figure of all heads by role; MissingExtra where Matplotlib is not installed."""
+        """Return a Matplotlib figure of all heads by role; MissingExtra where Matplotlib is not installed."""
         return figures.plot_roles(self)
 
     def plot_head(self, layer: int, head: int) -> Figure:
-        """A Matplotlib figure of one head: its map, and what it scored."""
+        """Return a Matplotlib figure of one head: its map, and what it scored."""
         return figures.plot_head(self, layer, head)
 
     def table(self) -> rich.table.Table:
-        """The table of heads for a Rich console."""
+        """Return the table of heads for a Rich console."""
         return tables.rich_table(self)
 
     def __str__(self) -> str:

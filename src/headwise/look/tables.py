@@ -53,7 +53,7 @@ class Tabled:
 
 
 def _caption(look: LookData, without: Sequence[str]) -> str:
-    """The units, and which columns are left out."""
+    """Return the units, and which columns are left out."""
     places = "places" if any(axis.kind != TEXT for axis in look.axes) else "tokens"
     units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
     return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
@@ -93,7 +93,7 @@ def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
 
 
 def text(look: LookData) -> str:
-    """Aligned lines."""
+    """Return aligned lines."""
     lines = [_COLUMNS, *(_cells(head) for head in look.heads)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS) - 1)]
     aligned = (
@@ -120,7 +120,7 @@ def rows(look: LookData) -> list[dict[str, Any]]:
 
 
 def flat(head: HeadRecord) -> dict[str, Any]:
-    """One row of `rows`."""
+    """Return one row of `rows`."""
     named = ("module", "call", "layer", "head", "part", "entropy", "largest", "distance", "queries", "keys")
     row: dict[str, Any] = {name: getattr(head, name) for name in named}
     row["role"] = head.role
@@ -142,7 +142,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def frame(look: LookData) -> pandas.DataFrame:
-    """The flat rows as a pandas frame; a role that a head's layer did not measure is missing there."""
+    """Return the flat rows as a pandas frame; a role that a head's layer did not measure is missing there."""
     try:
         import pandas
     except ImportError as error:

@@ -132,7 +132,7 @@ class Watch:
         return self._measure(number, numbers) if due else None
 
     def measure(self, step: int | None = None, **numbers: Any) -> Point | None:
-        """Measures now, whatever the time: at the end of a run, say. None where that failed, with a warning."""
+        """Measure now, whatever the time: at the end of a run, say. None where that failed, with a warning."""
         return self._measure(self._number(step), numbers)
 
     def close(self) -> None:

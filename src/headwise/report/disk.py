@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write(look: Look, path: str | os.PathLike[str]) -> int:
-    """Writes the report of a look; the file is there whole, or not at all.
+    """Write the report of a look; the file is there whole, or not at all.
 
     Args:
         look: what :func:`headwise.look.at` returned.

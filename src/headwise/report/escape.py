@@ -25,5 +25,5 @@ def json_for_html(value: Any) -> str:
 
 
 def cut(text: str, limit: int = 200) -> str:
-    """The text, or its beginning and an ellipsis: a hostile name must not fill the page."""
+    """Return the text, or its beginning and an ellipsis: a hostile name must not fill the page."""
     return text if len(text) <= limit else text[:limit] + "\u2026"
