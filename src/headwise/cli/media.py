@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise.extras import missing_extra
+from headwise.files.text import one_line
 
 from .texts import check_named
 

@@ -99,7 +99,7 @@ def _prune(  # private, for a command has as many options as its users need, and
             texts = texts_of(text, file, corpus, beside) if reads else None
             request: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "zero": zero}
             if budget_mb is not None:
-                wish["budget"] = reshape.Budget(budget_mb, context or 0)
+                request["budget"] = reshape.Budget(budget_mb, context or 0)
             else:  # what no ranking makes possible is said before one is measured
                 reshape.plan_prune(source, **request, scores=None if by is None else reshape.random_scores(seed))
             loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show, reconstruct=reconstruct)

@@ -98,8 +98,8 @@ def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str
 def endings_of(what: object) -> tuple[str, ...]:
     """Return the file endings that an object can be written as, by the methods that it has."""
     plots = ("plot_roles", "plot_formation")
-    ways = {".csv": ("rows",), ".parquet": ("rows",), ".json": ("to_json",), ".md": ("card",)}
-    ways |= {".svg": plots, ".png": plots}
+    ways: dict[str, tuple[str, ...]] = {".svg": plots, ".png": plots, ".json": ("to_json",), ".md": ("card",)}
+    ways |= {".csv": ("rows",), ".parquet": ("rows",)}
     endings = tuple(ending for ending in ENDINGS if any(hasattr(what, way) for way in ways[ending]))
     if not endings:
         raise TypeError(f"a look, a comparison or a curve is written; got {type(what).__name__}")
@@ -143,7 +143,7 @@ def _figure(what: Any, ending: str) -> bytes:
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none"}):
         figure = what.plot_roles() if isinstance(what, Look) else what.plot_formation()
-        figure.savefig(file, format=ending[1:], dpi=150, **({"metadata": {"Date": None}} if ending == ".svg" else {}))
+        figure.savefig(file, format=ending[1:], dpi=150, metadata={"Date": None} if ending == ".svg" else None)
     return file.getvalue()
 
 
