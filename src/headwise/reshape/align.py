@@ -55,7 +55,7 @@ class KeyBasis:
         self.normed = bool(norms)
         self.fixed = bool(norms) and weights.norm == "layer"
         none = torch.arange(0, device="cpu")
-        self.first, self.second = weights.rotation.pairs() if weights.rotation is not None else (none, none)
+        self.first, self.second = weights.rotary.pairs() if weights.rotary is not None else (none, none)
         self.rest = torch.arange(2 * len(self.first), D, device="cpu")
         rows = torch.cat([norm.reshape(-1, D) for norm in norms]) if norms else weights.query.new_ones(1, D)
         self.free_pairs = (rows[:, self.first] == rows[:, self.second]).all(0)
