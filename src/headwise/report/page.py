@@ -8,8 +8,9 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from headwise.extras import missing_extra
+from headwise.files.text import visible
 
-from .escape import json_for_html, visible
+from .escape import json_for_html
 
 if TYPE_CHECKING:
     from headwise.look.records import Look
@@ -38,7 +39,7 @@ _SCRIPTS = tuple(
 
 
 def render(look: Look) -> str:
-    """The report as one HTML text: pure data and code, no address of anything outside.
+    """Return the report as one HTML text: pure data and code, no address of anything outside.
 
     The same look gives the same text. Strings of the look enter at two places only: as escaped JSON (see
     :func:`headwise.report.escape.json_for_html`), and, made visible and autoescaped, as the page's title.
@@ -78,7 +79,7 @@ def render(look: Look) -> str:
 
 
 def check_engine() -> None:
-    """Raises `headwise.extras.MissingExtra` where the template engine is not installed."""
+    """Raise `headwise.extras.MissingExtra` where the template engine is not installed."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:

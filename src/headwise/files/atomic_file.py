@@ -1,45 +1,22 @@
-"""What leaves the program: files, whole or not at all, and text that is printed, with nothing in it that acts.
-
-Imports nothing of headwise: every room that writes may import it.
-"""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-try:
-    import fcntl
-except ImportError:  # Windows: no locks, so what a killed run left behind stays
-    fcntl = None  # type: ignore[assignment]
+from .partial import HAS_LOCKS, clear, hidden_name, hidden_names, is_there, lock
+from .text import visible
 
-
-def visible(text: str, *, limit: int = 200) -> str:
-    r"""The text with nothing in it that acts: what a terminal or a title bar may print.
-
-    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates, spaces other than
-    the plain one and all else that Python calls not printable become a visible ``\x1b``; a text longer than ``limit``
-    is cut, and says so.
-
-    >>> print(visible("\x1b[2Jmodel\u202e"))
-    \x1b[2Jmodel\u202e
-    """
-    shown = "".join(c if c.isprintable() else _escape(c) for c in text[:limit])
-    return shown if len(text) <= limit else f"{shown}... ({len(text):,} characters)"
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+ENDING = "partial"
 
 
 def put(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Writes a file, as `writing` does.
+    """Write a file, as `writing` does.
 
     Raises:
         OSError: as `check_destination`; or the disk is full.
@@ -52,7 +29,7 @@ def put(content: bytes, path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
-    """A file to write to: beside its place under a hidden name, then renamed, so it is there whole or not at all.
+    """Open a file to write to: beside its place under a hidden name, then renamed, so it is there whole or not at all.
 
     What runs that were killed left half-written beside it is cleared away. `what` names in errors what is written.
 
@@ -60,14 +37,14 @@ def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
         OSError: as `check_destination`; or the disk is full.
     """
     target = _place(path)
-    _clear(target)
+    clear(target.parent, hidden_names(target, ENDING), os.unlink)
     partial, descriptor = _claim(target, path)
     try:
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if fcntl is None:
+            if not HAS_LOCKS:
                 file.close()  # Windows renames no open file; elsewhere the lock is held until it has its name
             os.replace(partial, target)
     except BaseException as error:  # an interrupt, too, must leave nothing half-written
@@ -81,7 +58,7 @@ def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
 
 
 def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
-    """The bytes of a file, at most so many; `what` names in the error what is read from it.
+    """Return the bytes of a file, at most so many; `what` names in the error what is read from it.
 
     Raises:
         TypeError: no path.
@@ -98,7 +75,7 @@ def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
 
 
 def check_destination(path: str | os.PathLike[str]) -> Path:
-    """The real path a file would be written to; raises what `put` would, before the work is done.
+    """Return the real path that a file would be written to; raise what `put` would, before the work is done.
 
     A file is made beside it and removed again: permissions do not tell all (a disk that is only read, /proc).
 
@@ -115,7 +92,7 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
 
 
 def _place(path: str | os.PathLike[str]) -> Path:
-    """The real path, of a plain file or of none yet."""
+    """Return the real path, of a plain file or of none yet."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"a file is written to a path; got {type(path).__name__}")
     shown = visible(str(os.fspath(path)))
@@ -137,17 +114,10 @@ def _place(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-# --- the half-written file --------------------------------------------------------------------------------------------
-#
-# Who writes one holds its lock until it is done, and the system takes the lock back from a process that is killed: so
-# a half-written file whose lock can be had belongs to nobody, and may go. Between its making and its locking one could
-# be cleared away; then it has no link any more, and another is made.
-
-
 def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """A new hidden file beside the target, open and locked; an error names the path as it was given."""
+    """Return a new hidden file beside the target, open and locked; an error names the path as it was given."""
     while True:
-        partial = target.with_name(f".{_short(target)}.{secrets.token_hex(8)}.partial")
+        partial = hidden_name(target, ENDING)
         try:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
@@ -155,42 +125,14 @@ def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
             raise type(error)(
                 f"cannot write {shown}: no file can be made in its folder ({why}); give another path"
             ) from error
-        if fcntl is None:
-            return partial, descriptor
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
+        lock(descriptor)
+        if not HAS_LOCKS or is_there(descriptor, partial):
             return partial, descriptor
         os.close(descriptor)
 
 
-def _clear(target: Path) -> None:
-    """Removes what nobody writes any more of the files that `_claim` made for this target."""
-    ours = re.compile(re.escape(f".{_short(target)}.") + r"[0-9a-f]{16}\.partial")
-    with contextlib.suppress(OSError):  # a folder that may be written but not read
-        for entry in [entry for entry in os.scandir(target.parent) if ours.fullmatch(entry.name)]:
-            _remove_if_free(entry.path)
-
-
-def _remove_if_free(path: str) -> None:
-    if fcntl is None:
-        return
-    with contextlib.suppress(OSError):  # another user's, gone already, or locked: it is written now
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-        finally:
-            os.close(descriptor)
-
-
-def _short(target: Path) -> str:
-    """So much of the name that the hidden one is no longer than a name may be, in letters of four bytes too."""
-    return target.name[:50]
-
-
 def _sync_folder(folder: Path) -> None:
-    """Makes the renaming last through a power cut, where the system lets a folder be synced."""
+    """Make the renaming last through a power cut, where the system lets a folder be synced."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,16 +1,10 @@
-"""Where a folder is written: beside its destination under a hidden name, then renamed.
-
-Who writes such a folder holds its lock, and the system takes the lock back from a process that is killed. So a folder
-whose lock can be had belongs to nobody, and the next run removes it.
-"""
+"""Folders that are written whole or not at all: beside their destination under a hidden name, then renamed."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import re
-import secrets
 import shutil
 import signal
 import threading
@@ -19,17 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-try:
-    import fcntl
-except ImportError:  # Windows: no locks, so what a killed run left behind stays
-    fcntl = None  # type: ignore[assignment]
+from . import partial as hidden
+from .partial import HAS_LOCKS, is_there, lock
 
-LEFT_OVER = re.compile(r"\..{1,50}\.[0-9a-f]{16}\.headwise-partial", re.DOTALL)
+ENDING = "headwise-partial"
 SPARE = 1 << 20  # bytes for manifest, index and what the file system itself needs
 
 
-def check_destination(destination: str | os.PathLike[str], source: Path, size: int | None) -> Path:
-    """The real path of a folder of so many bytes that is to be made; raises where it cannot be, before any work.
+def check_new_folder(destination: str | os.PathLike[str], source: Path, size: int | None) -> Path:
+    """Return the real path of a folder of so many bytes that is to be made; raise if it cannot be, before any work.
 
     Where the size is not known yet, nothing is said of room.
 
@@ -68,7 +60,7 @@ def check_destination(destination: str | os.PathLike[str], source: Path, size: i
 
 
 def _check_name(path: Path, target: Path) -> None:
-    """Raises OSError for a name that cannot be, such as one that is too long."""
+    """Raise OSError for a name that cannot be, such as one that is too long."""
     try:
         os.lstat(target)
     except FileNotFoundError:
@@ -78,7 +70,7 @@ def _check_name(path: Path, target: Path) -> None:
 
 
 def try_folder(target: Path) -> None:
-    """Makes a folder beside the target and removes it: permissions do not tell all (a disk that is only read, /proc).
+    """Make a folder beside the target and removes it: permissions do not tell all (a disk that is only read, /proc).
 
     Raises:
         OSError: it cannot be made.
@@ -99,57 +91,38 @@ def try_folder(target: Path) -> None:
 
 
 def hidden_name(target: Path) -> Path:
-    """A new name beside the target; so much of its name that the hidden one is no longer than a name may be."""
-    return target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}.headwise-partial")
+    """Return a new name beside the target."""
+    return hidden.hidden_name(target, ENDING)
 
 
 def claim(partial: Path) -> int | None:
-    """Makes the folder and takes its lock, which is held until the descriptor is closed; None where there are no locks.
-
-    Between its making and its locking another run could clear it away; then it is made again.
-    """
+    """Make the folder and take its lock, held until the descriptor is closed; None where there are no locks."""
     while True:
         partial.mkdir()
-        if fcntl is None:
+        if not HAS_LOCKS:
             return None
         try:
             descriptor = os.open(partial, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with contextlib.suppress(OSError):  # a file system without locks: nobody else gets one, either
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(partial)):
-                return descriptor
+        lock(descriptor)
+        if is_there(descriptor, partial):
+            return descriptor
         os.close(descriptor)
 
 
 def remove(partial: Path) -> None:
-    """Removes the folder, as far as the system lets it; what it does not is cleared by the next run."""
+    """Remove the folder, as far as the system lets it; what it does not is cleared by the next run."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
-    """Removes from the folder what nobody writes any more."""
-    if fcntl is None:
-        return
-    with contextlib.suppress(OSError):  # a folder that may be written but not read
-        for entry in [entry for entry in os.scandir(folder) if LEFT_OVER.fullmatch(entry.name)]:
-            _clear_one(entry)
-
-
-def _clear_one(entry: os.DirEntry[str]) -> None:
-    with contextlib.suppress(OSError):  # another user's, gone already, or locked: it is written now
-        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(Path(entry.path))
-        finally:
-            os.close(descriptor)
+    """Remove the half-written folders in a folder that nobody writes any more."""
+    hidden.clear(folder, hidden.hidden_names(None, ENDING), lambda path: remove(Path(path)))
 
 
 def settle(partial: Path, target: Path) -> None:
-    """Gives the folder its name, for good: a power cut after this leaves it whole.
+    """Give the folder its name, for good: a power cut after this leaves it whole.
 
     Raises:
         FileExistsError: something has that name by now.
@@ -174,7 +147,7 @@ def settle(partial: Path, target: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Makes the names in a folder last, where the system lets folders be synced."""
+    """Make the names in a folder last, where the system lets folders be synced."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # Windows opens no folder; elsewhere one may be written and not read
