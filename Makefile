@@ -133,7 +133,7 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 # Compiles what has changed; where it cannot, it says so, and everything runs without the library.
-$(VENV)/.native: $(VENV)/.package hatch_build.py CMakeLists.txt $(wildcard csrc/* csrc/*/*)
+$(VENV)/.native: $(VENV)/.package hatch_build.py CMakeLists.txt $(wildcard csrc/*/* csrc/*/*/*)
 	@echo "==> the native CPU kernel"
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py --optional
 	@touch $@

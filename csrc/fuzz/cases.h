@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "fuzz/fake_torch.h"
-#include "fuzz/naive.h"
+#include "fuzz/reference/naive.h"
 
 namespace fuzz {
 

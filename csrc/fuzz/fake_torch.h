@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "torch/torch_abi.h"
+#include "torch_abi/torch_abi.h"
 
 enum Code : int32_t { kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kByte = 1, kBfloat = 15 };
 

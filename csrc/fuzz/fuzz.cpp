@@ -18,9 +18,9 @@
 #include <chrono>
 #include <thread>
 
-#include "driver.h"
 #include "fuzz/calls.h"
-#include "fuzz/shares.h"
+#include "fuzz/load_balance.h"
+#include "runtime/dispatch.h"
 
 namespace fuzz {
 

@@ -3,11 +3,11 @@
 #define HW_ISA isa_amx_bf16
 #define HW_NAME "amx_bf16"
 // clang-format off: each header needs those above it.
-#include "simd/vec_avx512.h"
-#include "simd/bf16_avx512.h"
-#include "simd/amx.h"
-#include "simd/vnni_avx512.h"
-#include "kernels/table.h"
+#include "simd/x86/vec_avx512-inl.h"
+#include "simd/x86/bf16_avx512-inl.h"
+#include "simd/x86/amx-inl.h"
+#include "simd/x86/vnni_avx512-inl.h"
+#include "kernels/table-inl.h"
 // clang-format on
 
 namespace headwise {

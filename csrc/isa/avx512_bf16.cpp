@@ -4,11 +4,11 @@
 #define HW_ONCE 0
 #define HW_KEYS_AT_ONCE 4
 // clang-format off: each header needs those above it.
-#include "simd/vec_avx512.h"
-#include "simd/bf16_avx512.h"
-#include "simd/amx_none.h"
-#include "simd/vnni_avx512.h"
-#include "kernels/table.h"
+#include "simd/x86/vec_avx512-inl.h"
+#include "simd/x86/bf16_avx512-inl.h"
+#include "simd/plain/amx_none-inl.h"
+#include "simd/x86/vnni_avx512-inl.h"
+#include "kernels/table-inl.h"
 // clang-format on
 
 namespace headwise {
