@@ -76,7 +76,8 @@ void take_relative(Problem& p, const Tensors& biases) {
     to.data = const_cast<float*>(static_cast<const float*>(view.data) + (p.T - 1) * step);
     to.stride[0] = view.sizes[0] == 1 ? 0 : view.strides[0];
     to.stride[1] = view.sizes[1] == 1 ? 0 : view.strides[1];
-    to.stride[2] = -step, to.stride[3] = step;
+    to.stride[2] = -step;
+    to.stride[3] = step;
   }
 }
 
@@ -104,7 +105,8 @@ void take_maps(Problem& p, const Tensors& pairs) {
     for (int axis = 3; axis >= 0; --axis) {
       if (index.sizes[axis] > 1 && index.strides[axis] != step) fail("the index of maps must be contiguous");
       map.stride[axis] = axis < 2 && index.sizes[axis] == 1 ? 0 : step;
-      step *= index.sizes[axis], entries *= index.sizes[axis];
+      step *= index.sizes[axis];
+      entries *= index.sizes[axis];
     }
     for (int64_t i = 0; i < entries; ++i) {
       if (map.index[i] < 0 || map.index[i] >= MapRule::kBits + bits.sizes[0]) {
@@ -140,8 +142,13 @@ void fill_sizes(Problem& p, const View& query, const View& key, const View& valu
   require_axes(query, "query", 4);
   require_axes(key, "key", 4);
   require_axes(value, "value", 4);
-  p.B = query.sizes[0], p.H = query.sizes[1], p.T = query.sizes[2], p.D = query.sizes[3];
-  p.K = key.sizes[1], p.S = length > 0 ? length : key.sizes[2], p.V = value.sizes[3];
+  p.B = query.sizes[0];
+  p.H = query.sizes[1];
+  p.T = query.sizes[2];
+  p.D = query.sizes[3];
+  p.K = key.sizes[1];
+  p.S = length > 0 ? length : key.sizes[2];
+  p.V = value.sizes[3];
   const bool fits = (length > 0 || key.sizes[0] == p.B) && value.sizes[0] == key.sizes[0] && value.sizes[1] == p.K &&
                     value.sizes[2] == key.sizes[2] && key.sizes[3] == p.D;
   if (!fits) {
@@ -295,7 +302,10 @@ DropoutSeed read_seed(const Handle& seed) {
   for (int i = 1; i < 5; ++i) {
     if (numbers[i] < 0 || numbers[i] > kFar) fail("the places of a seed must lie between 0 and 2**40");
   }
-  read.heads = numbers[1], read.head = numbers[2], read.query = numbers[3], read.key = numbers[4];
+  read.heads = numbers[1];
+  read.head = numbers[2];
+  read.query = numbers[3];
+  read.key = numbers[4];
   return read;
 }
 

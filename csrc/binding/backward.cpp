@@ -133,7 +133,8 @@ void backward_boxed(StableIValue* stack, bool is_part) {
     grads.push_back(empty_like(view, &to.data));
     to.stride[0] = view.sizes[0] > 1 ? view.sizes[1] * view.sizes[2] : 0;
     to.stride[1] = view.sizes[1] > 1 ? view.sizes[2] : 0;
-    to.stride[2] = -1, to.stride[3] = 1;
+    to.stride[2] = -1;
+    to.stride[3] = 1;
   }
   attend_backward(p, g);
   stack[0] = list(grads);

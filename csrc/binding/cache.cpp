@@ -52,7 +52,8 @@ class Side {
     const char* name = is_key ? "key" : "value";
     const char* data_name = is_key ? "key_data" : "value_data";
     const char* scale_name = is_key ? "key_scale" : "value_scale";
-    source = read_view(from, name), target = read_view(data, data_name, true);
+    source = read_view(from, name);
+    target = read_view(data, data_name, true);
     const View scales = read_view(scale, scale_name);
     require_axes(source, name, 4);
     if (source.int64 || source.dtype == Dtype::boolean) fail(std::string(name) + " must be floating point");
@@ -70,11 +71,15 @@ class Side {
     if (target.strides[3] != 1 && target.sizes[3] > 1) fail(std::string(data_name) + ": its rows must be contiguous");
     require_own_places(target, data_name);
     require_own_places(scales, scale_name);
-    side.from = tensor4(source), side.width = source.sizes[3];
-    side.data = tensor4(target), side.data.data = written(data);
-    side.scale = tensor4(scales), side.scale.data = written(scale);
+    side.from = tensor4(source);
+    side.width = source.sizes[3];
+    side.data = tensor4(target);
+    side.data.data = written(data);
+    side.scale = tensor4(scales);
+    side.scale.data = written(scale);
     read = range_of(side.from, source, name);
-    writes[0] = range_of(side.data, target, data_name), writes[1] = range_of(side.scale, scales, scale_name);
+    writes[0] = range_of(side.data, target, data_name);
+    writes[1] = range_of(side.scale, scales, scale_name);
   }
   View source, target;
   Range read, writes[2];

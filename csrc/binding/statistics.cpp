@@ -124,7 +124,8 @@ void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
     }
     return static_cast<const float*>(view.data);
   };
-  r.row_max = of_rows(top, "top"), r.largest = of_rows(largest, "largest");
+  r.row_max = of_rows(top, "top");
+  r.largest = of_rows(largest, "largest");
   const int64_t keys[3] = {p.B, p.H, p.S};
   Handle mass = results(3, keys, aoti_torch_dtype_float64(), r.mass);
   Handle rows = results(3, keys, aoti_torch_dtype_int64(), r.rows);

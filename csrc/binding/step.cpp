@@ -73,13 +73,19 @@ void take_turn(Turn& turn, const Arguments& call, int64_t B, int64_t D, int32_t 
   if (sin.axes != cos.axes || sin.torch_dtype != cos.torch_dtype || sin.sizes[last] != cos.sizes[last]) {
     fail("cos and sin must be alike, got " + shape(cos) + ", " + shape(sin));
   }
-  turn.cos = cos.data, turn.sin = sin.data, turn.dtype = cos.dtype;
-  turn.first = call.first, turn.size = call.turned, turn.interleaved = call.interleaved;
+  turn.cos = cos.data;
+  turn.sin = sin.data;
+  turn.dtype = cos.dtype;
+  turn.first = call.first;
+  turn.size = call.turned;
+  turn.interleaved = call.interleaved;
   turn.by_number = cos.sizes[last] == call.turned;
   const auto strides = [&](const View& view, int64_t* to) {
-    to[0] = last == 0 || view.sizes[0] == 1 ? 0 : view.strides[0], to[1] = view.strides[last];
+    to[0] = last == 0 || view.sizes[0] == 1 ? 0 : view.strides[0];
+    to[1] = view.strides[last];
   };
-  strides(cos, turn.cos_stride), strides(sin, turn.sin_stride);
+  strides(cos, turn.cos_stride);
+  strides(sin, turn.sin_stride);
 }
 
 // The new key or value, (B, heads, 1, width) in the query's dtype.
@@ -125,8 +131,10 @@ void require_own_cache(const Problem& p, const Arguments& call, const std::vecto
   const auto require = [](const Handle& tensor, const char* name) {
     if (tensor) require_own_places(read_view(tensor, name, true), name);
   };
-  require(call.keys, "keys"), require(call.key_scale, "key_scale");
-  require(call.values, "values"), require(call.value_scale, "value_scale");
+  require(call.keys, "keys");
+  require(call.key_scale, "key_scale");
+  require(call.values, "values");
+  require(call.value_scale, "value_scale");
   if (p.table == nullptr || p.B == 1) return;
   std::vector<std::pair<int64_t, int64_t>> own;
   for (int64_t b = 0; b < p.B; ++b) {
@@ -159,16 +167,20 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   p.V = call.value_dim;
   call.rules.fill(p);
   Step step;
-  step.query = tensor4(query), step.places = places.data();
+  step.query = tensor4(query);
+  step.places = places.data();
   step.key = take_new(read_view(call.key, "key"), "key", p, p.D, query.torch_dtype);
   if (static_cast<bool>(call.value) != static_cast<bool>(call.values)) fail("value and values come together");
   if (call.value) {
-    step.value = take_new(read_view(call.value, "value"), "value", p, p.V, query.torch_dtype), step.value_width = p.V;
+    step.value = take_new(read_view(call.value, "value"), "value", p, p.V, query.torch_dtype);
+    step.value_width = p.V;
   }
   take_turn(step.turn, call, B, p.D, query.torch_dtype);
-  require_rows(p.key, p.D, "keys"), require_rows(p.value, p.V, "values");
+  require_rows(p.key, p.D, "keys");
+  require_rows(p.value, p.V, "values");
   require_own_cache(p, call, places);
-  p.key.data = written(call.keys), p.value.data = call.values ? written(call.values) : p.key.data;
+  p.key.data = written(call.keys);
+  p.value.data = call.values ? written(call.values) : p.key.data;
   if (p.bytes()) {
     p.key_scale.data = written(call.key_scale);
     p.value_scale.data = call.values ? written(call.value_scale) : p.key_scale.data;

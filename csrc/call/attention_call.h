@@ -122,8 +122,10 @@ static inline RowBounds bounds_of(const Problem& p, int64_t b) {
     const int64_t* of_batch = p.bounds + b * p.bounds_stride;
     row = {of_batch[0], of_batch[1], of_batch[2], of_batch[3], p.bounds_size > 4 ? of_batch[4] : 0};
   }
-  row.low = clamp(row.low, -kFar, kFar), row.high = clamp(row.high, -kFar, kFar);
-  row.start = clamp(row.start, 0, p.S), row.stop = clamp(row.stop, 0, p.S);
+  row.low = clamp(row.low, -kFar, kFar);
+  row.high = clamp(row.high, -kFar, kFar);
+  row.start = clamp(row.start, 0, p.S);
+  row.stop = clamp(row.stop, 0, p.S);
   return row;
 }
 

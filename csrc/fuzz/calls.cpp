@@ -38,21 +38,34 @@ const std::vector<fake::Tensor>* list_or_null(const std::vector<fake::Tensor>& l
 Tensors::Tensors(const Case& k, bool dirty) {
   const unsigned char fill = dirty ? 0xff : 0;
   const auto place = [&](const DrawnTensor& t) { return t.present ? t.tensor(fill) : nullptr; };
-  query = place(k.query), key = place(k.key), value = place(k.value);
-  key_scale = place(k.key_scale), value_scale = place(k.value_scale);
-  sinks = place(k.sinks), bounds = place(k.bounds), gate = place(k.gate);
-  grad_out = place(k.grad_out), grad_lse = place(k.grad_lse);
+  query = place(k.query);
+  key = place(k.key);
+  value = place(k.value);
+  key_scale = place(k.key_scale);
+  value_scale = place(k.value_scale);
+  sinks = place(k.sinks);
+  bounds = place(k.bounds);
+  gate = place(k.gate);
+  grad_out = place(k.grad_out);
+  grad_lse = place(k.grad_lse);
   for (const DrawnTensor& t : k.segments) segments.push_back(place(t));
   for (const DrawnTensor& t : k.dense) dense.push_back(place(t));
   for (const DrawnTensor& t : k.alibi) alibi.push_back(place(t));
   for (const DrawnTensor& t : k.relative) relative.push_back(place(t));
-  for (const DrawnMap& t : k.maps) maps.push_back(place(t.index)), maps.push_back(t.bits());
+  for (const DrawnMap& t : k.maps) {
+    maps.push_back(place(t.index));
+    maps.push_back(t.bits());
+  }
   const auto negate = [&](std::vector<fake::Tensor>& list) {
     for (fake::Tensor& t : list) {
       if (dirty && k.seed % 3 == 0 && t->dtype != kBool) t = fake::negated(*t);
     }
   };
-  negate(segments), negate(dense), negate(alibi), negate(maps), negate(relative);
+  negate(segments);
+  negate(dense);
+  negate(alibi);
+  negate(maps);
+  negate(relative);
   seed = fake::make(kLong, {static_cast<int64_t>(k.places.size()) + 1}, {1}, 0, 0);
   write(*seed, 0, static_cast<double>(k.seed));
   for (size_t n = 0; n < k.places.size(); ++n)
@@ -123,7 +136,10 @@ void Tensors::move_to_pages(const Case& k) {
     const bool scales = (*t)->sizes.size() == 3;
     const int64_t width = scales ? 1 : (*t)->sizes[3];
     std::vector<int64_t> sizes = {pages, c.K, page, width}, strides = {c.K * page * width, page * width, width, 1};
-    if (scales) sizes.pop_back(), strides.pop_back();
+    if (scales) {
+      sizes.pop_back();
+      strides.pop_back();
+    }
     fake::Tensor laid = fake::make((*t)->dtype, sizes, strides, 0, 0xff);
     for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
       const int64_t j = row % c.S, head = row / c.S % c.K, b = row / c.S / c.K;
@@ -174,7 +190,10 @@ Output run(const Case& k, const Tensors& t) {
                              give_list(list_or_null(t.relative, lists)), give_optional(t.gate), give_number(c.dropout),
                              give_optional(t.seed)});
   result.error = call(cached ? "attend_held" : "attend_full", stack, 2);
-  if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
+  if (result.error.empty()) {
+    result.out = numbers(take(stack[0]));
+    result.lse = numbers(take(stack[1]));
+  }
   return result;
 }
 
@@ -230,10 +249,12 @@ Back run_backward(const Case& k, const Tensors& t, bool corrupt, bool part) {
   result.error = call("attend_kept", stack, 3);
   if (!result.error.empty() && !corrupt) return result;
   if (result.error.empty()) {
-    out = take(stack[0]), ends = take(stack[2]);
+    out = take(stack[0]);
+    ends = take(stack[2]);
     take(stack[1]);
   } else {  // the backward must refuse what the forward refuses
-    out = t.grad_out, ends = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
+    out = t.grad_out;
+    ends = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
   }
   stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(ends), static_cast<StableIValue>(k.biases)};
   rules(stack);

@@ -19,7 +19,8 @@ fake::Tensor draw_laid(Draw& draw, int32_t dtype, const std::vector<int64_t>& si
   std::vector<int64_t> strides(sizes.size());
   int64_t step = !whole_rows && draw.once_in(5) ? draw.between(2, 3) : 1;
   for (size_t n = sizes.size(); n-- > 0;) {
-    strides[order[n]] = step, step *= sizes[order[n]];
+    strides[order[n]] = step;
+    step *= sizes[order[n]];
     if (draw.once_in(4)) step += draw.between(1, 9);
   }
   return fake::make(dtype, sizes, strides, draw.once_in(2) ? draw.below(20) : 0, 0x5a);
@@ -77,7 +78,10 @@ struct Drawn {
 float quantise(const std::vector<float>& x, std::vector<double>& out) {
   float peak = 0;
   bool nan = false;
-  for (const float one : x) nan |= std::isnan(one), peak = std::max(peak, fabsf(one));
+  for (const float one : x) {
+    nan |= std::isnan(one);
+    peak = std::max(peak, fabsf(one));
+  }
   const float scale = nan ? NAN : peak / 127.0f, unit = scale > 0 ? scale : 1.0f;
   for (const float one : x) {
     const float y = nearbyintf(one / unit);
@@ -120,7 +124,8 @@ std::string check_append(uint64_t seed) {
   const Drawn fresh(seed);
   std::vector<double> data[2], scale[2];
   for (int side = 0; side < 2 && fresh.tokens[side] != nullptr; ++side) {
-    data[side] = numbers(fresh.data[side]), scale[side] = numbers(fresh.scale[side]);
+    data[side] = numbers(fresh.data[side]);
+    scale[side] = numbers(fresh.scale[side]);
     expect(fresh, side, data[side], scale[side]);
   }
   for (const std::string& isa : isas()) {

@@ -10,11 +10,15 @@ namespace {
 template <class Place>
 naive::Gradient sum_places(const naive::Gradient& full, int64_t count, int32_t dtype, Place place) {
   naive::Gradient g;
-  g.x.assign(static_cast<size_t>(count), 0), g.error = g.x;
+  g.x.assign(static_cast<size_t>(count), 0);
+  g.error = g.x;
   std::vector<double> size = g.x, terms = g.x;
   for (size_t n = 0; n < full.x.size(); ++n) {
     const size_t to = place(static_cast<int64_t>(n));
-    g.x[to] += full.x[n], g.error[to] += full.error[n], size[to] += fabs(full.x[n]), ++terms[to];
+    g.x[to] += full.x[n];
+    g.error[to] += full.error[n];
+    size[to] += fabs(full.x[n]);
+    ++terms[to];
   }
   const naive::Rounding unit = rounding(dtype);
   for (size_t n = 0; n < g.x.size(); ++n) {
@@ -31,7 +35,8 @@ naive::Gradient sum_axes(const naive::Gradient& full, const naive::Call& c, cons
     int64_t place = 0, step = 1;
     for (size_t axis = 4; axis-- > 0;) {
       place += (sizes[axis] == 1 ? 0 : rest % all[axis]) * step;
-      rest /= all[axis], step *= sizes[axis];
+      rest /= all[axis];
+      step *= sizes[axis];
     }
     return static_cast<size_t>(place);
   });
@@ -48,10 +53,12 @@ naive::Gradient sum_diagonals(const naive::Gradient& full, const naive::Call& c,
 
 naive::Gradient sum_batch(const naive::Gradient& each, const naive::Call& c) {
   naive::Gradient g;
-  g.x.assign(static_cast<size_t>(c.H), 0), g.error = g.x;
+  g.x.assign(static_cast<size_t>(c.H), 0);
+  g.error = g.x;
   for (size_t n = 0; n < each.x.size(); ++n) {
     const size_t h = n % static_cast<size_t>(c.H);
-    g.x[h] += each.x[n], g.error[h] += each.error[n] + 0x1p-24 * static_cast<double>(c.B + 1) * fabs(each.x[n]);
+    g.x[h] += each.x[n];
+    g.error[h] += each.error[n] + 0x1p-24 * static_cast<double>(c.B + 1) * fabs(each.x[n]);
   }
   return g;
 }

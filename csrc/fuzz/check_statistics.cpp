@@ -22,7 +22,8 @@ struct Options {
     const naive::Call& c = k.call;
     bins = draw.one_of<int64_t>({0, 1, draw.between(1, c.S), std::min<int64_t>(c.S, 32), c.S});
     query_bins = draw.one_of<int64_t>({1, draw.between(1, c.T), std::min<int64_t>(c.T, 32), c.T});
-    sums = draw.between(1, 3), columns = draw.between(0, 3);
+    sums = draw.between(1, 3);
+    columns = draw.between(0, 3);
     slots.resize(static_cast<size_t>(draw.between(0, 5)));
     for (int64_t& slot : slots) slot = draw.below(sums);
     picks.resize(slots.size() * static_cast<size_t>(c.T));
@@ -97,12 +98,17 @@ Results call_statistics(const Case& k, const Tensors& t, const Options& a) {
 
 struct Expected {
   std::vector<double> x, error;
-  void resize(int64_t n) { x.assign(static_cast<size_t>(n), 0), error.assign(static_cast<size_t>(n), 0); }
+  void resize(int64_t n) {
+    x.assign(static_cast<size_t>(n), 0);
+    error.assign(static_cast<size_t>(n), 0);
+  }
   void set(int64_t at, double value, double off) {
-    x[static_cast<size_t>(at)] = value, error[static_cast<size_t>(at)] = off + 0x1p-100;
+    x[static_cast<size_t>(at)] = value;
+    error[static_cast<size_t>(at)] = off + 0x1p-100;
   }
   void add(int64_t at, double value, double off) {
-    x[static_cast<size_t>(at)] += value, error[static_cast<size_t>(at)] += off + 0x1p-100;
+    x[static_cast<size_t>(at)] += value;
+    error[static_cast<size_t>(at)] += off + 0x1p-100;
   }
 };
 
@@ -129,7 +135,10 @@ void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
     const naive::Score& s = scores.back();
     if (!s.attended) continue;
     bad |= !finite(c.key, head * c.S + j, c.D) || !std::isfinite(s.value);
-    top = std::max(top, s.value), error = std::max(error, s.error), tall = std::max(tall, fabs(s.value)), ++count;
+    top = std::max(top, s.value);
+    error = std::max(error, s.error);
+    tall = std::max(tall, fabs(s.value));
+    ++count;
   }
   truth.keys.set(row, count, 0);
   if (count == 0) return;
@@ -148,8 +157,10 @@ void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
     const naive::Score& s = scores[static_cast<size_t>(j)];
     if (!s.attended) continue;
     const double p = bad ? NAN : exp(s.value - peak) / whole, p_off = off * p;
-    entropy += bad ? NAN : surprise(p), entropy_off += off * (p + surprise(p));
-    away += p * fabs(static_cast<double>(pos - j)), largest = bad ? NAN : std::max(largest, p);
+    entropy += bad ? NAN : surprise(p);
+    entropy_off += off * (p + surprise(p));
+    away += p * fabs(static_cast<double>(pos - j));
+    largest = bad ? NAN : std::max(largest, p);
     truth.mass.add(keys_at + j, p, p_off + kUnit * static_cast<double>(c.T + 64) * p);
     truth.rows.add(keys_at + j, 1, 0);
     if (a.bins > 0) truth.map.add(map_at + j * a.bins / c.S, p / mass, 2 * off * p / mass);
@@ -178,8 +189,10 @@ Truth define(const Case& k, const Options& a) {
   const int64_t rows = c.B * c.H * c.T;
   Truth truth;
   for (Expected* x : {&truth.entropy, &truth.distance, &truth.largest, &truth.keys}) x->resize(rows);
-  truth.sums.resize(c.B * c.H * a.width()), truth.map.resize(c.B * c.H * a.query_bins * (a.bins + 1));
-  truth.mass.resize(c.B * c.H * c.S), truth.rows.resize(c.B * c.H * c.S);
+  truth.sums.resize(c.B * c.H * a.width());
+  truth.map.resize(c.B * c.H * a.query_bins * (a.bins + 1));
+  truth.mass.resize(c.B * c.H * c.S);
+  truth.rows.resize(c.B * c.H * c.S);
   for (int64_t row = 0; row < rows; ++row) define_row(k, a, row, truth);
   return truth;
 }

@@ -24,13 +24,20 @@ struct Drawn {
     const auto width = [&] {
       return draw.once_in(2) ? draw.between(1, 130) : draw.one_of<int64_t>({8, 16, 32, 40, 64, 80, 96, 128});
     };
-    B = draw.between(1, 3), K = draw.between(1, 3), H = K * draw.one_of<int64_t>({1, 1, 2, 3, 4, 8});
-    D = width(), dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
-    bytes = draw.once_in(3), shared = draw.once_in(4), interleaved = draw.once_in(2);
+    B = draw.between(1, 3);
+    K = draw.between(1, 3);
+    H = K * draw.one_of<int64_t>({1, 1, 2, 3, 4, 8});
+    D = width();
+    dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
+    bytes = draw.once_in(3);
+    shared = draw.once_in(4);
+    interleaved = draw.once_in(2);
     V = shared ? draw.between(1, D) : draw.once_in(2) ? D : width();
-    value_dim = V, scale = static_cast<float>(1 / sqrt(static_cast<double>(D)));
+    value_dim = V;
+    scale = static_cast<float>(1 / sqrt(static_cast<double>(D)));
     const double size = draw.one_of<double>({1, 1, 0.01, 8});
-    query = fresh(draw, {B, H, 1, D}, size), key = fresh(draw, {B, K, 1, D}, size);
+    query = fresh(draw, {B, H, 1, D}, size);
+    key = fresh(draw, {B, K, 1, D}, size);
     if (!shared) value = fresh(draw, {B, K, 1, V}, size);
     draw_turn(draw);
     draw_cache(draw, size);
@@ -60,15 +67,18 @@ struct Drawn {
 
   void draw_turn(Draw& draw) {
     if (D < 2 || draw.once_in(5)) return;
-    turned = 2 * (draw.once_in(2) ? D / 2 : draw.between(1, D / 2)), first = draw.between(0, D - turned);
+    turned = 2 * (draw.once_in(2) ? D / 2 : draw.between(1, D / 2));
+    first = draw.between(0, D - turned);
     const int64_t n = draw.once_in(2) ? turned : turned / 2, rows = draw.once_in(2) ? 1 : B;
     const std::vector<int64_t> sizes[] = {{n}, {rows, n}, {rows, 1, n}};
     const std::vector<int64_t>& some = sizes[draw.below(3)];
     const int32_t of = draw.once_in(2) ? kFloat : dtype;
-    cos = draw_laid(draw, of, some, false), sin = draw_laid(draw, of, some, false);
+    cos = draw_laid(draw, of, some, false);
+    sin = draw_laid(draw, of, some, false);
     for (int64_t at = 0; at < cos->numel(); ++at) {
       const double angle = draw.normal() * 30;
-      write(*cos, at, ::cos(angle)), write(*sin, at, ::sin(angle));
+      write(*cos, at, ::cos(angle));
+      write(*sin, at, ::sin(angle));
     }
   }
 
@@ -80,7 +90,8 @@ struct Drawn {
       table = fake::make(kLong, {B, wide}, {wide + draw.below(2), 1}, 0, 0);
       const int64_t turn = draw.below(pages);  // any order in which each has its own
       for (int64_t n = 0; n < B * wide; ++n) write(*table, n, static_cast<double>((n + turn) % pages));
-      room = page * wide, rows = pages;
+      room = page * wide;
+      rows = pages;
     } else {
       room = draw.between(1, 300);
     }
@@ -110,7 +121,8 @@ struct Drawn {
         for (int64_t n = 0; n < 4; ++n) write(*bounds, b * 4 + n, static_cast<double>(all[n]));
       }
     } else if (draw.once_in(2)) {
-      high = longest(), low = high - draw.between(1, longest() + 2);
+      high = longest();
+      low = high - draw.between(1, longest() + 2);
     }
     if (draw.once_in(4)) softcap = static_cast<float>(draw.one_of<double>({5.0, 50.0}));
     if (draw.once_in(4)) {
@@ -203,7 +215,13 @@ struct Expected {
     if (!drawn.shared) values = numbers(drawn.values);
     if (!drawn.shared && drawn.bytes) value_scale = numbers(drawn.value_scale);
     naive::Call& c = k.call;
-    c.B = drawn.B, c.H = drawn.H, c.K = drawn.K, c.T = 1, c.S = drawn.longest(), c.D = drawn.D, c.V = drawn.V;
+    c.B = drawn.B;
+    c.H = drawn.H;
+    c.K = drawn.K;
+    c.T = 1;
+    c.S = drawn.longest();
+    c.D = drawn.D;
+    c.V = drawn.V;
     for (int64_t b = 0; b < c.B; ++b) {
       for (int64_t h = 0; h < c.H; ++h) {
         for (const float x : turn(drawn, *drawn.query, b, h, c.H)) c.query.push_back(x);
@@ -222,11 +240,15 @@ struct Expected {
       if (drawn.bytes) c.value_scale.push_back(unit(of));
     }
     c.bytes = !drawn.bytes ? 0 : drawn.dtype == kBfloat ? 2 : 3;
-    c.scale = drawn.scale, c.softcap = drawn.softcap, c.low = drawn.low, c.high = drawn.high;
+    c.scale = drawn.scale;
+    c.softcap = drawn.softcap;
+    c.low = drawn.low;
+    c.high = drawn.high;
     if (drawn.sinks != nullptr) c.sinks = numbers(drawn.sinks);
     for (int64_t n = 0; drawn.bounds != nullptr && n < c.B * 5; ++n)
       c.bounds.push_back(n % 5 == 4 ? INT64_MIN : static_cast<int64_t>(read(*drawn.bounds, n / 5 * 4 + n % 5)));
-    k.query.dtype = drawn.dtype, k.seed = seed;
+    k.query.dtype = drawn.dtype;
+    k.seed = seed;
   }
 
  private:
@@ -234,7 +256,10 @@ struct Expected {
     const auto put = [&](const std::vector<float>& x, std::vector<double>& data, std::vector<double>& scale) {
       const int64_t at = drawn.row(b, head, drawn.place(b));
       std::vector<double> stored(x.begin(), x.end());
-      if (drawn.bytes) stored.clear(), scale[static_cast<size_t>(at)] = quantise(x, stored);
+      if (drawn.bytes) {
+        stored.clear();
+        scale[static_cast<size_t>(at)] = quantise(x, stored);
+      }
       std::copy(stored.begin(), stored.end(), data.begin() + at * static_cast<int64_t>(x.size()));
     };
     put(turn(drawn, *drawn.key, b, head, drawn.K), keys, key_scale);

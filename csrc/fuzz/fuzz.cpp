@@ -136,14 +136,23 @@ void corrupt(Draw& draw, AtenTensorOpaque& t) {
     case 0: t.sizes[axis] += draw.between(-1, 1); break;
     case 1: t.sizes[axis] = draw.one_of<int64_t>({0, -1, int64_t{1} << 31, int64_t{1} << 62, INT64_MAX}); break;
     case 2: t.strides[axis] = draw.one_of<int64_t>({-1, int64_t{1} << 40, INT64_MAX, INT64_MIN}); break;
-    case 3: t.sizes.pop_back(), t.strides.pop_back(); break;
-    case 4: t.sizes.push_back(1), t.strides.push_back(1); break;
+    case 3:
+      t.sizes.pop_back();
+      t.strides.pop_back();
+      break;
+    case 4:
+      t.sizes.push_back(1);
+      t.strides.push_back(1);
+      break;
     case 5: t.dtype = draw.one_of<int32_t>({0, kHalf, kFloat, kDouble, kLong, kBool, kBfloat, 9}); break;
     case 6: t.offset = draw.one_of<int64_t>({-1, 1000000, INT64_MAX}); break;
     case 7: t.storage = nullptr; break;
     case 8: t.storage_bytes = draw.below(t.storage_bytes + 1); break;
     case 9: t.device = 1; break;
-    case 10: t.storage += draw.between(0, 3), t.storage_bytes -= 3; break;
+    case 10:
+      t.storage += draw.between(0, 3);
+      t.storage_bytes -= 3;
+      break;
     default: t.layout = 1;
   }
 }
@@ -189,8 +198,14 @@ bool one_case(uint64_t seed) {
   if (wrong.empty()) wrong = check_corrupt(k);
   if (wrong.empty()) wrong = check_append(seed);
   if (wrong.empty()) wrong = check_step(seed);
-  if (wrong.empty()) ++corrupted, refused += !corrupt_append(seed).empty();
-  if (wrong.empty()) ++corrupted, refused += !corrupt_step(seed).empty();
+  if (wrong.empty()) {
+    ++corrupted;
+    refused += !corrupt_append(seed).empty();
+  }
+  if (wrong.empty()) {
+    ++corrupted;
+    refused += !corrupt_step(seed).empty();
+  }
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked from a refused call";
   if (wrong.empty()) return true;
   fprintf(stderr, "%s\n%s\n", k.describe().c_str(), wrong.c_str());
@@ -218,7 +233,11 @@ int many(double seconds, uint64_t first) {
 
 int main(int argc, char** argv) {
   if (argc == 2 && strcmp(argv[1], "shares") == 0) return fuzz::check_shares();
-  if (argc > 2 && strcmp(argv[1], "threads") == 0) fuzz::team = 64, --argc, ++argv;
+  if (argc > 2 && strcmp(argv[1], "threads") == 0) {
+    fuzz::team = 64;
+    --argc;
+    ++argv;
+  }
   headwise::run_parallel_from(0.0);  // small cases, too
   if (argc == 3 && strcmp(argv[1], "case") == 0) return fuzz::one_case(strtoull(argv[2], nullptr, 10)) ? 0 : 1;
   const double seconds = argc > 1 ? atof(argv[1]) : 600;

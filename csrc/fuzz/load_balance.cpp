@@ -30,11 +30,23 @@ struct Shape {
   std::vector<int64_t> ids;                // of each token's document
 
   Shape(const char* called, int64_t B, int64_t H, int64_t K, int64_t T, int64_t S) : name(called) {
-    p.B = B, p.H = H, p.K = K, p.T = T, p.S = S, p.D = p.V = 64;
+    p.B = B;
+    p.H = H;
+    p.K = K;
+    p.T = T;
+    p.S = S;
+    p.D = p.V = 64;
     p.query.dtype = p.key.dtype = p.value.dtype = p.out.dtype = headwise::Dtype::bf16;
   }
-  Shape causal() && { return p.high = p.S - p.T + 1, std::move(*this); }
-  Shape window(int64_t keys) && { return p.high = p.S - p.T + 1, p.low = p.high - keys, std::move(*this); }
+  Shape causal() && {
+    p.high = p.S - p.T + 1;
+    return std::move(*this);
+  }
+  Shape window(int64_t keys) && {
+    p.high = p.S - p.T + 1;
+    p.low = p.high - keys;
+    return std::move(*this);
+  }
   Shape lengths(const std::vector<int64_t>& of_batch) && {
     for (const int64_t stop : of_batch) bounds.insert(bounds.end(), {-kFar, std::min(p.high, kFar), 0, stop});
     return std::move(*this);
@@ -51,8 +63,14 @@ struct Shape {
   // The problem with pointers to the rules of this shape.
   headwise::Problem problem() const {
     headwise::Problem whole = p;
-    if (!bounds.empty()) whole.bounds = bounds.data(), whole.bounds_stride = 4;
-    if (!ids.empty()) whole.segments[0] = {ids.data(), ids.data(), {0, 1}, {0, 1}}, whole.n_segments = 1;
+    if (!bounds.empty()) {
+      whole.bounds = bounds.data();
+      whole.bounds_stride = 4;
+    }
+    if (!ids.empty()) {
+      whole.segments[0] = {ids.data(), ids.data(), {0, 1}, {0, 1}};
+      whole.n_segments = 1;
+    }
     return whole;
   }
 
@@ -168,14 +186,14 @@ Dealt backward(const Shape& shape, int64_t workers) {
     for (int64_t row = 0; row < plan.rows; row += plan.rows_per_block) {
       const int64_t end = std::min(row + plan.rows_per_block, plan.rows);
       const float its = cost({headwise::BackwardItem::queries, head, 0, row, end});
-      dealt.finest = std::max(dealt.finest, its),
+      dealt.finest = std::max(dealt.finest, its);
       dealt.otherwise += static_cast<double>(its) * static_cast<double>(p.K);
     }
     for (int64_t key = 0; key < p.S; key += headwise::kBackwardKeys) {
       for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
         const int64_t end = std::min(key + headwise::kBackwardKeys, p.S);
         const float its = cost({headwise::BackwardItem::keys, head, chunk, key, end});
-        dealt.finest = std::max(dealt.finest, its),
+        dealt.finest = std::max(dealt.finest, its);
         dealt.otherwise += static_cast<double>(its) * static_cast<double>(p.K);
       }
     }

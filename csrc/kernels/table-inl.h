@@ -55,7 +55,8 @@ static Plan plan_statistics(const Problem& p, const Statistics& statistics) {
   plan.rows = p.T * (p.H / p.K);
   plan.rows_per_block = kRows;
   plan.cut(rows_per_item(p, plan.rows, kRows, kMaxBlocks));
-  plan.splits = 1, plan.keys_per_split = p.S;
+  plan.splits = 1;
+  plan.keys_per_split = p.S;
   Arena count{nullptr};
   StatisticsScratch<Float32>(count, p, statistics, static_cast<int>(plan.rows_per_item / kRows));
   plan.scratch_bytes = count.used;

@@ -50,7 +50,9 @@ Tensor4 copied(const Problem& p, const Tensor4& x, int64_t width, char* to, int6
   share(workers, p.B * parts, true, 0, copy, scratch_of);
   Tensor4 packed = x;
   packed.data = to;
-  packed.stride[0] = p.K * p.S * pitch / size, packed.stride[1] = p.S * pitch / size, packed.stride[2] = pitch / size;
+  packed.stride[0] = p.K * p.S * pitch / size;
+  packed.stride[1] = p.S * pitch / size;
+  packed.stride[2] = pitch / size;
   return packed;
 }
 

@@ -17,7 +17,8 @@ void append_int8(const Append& append, const AppendSpan* spans, size_t count) {
     for (tokens += rest.count; rest.count > 0; rest.count -= piece) {
       pieces.push_back(rest);
       pieces.back().count = std::min(rest.count, piece);
-      rest.from_place += piece, rest.to_place += piece;
+      rest.from_place += piece;
+      rest.to_place += piece;
     }
   }
   const int64_t widest = std::max(append.key.width, append.value.width);

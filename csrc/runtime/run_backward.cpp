@@ -80,7 +80,8 @@ void place_diagonals(const Problem& p, const Tensor4& to, BackwardPlan& plan, in
 void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i, BiasGradient& bias) {
   const Tensor4& to = g.dense[i];
   if (p.diagonal[i]) return place_diagonals(p, to, plan, i, bias);
-  bias.rows = to.stride[2] != 0, bias.keys = to.stride[3] != 0;
+  bias.rows = to.stride[2] != 0;
+  bias.keys = to.stride[3] != 0;
   const auto n = static_cast<size_t>(count(p, to));
   if (to.dtype == Dtype::f32) {
     bias.out = static_cast<float*>(to.data);

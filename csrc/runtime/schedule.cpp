@@ -31,7 +31,10 @@ Order longest_first(const std::vector<float>& costs, int64_t workers, bool timed
   Order order;
   double sum = 0.0;
   float largest = 0.0f;
-  for (const float cost : costs) sum += static_cast<double>(cost), largest = std::max(largest, cost);
+  for (const float cost : costs) {
+    sum += static_cast<double>(cost);
+    largest = std::max(largest, cost);
+  }
   order.places.resize(costs.size());
   const double mean = sum / static_cast<double>(workers);
   order.alike = static_cast<double>(largest) * static_cast<double>(costs.size()) <= 2.0 * sum;
@@ -97,7 +100,8 @@ class Reaches {
         while (from < to && !meets(from)) from = std::min((from / kTile + 1) * kTile, to);
         while (from < to && !meets(to - 1)) to = std::max((to - 1) / kTile * kTile, from);
       };
-      narrow(reach.first, reach.last), narrow(reach.prefix_first, reach.prefix_last);
+      narrow(reach.first, reach.last);
+      narrow(reach.prefix_first, reach.prefix_last);
     }
     return reach;
   }
@@ -245,7 +249,8 @@ KeyReach reach_of(const Problem& p, int64_t b, int64_t first, int64_t last) {
   const auto [low, high, start, stop, always] = bounds_of(p, b);
   KeyReach reach;
   const int64_t end = std::min(stop, (last - 1) / G + high);
-  reach.first = std::max(start, first / G + low), reach.last = std::max(end, reach.first);
+  reach.first = std::max(start, first / G + low);
+  reach.last = std::max(end, reach.first);
   reach.prefix_first = start;
   reach.prefix_last = std::max(start, std::min(std::min(always, end), reach.first));
   return reach;
@@ -263,8 +268,10 @@ double largest_share(const std::vector<float>& costs, int64_t workers, bool alik
   for (int64_t i = 0, last; i < items; i = last) {
     last = i + items_to_take(items - i, workers, alike);
     const double cost = std::accumulate(costs.begin() + i, costs.begin() + last, 0.0), end = busy.top() + cost;
-    busy.pop(), busy.push(end);
-    sum += cost, most = std::max(most, end);
+    busy.pop();
+    busy.push(end);
+    sum += cost;
+    most = std::max(most, end);
   }
   return sum == 0.0 ? 1.0 : most * static_cast<double>(workers) / sum;
 }
@@ -275,7 +282,8 @@ Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer) 
   if (workers <= 1 || (plan.by_row && p.bounds == nullptr)) return best;
   if (plan.by_row) {
     Order order = longest_first(costs_of(p, plan), workers, false);
-    best.order = std::move(order.places), best.alike = order.alike;
+    best.order = std::move(order.places);
+    best.alike = order.alike;
     return best;
   }
   double least = HUGE_VAL;
@@ -288,7 +296,8 @@ Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer) 
     const bool even = order.share <= kEvenShare;
     if (even || time < least) {
       least = time;
-      deal.order = std::move(order.places), deal.alike = order.alike;
+      deal.order = std::move(order.places);
+      deal.alike = order.alike;
       best = std::move(deal);
     }
     if (even || blocks == 1 || !finer) return best;
@@ -323,7 +332,8 @@ BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t w
       for (int64_t head = split - 1; head >= 0; --head) items.add_passes(head, passes);
       Order order = items.order(workers);
       if (order.time >= best.time) continue;
-      deal.items = items.in(order), deal.alike = order.alike;
+      deal.items = items.in(order);
+      deal.alike = order.alike;
       deal.plan.has_partial = true;
       best = std::move(order);
     }
@@ -357,8 +367,10 @@ ReceivedDeal deal_received(const Problem& p, const ItemPlan& plan, int64_t worke
     const bool even = order.share <= kEvenShare;
     if (even || order.time < least) {
       least = order.time;
-      deal.order = std::move(order.places), deal.alike = order.alike;
-      deal.plan.keys_per_item = keys, deal.plan.items = p.B * p.H * ranges;
+      deal.order = std::move(order.places);
+      deal.alike = order.alike;
+      deal.plan.keys_per_item = keys;
+      deal.plan.items = p.B * p.H * ranges;
     }
     if (even) break;
   }

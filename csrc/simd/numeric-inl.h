@@ -29,12 +29,18 @@ HW_INLINE void exp2_each(F* t) {
   if constexpr (Degree == 6) {
     HW_UNROLL
     for (int i = 0; i < N; ++i) p[i] = fma(set1(0x1.c72118p-13f), f[i], set1(0x1.461954p-10f));
-    step(0x1.3d28p-7f), step(0x1.c685p-5f), step(0x1.ebfd9ep-3f), step(0x1.62e42ap-1f), step(1.0f);
+    step(0x1.3d28p-7f);
+    step(0x1.c685p-5f);
+    step(0x1.ebfd9ep-3f);
+    step(0x1.62e42ap-1f);
+    step(1.0f);
   } else {
     static_assert(Degree == 4, "only degrees 4 and 6");
     HW_UNROLL
     for (int i = 0; i < N; ++i) p[i] = fma(set1(0x1.bb7cd4p-7f), f[i], set1(0x1.aa13fp-5f));
-    step(0x1.ee798ap-3f), step(0x1.62d166p-1f), step(0x1.00002cp+0f);
+    step(0x1.ee798ap-3f);
+    step(0x1.62d166p-1f);
+    step(0x1.00002cp+0f);
   }
   HW_UNROLL
   for (int i = 0; i < N; ++i) t[i] = scale2(p[i], t[i]);

@@ -23,7 +23,8 @@ HW_INLINE Philox philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, ui
     c1 = static_cast<uint32_t>(b);
     c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
     c3 = static_cast<uint32_t>(a);
-    k0 += kPhiloxStep0, k1 += kPhiloxStep1;
+    k0 += kPhiloxStep0;
+    k1 += kPhiloxStep1;
   }
   return {{c0, c1, c2, c3}};
 }

@@ -16,7 +16,12 @@ struct Sum {
   double x = 0, size = 0, error = 0;
   int64_t terms = 0;
 
-  void add(double term, double off) { x += term, size += fabs(term), error += off + kMinProduct, ++terms; }
+  void add(double term, double off) {
+    x += term;
+    size += fabs(term);
+    error += off + kMinProduct;
+    ++terms;
+  }
   void into(Gradient& to, size_t at, double factor, double rounding, double smallest) const {
     to.x[at] = x * factor;
     const double off = error + kUnit * static_cast<double>(terms + 16) * size;
@@ -30,7 +35,8 @@ struct Row {
 };
 
 void resize(Gradient& g, int64_t n) {
-  g.x.assign(static_cast<size_t>(n), 0), g.error.assign(static_cast<size_t>(n), 0);
+  g.x.assign(static_cast<size_t>(n), 0);
+  g.error.assign(static_cast<size_t>(n), 0);
 }
 
 Row row_of(const Call& c, const Result& forward, const Upstream& up, int64_t row) {
@@ -40,11 +46,15 @@ Row row_of(const Call& c, const Result& forward, const Upstream& up, int64_t row
     const auto at = static_cast<size_t>(d);
     const double g = up.out[at];
     r.in_loss |= g != 0;
-    r.delta += g * forward.out[at], size += fabs(g * forward.out[at]), r.delta_error += fabs(g) * forward.out_error[at];
+    r.delta += g * forward.out[at];
+    size += fabs(g * forward.out[at]);
+    r.delta_error += fabs(g) * forward.out_error[at];
   }
   if (!up.lse.empty()) {
     const double g = up.lse[static_cast<size_t>(row)];
-    r.in_loss |= g != 0, r.delta -= g, size += fabs(g);
+    r.in_loss |= g != 0;
+    r.delta -= g;
+    size += fabs(g);
   }
   r.delta_error += kUnit * static_cast<double>(c.V + 8) * size;
   r.bad = !std::isfinite(r.lse) || !std::isfinite(r.delta);
@@ -56,7 +66,9 @@ Row row_of(const Call& c, const Result& forward, const Upstream& up, int64_t row
 Gradients backward(const Call& c, const Rounding& unit, const Result& forward, const Upstream& up) {
   Gradients g;
   const int64_t G = c.H / c.K;
-  resize(g.query, c.B * c.H * c.T * c.D), resize(g.key, c.B * c.K * c.S * c.D), resize(g.value, c.B * c.K * c.S * c.V);
+  resize(g.query, c.B * c.H * c.T * c.D);
+  resize(g.key, c.B * c.K * c.S * c.D);
+  resize(g.value, c.B * c.K * c.S * c.V);
   resize(g.scores, c.B * c.H * c.T * c.S);
   std::vector<Sum> query(g.query.x.size()), key(g.key.x.size()), value(g.value.x.size());
   std::vector<Sum> sinks(static_cast<size_t>(c.sinks.empty() ? 0 : c.H));
@@ -80,8 +92,12 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       const double* v = &c.value[static_cast<size_t>((head * c.S + j) * c.V)];
       const double* dout = &up.out[static_cast<size_t>(row * c.V)];
       double dp = 0, dp_size = 0;
-      for (int64_t d = 0; d < c.V; ++d) dp += dout[d] * v[d], dp_size += fabs(dout[d] * v[d]);
-      dp *= up_ij, dp_size *= up_ij;
+      for (int64_t d = 0; d < c.V; ++d) {
+        dp += dout[d] * v[d];
+        dp_size += fabs(dout[d] * v[d]);
+      }
+      dp *= up_ij;
+      dp_size *= up_ij;
       const double largest = std::max(fabs(s.value), fabs(r.lse));
       const double off =
           error_of_weight(s.error + r.lse_error + 8 * kUnit * largest) + 4 * unit.exponential + 8 * kUnit;
@@ -91,7 +107,8 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       const double dp_error = kUnit * static_cast<double>(c.V + 12) * dp_size + r.delta_error + 4 * kUnit * apart;
       const double score = weight * (dp - r.delta);
       const double score_error = weight_error * apart + weight * dp_error * (1 + off) + kMinProduct;
-      g.scores.x[at] = score, g.scores.error[at] = score_error;
+      g.scores.x[at] = score;
+      g.scores.error[at] = score_error;
       for (size_t n = 0; n < slopes.size(); ++n) {
         const double away = fabs(static_cast<double>(i - j + c.alibi[n].offsets[static_cast<size_t>(b)]));
         slopes[n][static_cast<size_t>(b * c.H + h)].add(-score * away, (score_error + 4 * kUnit * fabs(score)) * away);
@@ -117,7 +134,8 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
     resize(to, static_cast<int64_t>(sums.size()));
     for (size_t n = 0; n < sums.size(); ++n) sums[n].into(to, n, factor, rounding, smallest);
   };
-  finish(query, g.query, c.scale, unit.out, unit.smallest), finish(key, g.key, c.scale, unit.out, unit.smallest);
+  finish(query, g.query, c.scale, unit.out, unit.smallest);
+  finish(key, g.key, c.scale, unit.out, unit.smallest);
   finish(value, g.value, 1, unit.out, unit.smallest);
   finish(sinks, g.sinks, 1, kUnit, 0x1p-126);
   g.slopes.resize(slopes.size());

@@ -32,7 +32,9 @@ struct UnitAhead {
 
   // The sums of some keys, of `width` columns, in the 16 turns of a unit.
   void begin(int i, const float* rows, int64_t keys, int64_t width) {
-    sums[i] = reinterpret_cast<const char*>(rows), left[i] = keys * width / W, each[i] = (left[i] + W - 1) / W;
+    sums[i] = reinterpret_cast<const char*>(rows);
+    left[i] = keys * width / W;
+    each[i] = (left[i] + W - 1) / W;
   }
   HW_MEMBER void step() {
     if (turn % 4 == 0) next->key.step();
@@ -40,7 +42,8 @@ struct UnitAhead {
     for (int i = 0; i < 2; ++i) {
       const int64_t n = min(each[i], left[i]);
       for (int64_t line = 0; line < n; ++line) HW_PREFETCH_NEAR(sums[i] + line * 64);
-      sums[i] += n * 64, left[i] -= n;
+      sums[i] += n * 64;
+      left[i] -= n;
     }
   }
 };
@@ -55,7 +58,8 @@ struct UnitPlaces {
   UnitPlaces(const BackwardScratch<N>& s, int unit, int block, int64_t key) {
     for (int v = 0; v < NV; ++v) {
       const int64_t at = unit * s.steps * kBlockCells + key * kTileStep + place_of_row(block * kRows + v * W);
-      weights[v] = s.weight_rows + at, scores[v] = s.score_rows + at;
+      weights[v] = s.weight_rows + at;
+      scores[v] = s.score_rows + at;
     }
     pairs = s.scores + (unit * kTileStep + key) / 2 * NV * W;
   }
@@ -74,7 +78,9 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
   F peak[NV], most[NV], mean[NV];
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {
-    peak[v] = load(row_max + v * W), most[v] = load(largest + v * W), mean[v] = load(delta + v * W);
+    peak[v] = load(row_max + v * W);
+    most[v] = load(largest + v * W);
+    mean[v] = load(delta + v * W);
   }
   const auto gradients = [&](int64_t j, F* w, F* d, auto masked) HW_LAMBDA {
     F t[NV];
@@ -83,10 +89,12 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
     exp2_each<Bfloat16::kDegree, NV>(t);
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
-      w[v] = mul(t[v], most[v]), d[v] = mul(w[v], sub(load(y + j * R + v * W), mean[v]));
+      w[v] = mul(t[v], most[v]);
+      d[v] = mul(w[v], sub(load(y + j * R + v * W), mean[v]));
       if constexpr (decltype(masked)::value != 0) {  // 0 for -inf alone: a NaN stays NaN, and dP may be inf
         const auto attended = not_less(load(x + j * R + v * W), lowest);
-        w[v] = select(attended, w[v], zero()), d[v] = select(attended, d[v], zero());
+        w[v] = select(attended, w[v], zero());
+        d[v] = select(attended, d[v], zero());
       }
     }
   };
@@ -96,7 +104,10 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
       for (int v = 0; v < NV; ++v) w[v] = d[v] = zero();
     } else if (ready) {
       HW_UNROLL
-      for (int v = 0; v < NV; ++v) w[v] = load(x + j * R + v * W), d[v] = load(y + j * R + v * W);
+      for (int v = 0; v < NV; ++v) {
+        w[v] = load(x + j * R + v * W);
+        d[v] = load(y + j * R + v * W);
+      }
     } else {
       gradients(j, w, d, Number<1>{});
     }
@@ -115,11 +126,13 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
   int64_t j = 0;
   for (; full && !ready && j + 2 <= keys; j += 2) {
     ahead.step();
-    gradients(j, w, d, Number<0>{}), gradients(j + 1, w + NV, d + NV, Number<0>{});
+    gradients(j, w, d, Number<0>{});
+    gradients(j + 1, w + NV, d + NV, Number<0>{});
     pack(j, w, d);
   }
   for (; j < padded; j += 2) {
-    any(j, w, d), any(j + 1, w + NV, d + NV);
+    any(j, w, d);
+    any(j + 1, w + NV, d + NV);
     pack(j, w, d);
   }
 }
@@ -132,8 +145,12 @@ static inline void add_rows_to(const uint16_t* k, int64_t steps, const uint32_t*
   load_tiles<U, NV>(out, to);
   for (int64_t s = 0; s < steps; ++s, k += kBlockCells, second += W * W) {
     tile_load<kFirst>(k, 64);
-    tile_load<kSecond>(second, 64), tile_times<0, kFirst, kSecond>();
-    if constexpr (NV > 1) tile_load<5>(second + panel, 64), tile_times<1, kFirst, 5>();
+    tile_load<kSecond>(second, 64);
+    tile_times<0, kFirst, kSecond>();
+    if constexpr (NV > 1) {
+      tile_load<5>(second + panel, 64);
+      tile_times<1, kFirst, 5>();
+    }
     if constexpr (U == 1) continue;
     tile_load<kFirst>(k + kBlockCells / 2, 64);
     if constexpr (NV > 1) tile_times<4, kFirst, 5>();
@@ -208,16 +225,26 @@ static inline void add_both(const uint32_t* query, const uint32_t* dout, int64_t
   clear_tiles<2, 3>();
   for (int64_t s = 0; s < steps; ++s, query += W * R, dout += W * R) {
     tile_load<kFirst>(key + s * kTileStep, key_stride * 2);
-    tile_load<kSecond>(query, pitch), tile_times<0, kFirst, kSecond>();
-    tile_load<kSecond>(query + W, pitch), tile_times<1, kFirst, kSecond>();
-    tile_load<kSecond>(query + 2 * W, pitch), tile_times<2, kFirst, kSecond>();
+    tile_load<kSecond>(query, pitch);
+    tile_times<0, kFirst, kSecond>();
+    tile_load<kSecond>(query + W, pitch);
+    tile_times<1, kFirst, kSecond>();
+    tile_load<kSecond>(query + 2 * W, pitch);
+    tile_times<2, kFirst, kSecond>();
     tile_load<kFirst>(value + s * kTileStep, value_stride * 2);
-    tile_load<kSecond>(dout, pitch), tile_times<3, kFirst, kSecond>();
-    tile_load<kSecond>(dout + W, pitch), tile_times<4, kFirst, kSecond>();
-    tile_load<kSecond>(dout + 2 * W, pitch), tile_times<5, kFirst, kSecond>();
+    tile_load<kSecond>(dout, pitch);
+    tile_times<3, kFirst, kSecond>();
+    tile_load<kSecond>(dout + W, pitch);
+    tile_times<4, kFirst, kSecond>();
+    tile_load<kSecond>(dout + 2 * W, pitch);
+    tile_times<5, kFirst, kSecond>();
   }
-  tile_store<0>(x, pitch), tile_store<1>(x + W, pitch), tile_store<2>(x + 2 * W, pitch);
-  tile_store<3>(y, pitch), tile_store<4>(y + W, pitch), tile_store<5>(y + 2 * W, pitch);
+  tile_store<0>(x, pitch);
+  tile_store<1>(x + W, pitch);
+  tile_store<2>(x + 2 * W, pitch);
+  tile_store<3>(y, pitch);
+  tile_store<4>(y + W, pitch);
+  tile_store<5>(y + 2 * W, pitch);
 }
 
 // Zeros as P and dS of 16 rows and a unit.

@@ -64,7 +64,8 @@ struct BackwardScratch {
     const int blocks = static_cast<int>(plan.rows_per_step / kRows);
     const int64_t widest = max(plan.padded_D, plan.padded_V), cells = kBackwardTile * kRows;
     const int64_t floats = plan.keeps_products ? max(p.S * W, cells) : cells, keys_of_tile = kKeysOf<N>;
-    steps = (blocks * kRows + kTileStep - 1) / kTileStep, panel = (steps * kTileStep + W) / 2 * W;
+    steps = (blocks * kRows + kTileStep - 1) / kTileStep;
+    panel = (steps * kTileStep + W) / 2 * W;
     const int64_t side_by_side = N::kTiles ? panel / W : 0;  // pairs of rows of all blocks, and of some behind them
     typename N::Query* query_rows = arena.take<typename N::Query>(side_by_side * plan.padded_D);
     typename N::Query* dout_rows = arena.take<typename N::Query>(side_by_side * plan.padded_V);
@@ -75,7 +76,8 @@ struct BackwardScratch {
       one.query = arena.take<typename N::Query>(N::depth(p.D) * kRows);
       one.dout = arena.take<typename N::Query>(N::depth(p.V) * kRows);
       if constexpr (N::kTiles) {
-        one.query_rows = query_rows + i * kRows / 2 * W, one.dout_rows = dout_rows + i * kRows / 2 * W;
+        one.query_rows = query_rows + i * kRows / 2 * W;
+        one.dout_rows = dout_rows + i * kRows / 2 * W;
       } else {
         one.query_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_D);
         one.dout_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_V);
@@ -83,22 +85,28 @@ struct BackwardScratch {
       one.sums = arena.take<float>(plan.padded_D * kRows);
       if (arena.base != nullptr) block[i] = one;
     }
-    products.x = arena.take<float>(floats), products.y = arena.take<float>(floats);
-    products.capped = arena.take<float>(floats), products.keep = arena.take<float>(floats);
+    products.x = arena.take<float>(floats);
+    products.y = arena.take<float>(floats);
+    products.capped = arena.take<float>(floats);
+    products.keep = arena.take<float>(floats);
     const int64_t row_cells = keys_of_tile * (N::kTiles ? steps * kTileStep : kRows);
-    weight_rows = arena.take<typename N::Key>(row_cells), score_rows = arena.take<typename N::Key>(row_cells);
+    weight_rows = arena.take<typename N::Key>(row_cells);
+    score_rows = arena.take<typename N::Key>(row_cells);
     scores = arena.take<typename N::Weight>(keys_of_tile * kRows);
     key_copy = arena.take<float>(keys_of_tile * pitch_of(p.D));
     value_copy = arena.take<float>(keys_of_tile * pitch_of(p.V));
     pair_copy = arena.take<float>(keys_of_tile * pitch_of(p.D));
     out = arena.take<typename N::Query>(N::depth(p.V) * kRows);
-    row_max = arena.take<float>(kRows), row_sum = arena.take<float>(kRows), dot = arena.take<float>(kRows);
+    row_max = arena.take<float>(kRows);
+    row_sum = arena.take<float>(kRows);
+    dot = arena.take<float>(kRows);
     spare = arena.take<char>(W * max(widest, kBackwardTile) * 4);
     grad_rows = arena.take<float>(W * widest);
     ones = arena.take<float>(kRows);
     for (int r = 0; r < kRows && arena.base != nullptr; ++r) ones[r] = 1.0f;
     const int64_t keys = plan.has_partial ? 0 : plan.chunks > 1 ? 2 * p.S : p.S;
-    key_sums = arena.take<float>(keys * plan.padded_D), value_sums = arena.take<float>(keys * plan.padded_V);
+    key_sums = arena.take<float>(keys * plan.padded_D);
+    value_sums = arena.take<float>(keys * plan.padded_V);
     shared = blocks > 1;
   }
 };
@@ -107,7 +115,8 @@ static BackwardPlan plan_backward(const Problem& p) {
   BackwardPlan plan;
   const int64_t G = p.H / p.K;
   plan.rows = p.T * G;
-  plan.padded_D = round_up(p.D, W), plan.padded_V = round_up(p.V, W);
+  plan.padded_D = round_up(p.D, W);
+  plan.padded_V = round_up(p.V, W);
   // Each chunk has a copy of the sums: together at most twice the memory of dQ in float32.
   plan.chunks = max(1, min((plan.rows + kChunkRows - 1) / kChunkRows, 2 * G));
   plan.rows_per_block = kRows;
@@ -146,14 +155,17 @@ template <class N>
 static inline void load_row_end(const Problem& p, const Gradients& g, int64_t b, QueryRows& rows, int r, bool bad,
                                 BackwardBlock<N>& own) {
   const int64_t h = rows.h[r], t = rows.t[r], at_row = (b * p.H + h) * p.T + t;
-  own.row_max[r] = p.ends[at_row], own.largest[r] = p.ends[p.B * p.H * p.T + at_row];
+  own.row_max[r] = p.ends[at_row];
+  own.largest[r] = p.ends[p.B * p.H * p.T + at_row];
   const bool empty = own.row_max[r] == -kInf && own.largest[r] == 0.0f;
   if (!empty && !bad && own.row_max[r] - own.row_max[r] == 0.0f && own.largest[r] == own.largest[r]) return;
   const Tensor4& dout = g.grad_out;
   bool in_loss = g.grad_lse.data != nullptr && element(at(g.grad_lse, b, h, t), Dtype::f32, 0) != 0.0f;
   for (int64_t d = 0; d < p.V; ++d) in_loss |= element(at(dout, b, h, t), dout.dtype, d * dout.stride[3]) != 0.0f;
-  rows.query_bad[r] = true, own.delta[r] = 0.0f;
-  own.row_max[r] = empty || !in_loss ? kInf : 0.0f, own.largest[r] = empty || !in_loss ? 0.0f : NAN;
+  rows.query_bad[r] = true;
+  own.delta[r] = 0.0f;
+  own.row_max[r] = empty || !in_loss ? kInf : 0.0f;
+  own.largest[r] = empty || !in_loss ? 0.0f : NAN;
 }
 
 // sum(dO O) of each row in the order of dP where matrix instructions sum dP: rows of O times dO^T, the diagonal.
@@ -259,7 +271,10 @@ static inline bool add_deltas(const Problem& p, const Gradients& g, int64_t b, i
 // Clears the sums of `recompute_softmax`.
 template <class N>
 static inline void start_recompute(BackwardScratch<N>& s) {
-  for (int r = 0; r < kRows; ++r) s.row_max[r] = -kInf, s.row_sum[r] = s.dot[r] = 0.0f;
+  for (int r = 0; r < kRows; ++r) {
+    s.row_max[r] = -kInf;
+    s.row_sum[r] = s.dot[r] = 0.0f;
+  }
 }
 
 // The greatest scores, largest weights and deltas of a block from these sums.
@@ -270,9 +285,13 @@ static inline void finish_recompute(const Problem& p, int block, BackwardScratch
   for (int r = 0; r < rows.n; ++r) {
     if (rows.query_bad[r]) continue;
     const RowState row = {s.row_max[r], s.row_max[r] * softmax_scale(p), s.row_sum[r], false, false};
-    own.row_max[r] = s.row_max[r], own.largest[r] = row_result(p, rows.h[r], row).factor;
+    own.row_max[r] = s.row_max[r];
+    own.largest[r] = row_result(p, rows.h[r], row).factor;
     own.delta[r] += s.dot[r] * own.largest[r];
-    if (own.delta[r] - own.delta[r] != 0.0f) own.largest[r] = NAN, own.delta[r] = 0.0f;
+    if (own.delta[r] - own.delta[r] != 0.0f) {
+      own.largest[r] = NAN;
+      own.delta[r] = 0.0f;
+    }
   }
 }
 
@@ -282,7 +301,10 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
   constexpr int R = NV * W;
   QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
-  for (int r = 0; r < kRows; ++r) own.row_max[r] = kInf, own.largest[r] = own.delta[r] = 0.0f;
+  for (int r = 0; r < kRows; ++r) {
+    own.row_max[r] = kInf;
+    own.largest[r] = own.delta[r] = 0.0f;
+  }
   const auto load_and_pack = [&] {
     for (int r = 0; r < rows.n; ++r) load_row_end(p, g, b, rows, r, rows.query_bad[r], own);
     pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
@@ -290,7 +312,8 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
   };
   load_and_pack();
   if (!packed_is_finite<N, NV>(own.dout, p.V) || !packed_is_finite<N, NV>(own.query, p.D)) {
-    mark_bad(p.query, b, rows, p.D), mark_bad(g.grad_out, b, rows, p.V);
+    mark_bad(p.query, b, rows, p.D);
+    mark_bad(g.grad_out, b, rows, p.V);
     load_and_pack();
   }
   for (int r = 0; r < rows.n && g.grad_lse.data != nullptr; ++r) {

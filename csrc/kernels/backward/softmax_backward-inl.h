@@ -48,7 +48,8 @@ static inline void pack_panels(const Tensor4& x, int64_t b, const QueryRows& row
       row[side] = reinterpret_cast<const uint16_t*>(from);
       if (!zeros && x.stride[3] == 1 && width == pitch) continue;
       uint16_t* copy = reinterpret_cast<uint16_t*>(spare) + side * pitch;
-      copy_halves(copy, from, x.stride[3], zeros ? 0 : width, pitch), row[side] = copy;
+      copy_halves(copy, from, x.stride[3], zeros ? 0 : width, pitch);
+      row[side] = copy;
     }
     uint32_t* to = out + r / 2 * W;
     for (int64_t d = 0; d < pitch; d += W, to += panel) interleave(to, row[0] + d, row[1] + d);
@@ -76,7 +77,8 @@ static inline void recompute_softmax(const float* HW_RESTRICT x, const float* HW
     store(row_max + v * W, peak[v]);
     peak[v] = select(not_less(peak[v], lowest), peak[v], zero());  // no key so far: x is -inf, its weight 0
     const F rescale = exp2<6>(mul(sub(before, peak[v]), scale));
-    store(row_sum + v * W, mul(load(row_sum + v * W), rescale)), store(dot + v * W, mul(load(dot + v * W), rescale));
+    store(row_sum + v * W, mul(load(row_sum + v * W), rescale));
+    store(dot + v * W, mul(load(dot + v * W), rescale));
     sum[v] = mean[v] = zero();
   }
   for (int64_t j = 0; j < keys; ++j) {
@@ -91,7 +93,8 @@ static inline void recompute_softmax(const float* HW_RESTRICT x, const float* HW
   }
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {
-    store(row_sum + v * W, add(load(row_sum + v * W), sum[v])), store(dot + v * W, add(load(dot + v * W), mean[v]));
+    store(row_sum + v * W, add(load(row_sum + v * W), sum[v]));
+    store(dot + v * W, add(load(dot + v * W), mean[v]));
   }
 }
 
@@ -232,7 +235,10 @@ static inline void add_bias(const SharedGradient<float>& to, int64_t b, int64_t 
       for (int j = 0; j < n; ++j) sum[j] += from[j];
       if (r + 1 < rows.n && place(r + 1) == place(r)) continue;
       float* row = place(r) + j0 * to.stride[3];  // such a gradient has contiguous keys
-      for (int j = 0; j < n; ++j) row[j] += sum[j], sum[j] = 0.0f;
+      for (int j = 0; j < n; ++j) {
+        row[j] += sum[j];
+        sum[j] = 0.0f;
+      }
     }
   }
 }

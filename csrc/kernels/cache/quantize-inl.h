@@ -17,9 +17,13 @@ static inline float quantize_floats(float* HW_RESTRICT row, int64_t n, int8_t* H
   for (int64_t i = 0; i < padded; i += W) peak = max(peak, abs(load(row + i)));
   float scale = reduce_max(peak) / 127.0f, unit = scale > 0.0f ? scale : 1.0f;
   if (!floats_are_finite(row, padded)) {  // with a NaN the unit is 1, and NaN becomes 0; else it is Inf, and all do
-    scale = __builtin_nanf(""), unit = kInf;
+    scale = __builtin_nanf("");
+    unit = kInf;
     for (int64_t i = 0; i < n; ++i) {
-      if (row[i] != row[i]) row[i] = 0.0f, unit = 1.0f;
+      if (row[i] != row[i]) {
+        row[i] = 0.0f;
+        unit = 1.0f;
+      }
     }
     for (int64_t i = 0; i < n && unit == kInf; ++i) row[i] = 0.0f;
   }

@@ -15,7 +15,10 @@ struct StepScratch {
 
   StepScratch(char* base, int64_t width) {
     const int64_t n = round_up(width, W);
-    x = reinterpret_cast<float*>(base), partner = x + n, cos = partner + n, sin = cos + n;
+    x = reinterpret_cast<float*>(base);
+    partner = x + n;
+    cos = partner + n;
+    sin = cos + n;
     halves = reinterpret_cast<uint16_t*>(sin + n);
   }
 };
@@ -49,9 +52,15 @@ static inline void turn_row(const Turn& turn, const char* row, Dtype dtype, int6
   float* HW_RESTRICT x = s.x + turn.first;
   float* HW_RESTRICT partner = s.partner;
   if (turn.interleaved) {
-    for (int64_t i = 0; i < half; ++i) partner[2 * i] = -x[2 * i + 1], partner[2 * i + 1] = x[2 * i];
+    for (int64_t i = 0; i < half; ++i) {
+      partner[2 * i] = -x[2 * i + 1];
+      partner[2 * i + 1] = x[2 * i];
+    }
   } else {
-    for (int64_t i = 0; i < half; ++i) partner[i] = -x[half + i], partner[half + i] = x[i];
+    for (int64_t i = 0; i < half; ++i) {
+      partner[i] = -x[half + i];
+      partner[half + i] = x[i];
+    }
   }
   for (int64_t d = 0; d < size; ++d) x[d] *= s.cos[d];
   for (int64_t d = 0; d < size; ++d) partner[d] *= s.sin[d];

@@ -45,7 +45,10 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
   const int64_t padded_D = round_up(call.D, Read::kStep), padded_V = round_up(call.V, Read::kStep);
   const float c = softmax_scale(call) * kLog2e;
   memset(s.sums, 0, static_cast<size_t>(R * padded_V) * sizeof(float));
-  for (int r = 0; r < R; ++r) s.row_max[r] = -kInf, s.row_sum[r] = 0.0f;
+  for (int r = 0; r < R; ++r) {
+    s.row_max[r] = -kInf;
+    s.row_sum[r] = 0.0f;
+  }
   BadKeys bad;
   PageTable pages(call), next_pages(call);
   [[maybe_unused]] float scales[Read::kTile];

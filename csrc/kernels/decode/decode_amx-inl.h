@@ -77,13 +77,16 @@ static inline void tile_scores_of(const float* query, int64_t padded_D, const ui
   for (int j = 0; j < n; j += 2 * W) {  // more keys at a time would wait for lines of more streams
     const uint16_t* keys = k + j * stride;
     const int left = n - j;
-    tile_zero<0>(), tile_zero<1>();
+    tile_zero<0>();
+    tile_zero<1>();
     for (int64_t d = 0; d < padded_D; d += kTileStep) {
       tile_load<kSecond>(q + d / 2 * W, W * 4);
-      add_keys<0>(keys + d, stride, left, copy, ahead), add_keys<1>(keys + d, stride, left, copy, ahead);
+      add_keys<0>(keys + d, stride, left, copy, ahead);
+      add_keys<1>(keys + d, stride, left, copy, ahead);
     }
     if (left <= 2 * W) rest_ahead(ahead, n, padded_D, 1);  // the softmax is next
-    store_scores<0, R, Read::kTile>(left, out + j), store_scores<1, R, Read::kTile>(left, out + j);
+    store_scores<0, R, Read::kTile>(left, out + j);
+    store_scores<1, R, Read::kTile>(left, out + j);
   }
 }
 
@@ -145,7 +148,10 @@ static inline void tile_sums_of(const uint32_t* weights, int n, const uint16_t* 
   TileCopy copy;
   for (int64_t d = 0; d < padded_V; d += Columns * kTileStep) {
     const int64_t width = padded_V - d;
-    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    tile_zero<0>();
+    tile_zero<1>();
+    tile_zero<2>();
+    tile_zero<3>();
     for (int j = 0; j < n; j += W) {
       const uint16_t* rows = v + j * stride + d;
       const uint32_t* w = weights + j / W * Quads * kWeightTile;
@@ -159,9 +165,11 @@ static inline void tile_sums_of(const uint32_t* weights, int n, const uint16_t* 
       }
     }
     rest_ahead(ahead, n, min(width, Columns * kTileStep), 2);
-    join_columns<0, R>(rescale, sums + d, padded_V, width), join_columns<1, R>(rescale, sums + d, padded_V, width);
+    join_columns<0, R>(rescale, sums + d, padded_V, width);
+    join_columns<1, R>(rescale, sums + d, padded_V, width);
     if constexpr (Quads == 1) {
-      join_columns<2, R>(rescale, sums + d, padded_V, width), join_columns<3, R>(rescale, sums + d, padded_V, width);
+      join_columns<2, R>(rescale, sums + d, padded_V, width);
+      join_columns<3, R>(rescale, sums + d, padded_V, width);
     }
   }
 }

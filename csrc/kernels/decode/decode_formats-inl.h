@@ -35,13 +35,19 @@ struct ReadF32 {
   static constexpr bool kTiles = false;    // products are those of decode_amx-inl.h
   static constexpr int64_t kStep = 2 * W;  // elements at a time
   static constexpr int kTile = kFloatsInOrder ? kInt8Tile : kDecodeTile;
-  HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
+  HW_INLINE void load2(const float* p, F& a, F& b) {
+    a = load(p);
+    b = load(p + W);
+  }
   // The index of element i of a row among the elements that `load2` gives; `kRun` neighbours stay neighbours.
   static constexpr int64_t kRun = 2 * W;
   HW_INLINE int64_t place(int64_t i) { return i; }
   // Keys and queries, and their product.
   HW_INLINE void load_key(const float* p, F& a, F& b) { load2(p, a, b); }
-  HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) { a = load(q + i), b = load(q + i + W); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) {
+    a = load(q + i);
+    b = load(q + i + W);
+  }
   HW_INLINE F times(F acc, F qa, F qb, F ka, F kb) { return fma(qb, kb, fma(qa, ka, acc)); }
   // Row r, of `padded` elements.
   HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
@@ -52,7 +58,10 @@ struct ReadF32 {
 struct ReadF16 : ReadF32 {
   using T = uint16_t;
   static constexpr int kTile = kHalvesInOrder ? kInt8Tile : kDecodeTile;
-  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { a = load_f16(p), b = load_f16(p + W); }
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) {
+    a = load_f16(p);
+    b = load_f16(p + W);
+  }
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
 };
 
@@ -99,7 +108,10 @@ struct ReadBf16Tiles : ReadBf16 {
 struct ReadInt8 : ReadF32 {
   using T = int8_t;
   static constexpr bool kScaled = true;
-  HW_INLINE void load2(const int8_t* p, F& a, F& b) { a = load_i8(p), b = load_i8(p + W); }
+  HW_INLINE void load2(const int8_t* p, F& a, F& b) {
+    a = load_i8(p);
+    b = load_i8(p + W);
+  }
   HW_INLINE void load_key(const int8_t* p, F& a, F& b) { load2(p, a, b); }
 };
 

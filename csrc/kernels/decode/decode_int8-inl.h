@@ -70,7 +70,8 @@ static inline float quantize_query(int8_t* digits, int32_t* bias, float* x, int6
   F lost = zero(), norm = zero();
   for (int64_t i = 0; i < n; i += W) {
     const F y = mul(load(x + i), set1(inverse)), rest = sub(y, round_to_int(y));
-    lost = fma(rest, rest, lost), norm = fma(y, y, norm);
+    lost = fma(rest, rest, lost);
+    norm = fma(y, y, norm);
   }
   fits = reduce_add(lost) <= 0x1p-32f * reduce_add(norm);
   if (Digits == 2) {
@@ -163,7 +164,8 @@ static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int
       const int8_t *digits = query, *from[N], *ahead[N];
       HW_UNROLL
       for (int x = 0; x < N; ++x) {
-        from[x] = offset(key, (j + 4 * (first + x)) * stride), ahead[x] = next.at(next, j + 4 * (first + x));
+        from[x] = offset(key, (j + 4 * (first + x)) * stride);
+        ahead[x] = next.at(next, j + 4 * (first + x));
       }
       const auto columns = [&](int64_t left, auto load) HW_LAMBDA {
         add_products<Digits, R, N>(
@@ -177,8 +179,10 @@ static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int
         digits += 4 * R * Digits * kBytes;
         HW_UNROLL
         for (int x = 0; x < N; ++x) {
-          from[x] = offset(from[x], kBytes), ahead[x] = offset(ahead[x], kBytes);
-          one_address(from[x]), one_address(ahead[x]);
+          from[x] = offset(from[x], kBytes);
+          ahead[x] = offset(ahead[x], kBytes);
+          one_address(from[x]);
+          one_address(ahead[x]);
         }
       };
       int64_t left = D;

@@ -28,7 +28,8 @@ struct DecodeScratch {
     query = arena.take<float>(kDecodeRows * padded_D);
     sums = arena.take<float>(kDecodeRows * padded_V);
     scores = arena.take<float>(kDecodeRows * kInt8Tile);
-    key_copy = arena.take<char>(kInt8Tile * padded_D * 4), value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
+    key_copy = arena.take<char>(kInt8Tile * padded_D * 4);
+    value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
     weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
@@ -182,7 +183,8 @@ HW_INLINE void all_scores_in_order(const DecodeScratch& s, int64_t padded_D, con
   };
   if constexpr (R == 4) return four(0, ahead);
   EverySecond first(ahead), second(ahead);
-  four(0, first), four(4, second);
+  four(0, first);
+  four(4, second);
 }
 
 template <class Read, int R>

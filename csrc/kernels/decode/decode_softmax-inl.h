@@ -25,7 +25,8 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       for (int x = 0; x < X; ++x) {
         F a, b;
         load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
-        ahead.step(0), ahead.step(1);
+        ahead.step(0);
+        ahead.step(1);
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
           const F w = set1(weights[r * Read::kTile + j]);
@@ -69,7 +70,8 @@ static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_
   F peak[R], sum[R];
   for (int r = 0; r < R; ++r) {
     for (int j = n; j < padded; ++j) x[r * Tile + j] = -kInf;
-    peak[r] = load(x + r * Tile), sum[r] = zero();
+    peak[r] = load(x + r * Tile);
+    sum[r] = zero();
   }
   for (int j = W; j < padded; j += W) {
     HW_UNROLL
@@ -81,7 +83,8 @@ static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_
   for (int r = 0; r < R; ++r) {
     const float tile_max = reduce_max(peak[r]), now = tile_max > row_max[r] ? tile_max : row_max[r];
     shift[r] = now == -kInf ? 0.0f : now;  // no key so far: x is -inf, its weight 0
-    rescale[r] = row_max[r], row_max[r] = now;
+    rescale[r] = row_max[r];
+    row_max[r] = now;
   }
   store(rescale, exp2<6>(mul(sub(load(rescale), load(shift)), scale)));
   for (int j = 0; j < padded; j += W) {
@@ -174,10 +177,13 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
     if constexpr (R <= 2) {
       some(values_int8<N, R, 0, 4, T, L2>);
     } else if constexpr (R == 4) {
-      some(values_int8<N, R, 0, 2, T, L2>), some(values_int8<N, R, 2, 2, T, L2>);
+      some(values_int8<N, R, 0, 2, T, L2>);
+      some(values_int8<N, R, 2, 2, T, L2>);
     } else {
-      some(values_int8<N, R, 0, 1, T, L2>), some(values_int8<N, R, 1, 1, T, L2>);
-      some(values_int8<N, R, 2, 1, T, L2>), some(values_int8<N, R, 3, 1, T, L2>);
+      some(values_int8<N, R, 0, 1, T, L2>);
+      some(values_int8<N, R, 1, 1, T, L2>);
+      some(values_int8<N, R, 2, 1, T, L2>);
+      some(values_int8<N, R, 3, 1, T, L2>);
     }
   }
 }

@@ -48,7 +48,8 @@ class Ahead {
     if constexpr (kStreams) {
       lag_ += kLines * part_;
       if (--phases_ > 0) return;
-      lag_ = 0, phases_ = streams_ / kLines;
+      lag_ = 0;
+      phases_ = streams_ / kLines;
     }
     column_ += kTurn;
     if (column_ >= tile_.width) next_row();
@@ -73,11 +74,18 @@ class Ahead {
   void begin(const Tile& tile) {
     const int64_t bytes = Read::kTile * tile.pitch;
     streams_ = !kStreams ? 1 : bytes >= 4 * 4096 ? 4 : 2;
-    tile_ = tile, row_ = tile.row, part_ = bytes / streams_;
-    column_ = 0, lag_ = 0, phases_ = streams_ / kLines, rows_ = Read::kTile / streams_, done_ = false;
+    tile_ = tile;
+    row_ = tile.row;
+    part_ = bytes / streams_;
+    column_ = 0;
+    lag_ = 0;
+    phases_ = streams_ / kLines;
+    rows_ = Read::kTile / streams_;
+    done_ = false;
   }
   HW_MEMBER void next_row() {
-    column_ = 0, row_ = offset(row_, tile_.pitch);
+    column_ = 0;
+    row_ = offset(row_, tile_.pitch);
     if (!kStreams || --rows_ > 0) return;
     if (tile_.row == next_.row) {
       done_ = true;
@@ -103,7 +111,8 @@ class Ahead<Read, true> {
 
   void aim(const Tile& tile, const Tile&) {
     line_ = offset(tile.row, lead<Read>(tile.pitch, tile.width));
-    left_ = width_ = tile.width, gap_ = tile.pitch - tile.width;
+    left_ = width_ = tile.width;
+    gap_ = tile.pitch - tile.width;
   }
   // Calls run(ahead) with what a function keeps in registers.
   template <class Run>
@@ -122,7 +131,10 @@ class Ahead<Read, true> {
   class Local {
    public:
     HW_MEMBER explicit Local(Ahead& all) : all_(all), line_(all.line_), left_(all.left_) {}
-    HW_MEMBER ~Local() { all_.line_ = line_, all_.left_ = left_; }
+    HW_MEMBER ~Local() {
+      all_.line_ = line_;
+      all_.left_ = left_;
+    }
     // The next 2 W elements.
     HW_MEMBER void step(int = 0) {
       HW_UNROLL
@@ -131,7 +143,8 @@ class Ahead<Read, true> {
       }
       line_ = offset(line_, kStep);
       if (Contiguous || (left_ -= kStep) > 0) return;
-      line_ = offset(line_, left_ + all_.gap_), left_ = all_.width_;
+      line_ = offset(line_, left_ + all_.gap_);
+      left_ = all_.width_;
     }
 
    private:

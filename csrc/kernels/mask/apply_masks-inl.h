@@ -74,7 +74,8 @@ static inline void apply_bounds(const QueryRows& rows, int64_t j0, int n, float*
             [&](int r, int j, float s) { return in_bounds(rows, r, at0 + j) ? s : -kInf; });
   };
   const MaskedKeys masked(rows, j0, n);
-  mask(0, masked.to_first), mask(masked.from_last, n);
+  mask(0, masked.to_first);
+  mask(masked.from_last, n);
 }
 
 // The position of a row relative to a tile's first key. A position beyond 2^30 is clamped to it, and the distances to

@@ -20,7 +20,8 @@ static inline TileKind segment_kind(const SegmentRule& rule, int64_t b, int64_t 
   int64_t key_min = ids[j0 * rule.key_stride[1]], key_max = key_min;
   for (int64_t j = j0 + 1; j < j1; ++j) {
     const int64_t id = ids[j * rule.key_stride[1]];
-    key_min = min(key_min, id), key_max = max(key_max, id);
+    key_min = min(key_min, id);
+    key_max = max(key_max, id);
   }
   if (key_min > id_max || key_max < id_min) return TileKind::empty;
   return key_min == key_max && id_min == id_max ? TileKind::full : TileKind::mixed;
@@ -33,17 +34,22 @@ static inline TileKind keep_kind(const Tensor4& keep, int64_t b, const QueryRows
   for (int r = 0; r < (one_row ? 1 : rows.n); ++r) {
     const char* row = at(keep, b, rows.h[r], rows.t[r]);
     if (keep.stride[3] == 0) {
-      some |= row[0] != 0, every &= row[0] != 0;
+      some |= row[0] != 0;
+      every &= row[0] != 0;
       continue;
     }
     uint8_t any = 0, none = 0;
-    const auto look = [&](int64_t j) HW_LAMBDA { any |= static_cast<uint8_t>(row[j]), none |= row[j] == 0; };
+    const auto look = [&](int64_t j) HW_LAMBDA {
+      any |= static_cast<uint8_t>(row[j]);
+      none |= row[j] == 0;
+    };
     if (keep.stride[3] == 1) {  // a loop that compilers make vectors of
       for (int64_t j = j0; j < j1; ++j) look(j);
     } else {
       for (int64_t j = j0; j < j1; ++j) look(j * keep.stride[3]);
     }
-    some |= any != 0, every &= none == 0;
+    some |= any != 0;
+    every &= none == 0;
     if (some && !every) return TileKind::mixed;
   }
   return every ? TileKind::full : some ? TileKind::mixed : TileKind::empty;
@@ -107,11 +113,14 @@ static inline KeySpan attended_span(const Problem& p, int64_t b, const QueryRows
     KeyBits bits;
     key_bits(p.maps[i], b, rows, j0, static_cast<int>(j1 - j0), bits);
     const KeyRange range = range_of(bits, rows.n, static_cast<int>(j1 - j0));
-    j1 = j0 + range.to, j0 += range.from, full &= range.full;
+    j1 = j0 + range.to;
+    j0 += range.from;
+    full &= range.full;
   }
   if (j0 >= j1) return {j0, 0, TileKind::empty};
   const int64_t odd = (j0 - tile_j0) % pair;
-  j0 -= odd, full &= odd == 0;
+  j0 -= odd;
+  full &= odd == 0;
   const TileKind kind = full ? kind_but_maps(p, b, rows, j0, j1) : TileKind::mixed;
   return {j0, static_cast<int>(j1 - j0), kind};
 }

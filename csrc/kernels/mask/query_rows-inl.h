@@ -37,24 +37,32 @@ static inline void place_rows(const Problem& p, int64_t b, int64_t kv_head, int6
                               QueryRows& rows) {
   const int64_t G = p.H / p.K;
   const auto [low, high, start, stop, always] = bounds_of(p, b);
-  rows.n = n, rows.padded = padded;
+  rows.n = n;
+  rows.padded = padded;
   rows.first_min = static_cast<int32_t>(start);
   rows.first_max = static_cast<int32_t>(max(min(always, stop), start));
-  rows.lo_min = rows.hi_min = static_cast<int32_t>(p.S), rows.lo_max = rows.hi_max = 0;
+  rows.lo_min = rows.hi_min = static_cast<int32_t>(p.S);
+  rows.lo_max = rows.hi_max = 0;
   int64_t t = first / G, member = first % G;  // counted on: a division a row takes longer than all else here
   for (int r = 0; r < padded; ++r) {
-    rows.t[r] = t, rows.h[r] = kv_head * G + member;
+    rows.t[r] = t;
+    rows.h[r] = kv_head * G + member;
     rows.query_bad[r] = rows.key_bad[r] = false;
     const int64_t lo = max(start, t + low), hi = min(stop, t + high);
     const bool no_window = lo >= hi, empty = no_window && min(rows.first_max, hi) <= rows.first_min;
-    rows.lo[r] = static_cast<int32_t>(no_window ? p.S : lo), rows.hi[r] = static_cast<int32_t>(empty ? 0 : hi);
+    rows.lo[r] = static_cast<int32_t>(no_window ? p.S : lo);
+    rows.hi[r] = static_cast<int32_t>(empty ? 0 : hi);
     if (rows.lo[r] < rows.lo_min) rows.lo_min = rows.lo[r];
     if (rows.lo[r] > rows.lo_max) rows.lo_max = rows.lo[r];
     if (rows.hi[r] < rows.hi_min) rows.hi_min = rows.hi[r];
     if (rows.hi[r] > rows.hi_max) rows.hi_max = rows.hi[r];
-    if (r + 1 < n && ++member == G) member = 0, ++t;
+    if (r + 1 < n && ++member == G) {
+      member = 0;
+      ++t;
+    }
   }
-  rows.gap_min = rows.first_max, rows.gap_max = rows.lo_min;
+  rows.gap_min = rows.first_max;
+  rows.gap_max = rows.lo_min;
   if (rows.first_max > rows.first_min && rows.hi_max > 0) rows.lo_min = rows.first_min;
   for (int s = 0; s < p.n_segments; ++s) {
     const SegmentRule& rule = p.segments[s];

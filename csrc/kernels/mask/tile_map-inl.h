@@ -24,7 +24,8 @@ static inline TileKind map_kind(const MapRule& map, int64_t b, const QueryRows& 
   const auto add = [&](int64_t h, int64_t t) {
     for (int64_t c = j0 / MapRule::kSide; c * MapRule::kSide < j1; ++c) {
       const int64_t entry = entry_of(map, b, h, t, c);
-      some |= entry != MapRule::kNone, every &= entry == MapRule::kAll;
+      some |= entry != MapRule::kNone;
+      every &= entry == MapRule::kAll;
     }
   };
   if (map.stride[1] == 0) {  // the rows' positions are consecutive: few rows of the map have them all
@@ -50,7 +51,8 @@ static inline void key_bits(const MapRule& map, int64_t b, const QueryRows& rows
     for (int64_t c = column; c <= columns; ++c) three[c - column] = word_of(map, b, rows, r, c);
     for (int w = 0; w < 2; ++w) {
       const uint64_t word = three[w] >> shift | (shift > 0 ? three[w + 1] << (MapRule::kSide - shift) : 0);
-      bits[2 * w][r] = static_cast<uint32_t>(word), bits[2 * w + 1][r] = static_cast<uint32_t>(word >> kKeyBits);
+      bits[2 * w][r] = static_cast<uint32_t>(word);
+      bits[2 * w + 1][r] = static_cast<uint32_t>(word >> kKeyBits);
     }
   }
 }
@@ -65,7 +67,10 @@ static inline KeyRange range_of(const KeyBits bits, int rows, int n) {
   uint32_t some[kTile / kKeyBits] = {0}, every[kTile / kKeyBits];
   for (int i = 0; i * kKeyBits < n; ++i) {
     every[i] = ~uint32_t{0};
-    for (int r = 0; r < rows; ++r) some[i] |= bits[i][r], every[i] &= bits[i][r];
+    for (int r = 0; r < rows; ++r) {
+      some[i] |= bits[i][r];
+      every[i] &= bits[i][r];
+    }
   }
   const auto has = [](const uint32_t* of, int j) { return (of[j / kKeyBits] >> (j % kKeyBits) & 1) != 0; };
   KeyRange range = {0, n, true};

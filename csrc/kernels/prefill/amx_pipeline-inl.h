@@ -26,7 +26,10 @@ class ChainUnit {
  public:
   static constexpr int kProducts = 4;  // of a step
 
-  void start(const ProductChain& chain) { chain_ = chain, at_chunk_ = at_step_ = 0; }
+  void start(const ProductChain& chain) {
+    chain_ = chain;
+    at_chunk_ = at_step_ = 0;
+  }
   bool left() const { return at_chunk_ < chain_.chunks; }
   HW_MEMBER void begin_step() {
     first_ = chain_.first + at_chunk_ * chain_.chunk + at_step_ * chain_.step;
@@ -51,18 +54,24 @@ class ChainUnit {
   HW_MEMBER void end_step() {
     if (++at_step_ < chain_.steps) return;
     unstored_ = chain_.out + at_chunk_ * 2 * W * R;
-    at_step_ = 0, ++at_chunk_;
+    at_step_ = 0;
+    ++at_chunk_;
   }
   HW_MEMBER void whole_step() {
     begin_step();
-    product<0>(), product<1>(), product<2>(), product<3>();
+    product<0>();
+    product<1>();
+    product<2>();
+    product<3>();
     end_step();
   }
   // Stores what is still in registers.
   void flush() {
     if (unstored_ == nullptr) return;
-    tile_store<0>(unstored_, R * 4), tile_store<1>(unstored_ + W, R * 4);
-    tile_store<2>(unstored_ + W * R, R * 4), tile_store<3>(unstored_ + W * R + W, R * 4);
+    tile_store<0>(unstored_, R * 4);
+    tile_store<1>(unstored_ + W, R * 4);
+    tile_store<2>(unstored_ + W * R, R * 4);
+    tile_store<3>(unstored_ + W * R + W, R * 4);
     unstored_ = nullptr;
   }
 

@@ -67,7 +67,8 @@ class Chains {
       beside_ = Beside();
       if (i > 0) beside_.before = visits + i - 1;
       if (i + 1 < count) beside_.next = visits + i + 1;
-      later.key.step(), later.value.step();
+      later.key.step();
+      later.value.step();
       visit(visits[i], i);
     }
     beside_ = Beside();
@@ -103,17 +104,26 @@ class Chains {
     const KeyRows& key = v.tile->key;
     ProductChain chain;
     chain.first = reinterpret_cast<const uint16_t*>(key.data) + skip_of(v) * key.stride;
-    chain.row = key.stride, chain.chunk = kTileStep * key.stride, chain.step = kTileStep;
-    chain.second = s_.query[v.block], chain.steps = p_.D / kTileStep;
-    chain.chunks = steps_of(v), chain.out = scores(i);
+    chain.row = key.stride;
+    chain.chunk = kTileStep * key.stride;
+    chain.step = kTileStep;
+    chain.second = s_.query[v.block];
+    chain.steps = p_.D / kTileStep;
+    chain.chunks = steps_of(v);
+    chain.out = scores(i);
     unit_.start(chain);
   }
   void start_values(const ChainVisit& v, int i) {
     ProductChain chain;
     chain.first = reinterpret_cast<const uint16_t*>(v.tile->value.data) + skip_of(v) * p_.V;
-    chain.row = kTileStep, chain.chunk = kTileStep * kTileStep, chain.step = kTileStep * p_.V;
-    chain.second = s_.weights[i & 1], chain.steps = steps_of(v);
-    chain.chunks = p_.V / kTileStep, chain.out = s_.sums[v.block], chain.adds = true;
+    chain.row = kTileStep;
+    chain.chunk = kTileStep * kTileStep;
+    chain.step = kTileStep * p_.V;
+    chain.second = s_.weights[i & 1];
+    chain.steps = steps_of(v);
+    chain.chunks = p_.V / kTileStep;
+    chain.out = s_.sums[v.block];
+    chain.adds = true;
     unit_.start(chain);
   }
 
@@ -171,7 +181,10 @@ class Chains {
     }
   }
   void finish(int i) {
-    while (has_step(i)) unit_.whole_step(), after_step(i);
+    while (has_step(i)) {
+      unit_.whole_step();
+      after_step(i);
+    }
     if (beside_.next != nullptr && !beside_.in_values) unit_.flush();
     if (beside_.notes) note(i, kChainKeys);
   }
@@ -216,7 +229,8 @@ class Chains {
         F a = w[k * NV + v], b = w[(k + 1) * NV + v];
         to.sum[v] = add(to.sum[v], add(a, b));
         if constexpr (kScaled<N>) {
-          a = mul(a, set1(to.value_scale[j + k])), b = mul(b, set1(to.value_scale[j + k + 1]));
+          a = mul(a, set1(to.value_scale[j + k]));
+          b = mul(b, set1(to.value_scale[j + k + 1]));
         }
         store_pairs(to.weights + (j + k) / 2 * R + v * W, a, b);
       }
@@ -251,7 +265,9 @@ class Chains {
     const int n = v.span.n;
     float* factor = rescale_[i & 1];
     Softmax to;
-    to.x = scores(i), to.weights = s_.weights[i & 1], to.scale = set1(softmax_scale(p_) * kLog2e);
+    to.x = scores(i);
+    to.weights = s_.weights[i & 1];
+    to.scale = set1(softmax_scale(p_) * kLog2e);
     to.value_scale = kScaled<N> ? v.tile->value_scale + skip_of(v) : nullptr;
     begin_softmax(to, v.block, factor, changes_[i & 1]);
     peaks_.clear();
@@ -278,7 +294,8 @@ class Chains {
               before = load(row_ref + v * W);
       const M stays = not_less(slack, mul(headwise::HW_ISA::sub(now, before), to.scale));
       const F ref = select(stays, before, now);
-      store(row_max + v * W, now), store(row_ref + v * W, ref);
+      store(row_max + v * W, now);
+      store(row_ref + v * W, ref);
       to.peak[v] = select(not_less(none, ref), zero(), ref);  // no key so far: x is -inf, its weight 0
       to.sum[v] = zero();
       store(factor + v * W, exp2<6>(mul(headwise::HW_ISA::sub(before, to.peak[v]), to.scale)));

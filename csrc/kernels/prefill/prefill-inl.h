@@ -31,11 +31,14 @@ struct PrefillScratch {
       query[i] = arena.take<typename N::Query>(depth * kRows);
       sums[i] = arena.take<float>(p.V * kRows);
     }
-    row_max = arena.take<float>(kMaxBlocks * kRows), row_sum = arena.take<float>(kMaxBlocks * kRows);
+    row_max = arena.take<float>(kMaxBlocks * kRows);
+    row_sum = arena.take<float>(kMaxBlocks * kRows);
     rescale = arena.take<float>(kRows);
     scores = arena.take<float>(kTile * kRows);
-    key_copy = arena.take<float>(kTile * pitch_of(p.D)), value_copy = arena.take<float>(kTile * pitch_of(p.V));
-    key_scale = arena.take<float>(kTile), value_scale = arena.take<float>(kTile);
+    key_copy = arena.take<float>(kTile * pitch_of(p.D));
+    value_copy = arena.take<float>(kTile * pitch_of(p.V));
+    key_scale = arena.take<float>(kTile);
+    value_scale = arena.take<float>(kTile);
     spare = reinterpret_cast<char*>(arena.take<float>(max(W * round_up(p.D, W), W * padded_V)));
     out_rows = arena.take<float>(W * padded_V);
     rows = arena.take<QueryRows>(kMaxBlocks);
@@ -57,7 +60,8 @@ static inline void load_byte_tile(const Problem& p, int64_t b, int64_t kv_head, 
   tile.value = {reinterpret_cast<const char*>(s.value_copy), pitch};
   load_key_scales(p.key_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.key_scale);
   load_key_scales(p.value_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.value_scale);
-  tile.key_scale = s.key_scale, tile.value_scale = s.value_scale;
+  tile.key_scale = s.key_scale;
+  tile.value_scale = s.value_scale;
 }
 
 template <class N>
@@ -81,7 +85,9 @@ static inline void read_tile(const Problem& p, int64_t b, int64_t kv_head, Prefi
 template <class N>
 static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, bool careful,
                              PrefillScratch<N>& s, KeyTile& tile) {
-  tile.j0 = j0, tile.n = n, tile.bad.any = false;
+  tile.j0 = j0;
+  tile.n = n;
+  tile.bad.any = false;
   tile.searched = careful || p.bytes();
   if (tile.searched) tile.bad.find(p, b, kv_head, j0, n);
   read_tile<N>(p, b, kv_head, s, tile);
@@ -149,7 +155,10 @@ static inline void start_block(const Problem& p, int64_t b, int64_t kv_head, int
   place_rows(p, b, kv_head, first, n, static_cast<int>(round_up(n, W)), s.rows[block]);
   HW_BY_VECTORS(n, pack_query, p, b, s.rows[block], s.query[block], s.spare);
   memset(s.sums[block], 0, static_cast<size_t>(p.V * kRows) * sizeof(float));
-  for (int r = 0; r < kRows; ++r) s.row_max[block * kRows + r] = -kInf, s.row_sum[block * kRows + r] = 0.0f;
+  for (int r = 0; r < kRows; ++r) {
+    s.row_max[block * kRows + r] = -kInf;
+    s.row_sum[block * kRows + r] = 0.0f;
+  }
 }
 
 // One block of rows against one tile.
@@ -228,7 +237,8 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
       const float raw_max = s.row_max[block * kRows + r], row_sum = s.row_sum[block * kRows + r];
       const RowState state = row_state(p, b, rows, r, raw_max, row_sum, reach.from, reach.to);
       if (whole) {
-        factor[i] = note_result(p, b, h, t, state), to[i] = const_cast<char*>(at(p.out, b, h, t));
+        factor[i] = note_result(p, b, h, t, state);
+        to[i] = const_cast<char*>(at(p.out, b, h, t));
       } else {
         finish_row(p, plan, b, kv_head, first + r, split, h, t, state, s.out_rows + i * padded_V);
       }

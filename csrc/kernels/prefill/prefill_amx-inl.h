@@ -32,7 +32,8 @@ static inline void start_chain_block(const Problem& p, int64_t b, int64_t kv_hea
   pack_query<N, kChainVectors>(p, b, s.rows[block], s.query[block], s.spare);
   memset(s.sums[block], 0, static_cast<size_t>(p.V * kChainRows) * sizeof(float));
   for (int r = block * kRows; r < (block + 1) * kRows; ++r) {
-    s.row_max[r] = s.row_ref[r] = -kInf, s.row_sum[r] = 0.0f;
+    s.row_max[r] = s.row_ref[r] = -kInf;
+    s.row_sum[r] = 0.0f;
   }
 }
 
@@ -91,7 +92,9 @@ static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, 
   };
   walk_tiles<kTileStep>(reach, kTile, [&](int64_t j0, int n) {
     if (tiles > 0 && j0 / kTogether != s.tiles[0].j0 / kTogether) visit_all();
-    s.tiles[tiles].j0 = j0, s.tiles[tiles].n = n, ++tiles;
+    s.tiles[tiles].j0 = j0;
+    s.tiles[tiles].n = n;
+    ++tiles;
   });
   if (tiles > 0) visit_all();
   bool finite = careful || chains.finite();

@@ -50,20 +50,26 @@ struct ChainScratch {
 
   ChainScratch(Arena& arena, const Problem& p, int blocks) {
     for (int i = 0; i < blocks; ++i) {
-      query[i] = arena.take<uint32_t>(p.D / 2 * kChainRows), sums[i] = arena.take<float>(p.V * kChainRows);
+      query[i] = arena.take<uint32_t>(p.D / 2 * kChainRows);
+      sums[i] = arena.take<float>(p.V * kChainRows);
     }
-    row_max = arena.take<float>(kChainBlocks * kRows), row_ref = arena.take<float>(kChainBlocks * kRows);
+    row_max = arena.take<float>(kChainBlocks * kRows);
+    row_ref = arena.take<float>(kChainBlocks * kRows);
     row_sum = arena.take<float>(kChainBlocks * kRows);
     for (int i = 0; i < 2; ++i) {
       scores[i] = arena.take<float>(kChainKeys * kChainRows);
       weights[i] = arena.take<uint32_t>(kChainKeys / 2 * kChainRows);
     }
     for (int i = 0; i < kChainTiles; ++i) {
-      keys[i] = arena.take<uint16_t>(kTile * p.D), values[i] = arena.take<uint16_t>(kTile * p.V);
-      key_scale[i] = arena.take<float>(kTile), value_scale[i] = arena.take<float>(kTile);
+      keys[i] = arena.take<uint16_t>(kTile * p.D);
+      values[i] = arena.take<uint16_t>(kTile * p.V);
+      key_scale[i] = arena.take<float>(kTile);
+      value_scale[i] = arena.take<float>(kTile);
     }
-    spare = reinterpret_cast<char*>(arena.take<float>(W * max(p.D, p.V))), out_rows = arena.take<float>(W * p.V);
-    rows = arena.take<QueryRows>(kChainBlocks), tiles = arena.take<KeyTile>(kChainTiles);
+    spare = reinterpret_cast<char*>(arena.take<float>(W * max(p.D, p.V)));
+    out_rows = arena.take<float>(W * p.V);
+    rows = arena.take<QueryRows>(kChainBlocks);
+    tiles = arena.take<KeyTile>(kChainTiles);
     visits = arena.take<ChainVisit>(kChainVisits);
   }
 };
@@ -121,7 +127,8 @@ static inline void load_chain_tile(const Problem& p, int64_t b, int64_t kv_head,
   if constexpr (kScaled<N>) {
     load_key_scales(p.key_scale, b, kv_head, tile.j0, tile.n, tile.bad.from(0), s.key_scale[i]);
     load_key_scales(p.value_scale, b, kv_head, tile.j0, tile.n, tile.bad.from(0), s.value_scale[i]);
-    tile.key_scale = s.key_scale[i], tile.value_scale = s.value_scale[i];
+    tile.key_scale = s.key_scale[i];
+    tile.value_scale = s.value_scale[i];
   }
 }
 

@@ -28,8 +28,10 @@ struct ReceivedScratch {
     query = arena.take<typename N::Query>(N::depth(p.D) * kRows);
     scores = arena.take<float>(kTile * kRows);
     sums = arena.take<float>(kRange * W);
-    row_max = arena.take<float>(kRows), largest = arena.take<float>(kRows);
-    mass = arena.take<double>(kRange), count = arena.take<int64_t>(kRange);
+    row_max = arena.take<float>(kRows);
+    largest = arena.take<float>(kRows);
+    mass = arena.take<double>(kRange);
+    count = arena.take<int64_t>(kRange);
     for (float*& copy : key_copy) copy = arena.take<float>(kTile * pitch_of(p.D));
     spare = reinterpret_cast<char*>(arena.take<float>(W * round_up(p.D, W)));
     rows = arena.take<QueryRows>(1);
@@ -45,7 +47,10 @@ static inline void add_weights(const float* x, int n, float c, const float* HW_R
   const F scale = set1(c);
   F peak[NV], factor[NV];
   HW_UNROLL
-  for (int v = 0; v < NV; ++v) peak[v] = load(row_max + v * W), factor[v] = load(largest + v * W);
+  for (int v = 0; v < NV; ++v) {
+    peak[v] = load(row_max + v * W);
+    factor[v] = load(largest + v * W);
+  }
   for (int j = 0; j < n; ++j) {
     F sum = load(sums + j * W);
     HW_UNROLL
@@ -63,11 +68,15 @@ static inline bool load_row_ends(const Problem& p, const Received& received, int
                                  float* row_max, float* largest) {
   bool bad = false;
   for (int r = 0; r < kRows; ++r) {
-    row_max[r] = kInf, largest[r] = 0.0f;
+    row_max[r] = kInf;
+    largest[r] = 0.0f;
     if (r >= rows.n) continue;
     const int64_t at = (b * p.H + rows.h[r]) * p.T + rows.t[r];
     bad |= received.largest[at] != received.largest[at];
-    if (received.largest[at] > 0.0f) row_max[r] = received.row_max[at], largest[r] = received.largest[at];
+    if (received.largest[at] > 0.0f) {
+      row_max[r] = received.row_max[at];
+      largest[r] = received.largest[at];
+    }
   }
   return bad;
 }
@@ -105,7 +114,10 @@ static inline void received_tile(const Problem& p, const Received& received, int
 static inline void flush_sums(int keys, float* sums, double* mass) {
   for (int j = 0; j < keys; ++j) {
     double sum = 0.0;
-    for (int lane = 0; lane < W; ++lane) sum += static_cast<double>(sums[j * W + lane]), sums[j * W + lane] = 0.0f;
+    for (int lane = 0; lane < W; ++lane) {
+      sum += static_cast<double>(sums[j * W + lane]);
+      sums[j * W + lane] = 0.0f;
+    }
     mass[j] += sum;
   }
 }
@@ -122,11 +134,15 @@ static void run_received_of(const Problem& p, const Received& received, const It
   own.K = p.H;  // each head is a group: all lanes of a block then belong to one head
 
   memset(s.sums, 0, sizeof(float) * kRange * W);
-  for (int j = 0; j < keys; ++j) s.mass[j] = 0.0, s.count[j] = 0;
+  for (int j = 0; j < keys; ++j) {
+    s.mass[j] = 0.0;
+    s.count[j] = 0;
+  }
   walk_tiles<1>(Reach(first, first + keys), kTile, [&](int64_t j0, int n) {
     const int64_t i = (j0 - first) / kTile;
     KeyTile& tile = s.tiles[i];
-    tile.j0 = j0, tile.n = n;
+    tile.j0 = j0;
+    tile.n = n;
     tile.bad.find(p, b, kv_head, j0, n);
     tile.key = tile_rows<N>(p.key, b, kv_head, tile, p.D, tile.bad, true, s.key_copy[i]);
   });
@@ -156,7 +172,10 @@ static void run_received_of(const Problem& p, const Received& received, const It
   }
   flush_sums(keys, s.sums, s.mass);
   const int64_t at = (b * p.H + h) * p.S + first;
-  for (int j = 0; j < keys; ++j) received.mass[at + j] = s.mass[j], received.rows[at + j] = s.count[j];
+  for (int j = 0; j < keys; ++j) {
+    received.mass[at + j] = s.mass[j];
+    received.rows[at + j] = s.count[j];
+  }
 }
 
 static void run_received(const Problem& p, const Received& received, const ItemPlan& plan, int64_t item,

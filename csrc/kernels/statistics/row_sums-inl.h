@@ -51,7 +51,10 @@ template <int NV>
 static inline void group_maxima(const float* x, int n, const float* top, F* peak, F* group) {
   constexpr int R = NV * W;
   HW_UNROLL
-  for (int v = 0; v < NV; ++v) peak[v] = set1(-kInf), group[v] = zero();
+  for (int v = 0; v < NV; ++v) {
+    peak[v] = set1(-kInf);
+    group[v] = zero();
+  }
   for (int g = 0; g < n; g += kGroup) {
     F best[NV];
     HW_UNROLL
@@ -91,7 +94,8 @@ static inline void update_maxima(const float* x, int n, const float* top, float 
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {
     const F before = load(row_max + v * W), now = max(before, peak[v]);
-    store(old_max + v * W, before), store(from + v * W, group[v]);
+    store(old_max + v * W, before);
+    store(from + v * W, group[v]);
     store(row_max + v * W, now);
     const F drop = mul(sub(before, select(not_less(none, now), zero(), now)), scale), factor = exp2<6>(drop);
     store(rescale + v * W, factor);
@@ -101,7 +105,10 @@ static inline void update_maxima(const float* x, int n, const float* top, float 
   }
   // Without branches: which rows have a new maximum, and where, cannot be predicted.
   int changed[R], count = 0;
-  for (int r = 0; r < rows.n; ++r) changed[count] = r, count += old_max[r] < row_max[r];
+  for (int r = 0; r < rows.n; ++r) {
+    changed[count] = r;
+    count += old_max[r] < row_max[r];
+  }
   for (int i = 0; i < count; ++i) {
     const int r = changed[i], first = static_cast<int>(from[r]);
     int at = n - 1;
@@ -129,7 +136,9 @@ static inline void weigh_keys(float* x, int from, int to, float c, const float* 
   for (int v = 0; v < NV; ++v) {
     const F now = load(row_max + v * W);
     peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
-    sum[v] = zero(), log[v] = load(part.log + v * W), distance[v] = load(part.distance + v * W);
+    sum[v] = zero();
+    log[v] = load(part.log + v * W);
+    distance[v] = load(part.distance + v * W);
   }
   const auto weigh = [&](int j, F* w) HW_LAMBDA {
     const F step = set1(to_keys.step[j]);
@@ -148,7 +157,8 @@ static inline void weigh_keys(float* x, int from, int to, float c, const float* 
     uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
     for (int j = from; j < to; j += 2) {
       F a[NV], b[NV];
-      weigh(j, a), weigh(j + 1, b);
+      weigh(j, a);
+      weigh(j + 1, b);
       HW_UNROLL
       for (int v = 0; v < NV; ++v) store_pairs(pairs + j / 2 * R + v * W, a[v], b[v]);
     }
@@ -162,7 +172,9 @@ static inline void weigh_keys(float* x, int from, int to, float c, const float* 
   }
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {
-    store(part.weight + v * W, sum[v]), store(part.log + v * W, log[v]), store(part.distance + v * W, distance[v]);
+    store(part.weight + v * W, sum[v]);
+    store(part.log + v * W, log[v]);
+    store(part.distance + v * W, distance[v]);
   }
 }
 
@@ -198,7 +210,8 @@ static inline void add_to_bin(const Bins& at, float c, const float* HW_RESTRICT 
 
 // Weights of two neighbouring keys, or of one, from floats to a pair; `to` may be the address of the first.
 template <class N, int NV>
-static inline void pack_pair(const float* first, bool two, float* to) {
+static inline void pack_pair([[maybe_unused]] const float* first, [[maybe_unused]] bool two,
+                             [[maybe_unused]] float* to) {
   constexpr int R = NV * W;
   if constexpr (N::kPair == 2) {
     for (int v = 0; v < NV; ++v) {
@@ -206,7 +219,6 @@ static inline void pack_pair(const float* first, bool two, float* to) {
       store_pairs(reinterpret_cast<uint32_t*>(to) + v * W, a, b);
     }
   }
-  (void)first, (void)two, (void)to;
 }
 
 // Computes the weights of a tile as softmax_tile does, after update_maxima, and adds them up.

@@ -22,13 +22,17 @@ struct StatisticsScratch {
     RowSums unused;
     for (int i = 0; i < blocks; ++i) {
       RowSums& t = counts_only ? unused : sums[i];
-      t.log = arena.take<float>(kRows), t.distance = arena.take<float>(kRows);
-      t.bin = arena.take<float>(s.bins * kRows), t.bin_max = arena.take<float>(s.bins * kRows);
+      t.log = arena.take<float>(kRows);
+      t.distance = arena.take<float>(kRows);
+      t.bin = arena.take<float>(s.bins * kRows);
+      t.bin_max = arena.take<float>(s.bins * kRows);
       t.picked = arena.take<float>(s.n_picks * kRows);
       t.features = arena.take<float>(s.F * kRows);
-      t.largest_key = arena.take<int32_t>(kRows), t.keys = arena.take<int32_t>(kRows);
+      t.largest_key = arena.take<int32_t>(kRows);
+      t.keys = arena.take<int32_t>(kRows);
       t.pos = arena.take<int32_t>(kRows);
-      t.pick_min = arena.take<int32_t>(s.n_picks), t.pick_max = arena.take<int32_t>(s.n_picks);
+      t.pick_min = arena.take<int32_t>(s.n_picks);
+      t.pick_max = arena.take<int32_t>(s.n_picks);
     }
   }
 };
@@ -40,7 +44,9 @@ HW_INLINE int64_t pick_of(const Statistics& s, int64_t b, int64_t t, int64_t col
 static inline void clear_sums(const Problem& p, const Statistics& s, int64_t b, const QueryRows& rows, RowSums& t) {
   for (int r = 0; r < kRows; ++r) {
     t.log[r] = t.distance[r] = 0.0f;
-    t.largest_key[r] = -1, t.keys[r] = 0, t.key_bad[r] = false;
+    t.largest_key[r] = -1;
+    t.keys[r] = 0;
+    t.key_bad[r] = false;
   }
   memset(t.bin, 0, static_cast<size_t>(s.bins * kRows) * sizeof(float));
   memset(t.features, 0, static_cast<size_t>(s.F * kRows) * sizeof(float));
@@ -56,9 +62,11 @@ static inline void clear_sums(const Problem& p, const Statistics& s, int64_t b, 
     for (int r = 0; r < rows.n; ++r) {
       const int64_t pick = pick_of(s, b, rows.t[r], c);
       if (pick < 0 || pick >= p.S) continue;
-      low = min(low, pick), high = max(high, pick);
+      low = min(low, pick);
+      high = max(high, pick);
     }
-    t.pick_min[c] = static_cast<int32_t>(low), t.pick_max[c] = static_cast<int32_t>(high);
+    t.pick_min[c] = static_cast<int32_t>(low);
+    t.pick_max[c] = static_cast<int32_t>(high);
   }
 }
 
@@ -183,7 +191,8 @@ static inline void write_numbers(const Problem& p, const Statistics& s, int64_t 
   if (p.sinks != nullptr) {  // one more key, which no statistic counts
     const float sink = p.sinks[h];
     peak = sink > row.row_max ? sink : row.row_max;
-    rescale = expf(row.row_max - peak), sink_weight = expf(sink - peak);
+    rescale = expf(row.row_max - peak);
+    sink_weight = expf(sink - peak);
     sink_log = sink - peak > -1e30f ? sink - peak : -1e30f;
   }
   const float whole = row.row_sum * rescale + sink_weight, mass = row.row_sum * rescale / whole;

@@ -22,7 +22,8 @@ struct Totals {
   Totals(const Problem& p, const Plan& plan, const Statistics& s, int64_t group) : G(p.H / p.K) {
     const Item item(p, plan, group);
     first_head = item.kv_head * G;
-    first = item.first / G * s.query_bins / p.T, last = (item.last - 1) / G * s.query_bins / p.T;
+    first = item.first / G * s.query_bins / p.T;
+    last = (item.last - 1) / G * s.query_bins / p.T;
     part = s.parts + group * G * s.part_size();
     map = s.map + (item.b * p.H + first_head) * s.query_bins * s.map_sums();
   }
@@ -86,7 +87,8 @@ static inline void add_to_totals(const Problem& p, const Statistics& s, const Qu
   int64_t row = rows.t[0] * s.query_bins / p.T;
   for (int r = 0; r < rows.n; ++r) {
     while ((row + 1) * p.T <= rows.t[r] * s.query_bins) ++row;
-    sums[r] = totals.sums_of(s, rows.h[r]), features[r] = sums[r] + 2 * s.n_slots;
+    sums[r] = totals.sums_of(s, rows.h[r]);
+    features[r] = sums[r] + 2 * s.n_slots;
     map[r] = totals.map_row(s, rows.h[r], row);
     map[r][s.bins] += factors.on_keys[r] ? 1.0 : 0.0;
   }

@@ -38,10 +38,14 @@ HW_INLINE void philox_lanes(uint64_t seed, U* word) {
   HW_UNROLL
   for (int round = 0; round < 10; ++round) {
     U low0, high0, low1, high1;
-    multiply_wide(word[0], m0, low0, high0), multiply_wide(word[2], m1, low1, high1);
-    word[0] = exclusive_or(exclusive_or(high1, word[1]), set_words(k0)), word[1] = low1;
-    word[2] = exclusive_or(exclusive_or(high0, word[3]), set_words(k1)), word[3] = low0;
-    k0 += kPhiloxStep0, k1 += kPhiloxStep1;
+    multiply_wide(word[0], m0, low0, high0);
+    multiply_wide(word[2], m1, low1, high1);
+    word[0] = exclusive_or(exclusive_or(high1, word[1]), set_words(k0));
+    word[1] = low1;
+    word[2] = exclusive_or(exclusive_or(high0, word[3]), set_words(k1));
+    word[3] = low0;
+    k0 += kPhiloxStep0;
+    k1 += kPhiloxStep1;
   }
 }
 
@@ -55,7 +59,8 @@ static inline void drop_columns(const Problem& p, int64_t b, const QueryRows& ro
     for (int i = 0; i < W; ++i) {
       const uint64_t plane = static_cast<uint64_t>(dropout_plane(p, b, rows, first + i));
       query[i] = static_cast<uint32_t>(p.seed.query + rows.t[first + i]);
-      low[i] = static_cast<uint32_t>(plane), high[i] = static_cast<uint32_t>(plane >> 32);
+      low[i] = static_cast<uint32_t>(plane);
+      high[i] = static_cast<uint32_t>(plane >> 32);
     }
     for (int j = 0; j < n;) {
       const int64_t key = p.seed.key + j0 + j;

@@ -71,7 +71,9 @@ static inline void skip_split(const Problem& p, const Plan& plan, int64_t b, int
                               int64_t last, int64_t split) {
   for (int64_t row = first; row < last; ++row) {
     float* to = partial_row(p, plan, b, kv_head, row, split);
-    to[0] = -kInf, to[1] = 0.0f, to[2] = -kInf;
+    to[0] = -kInf;
+    to[1] = 0.0f;
+    to[2] = -kInf;
   }
 }
 
@@ -80,7 +82,10 @@ static inline float note_result(const Problem& p, int64_t b, int64_t h, int64_t 
   const int64_t at = (b * p.H + h) * p.T + t;
   const RowResult result = row_result(p, h, state);
   if (p.lse != nullptr) p.lse[at] = result.lse;
-  if (p.ends != nullptr) p.ends[at] = state.raw_max, p.ends[p.B * p.H * p.T + at] = result.factor;
+  if (p.ends != nullptr) {
+    p.ends[at] = state.raw_max;
+    p.ends[p.B * p.H * p.T + at] = result.factor;
+  }
   return result.factor;
 }
 

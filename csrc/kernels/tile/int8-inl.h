@@ -37,7 +37,8 @@ static inline bool scales_are_tame(const float* scales, int n) {
   F peak = zero(), sum = zero();  // a NaN shows in the sum, which a maximum may hide
   for (int j = 0; j < n; j += W) {
     const F x = abs(load(scales + j));
-    peak = max(peak, x), sum = add(sum, x);
+    peak = max(peak, x);
+    sum = add(sum, x);
   }
   const float total = reduce_add(sum);
   return is_tame(reduce_max(peak)) && total == total;

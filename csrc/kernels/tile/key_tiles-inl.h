@@ -40,8 +40,12 @@ class PageTable {
       to.data = static_cast<char*>(from.data) + elements * size_of(from.dtype);
     };
     Problem& moved = *reinterpret_cast<Problem*>(moved_);
-    move(moved.key, call_.key), move(moved.value, call_.value);
-    if (call_.bytes()) move(moved.key_scale, call_.key_scale), move(moved.value_scale, call_.value_scale);
+    move(moved.key, call_.key);
+    move(moved.value, call_.value);
+    if (call_.bytes()) {
+      move(moved.key_scale, call_.key_scale);
+      move(moved.value_scale, call_.value_scale);
+    }
     return moved;
   }
 

@@ -95,9 +95,11 @@ class RowsAhead {
   RowsAhead() = default;
   // The rows from <= j < to of x, in so many steps.
   RowsAhead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t from, int64_t to, int64_t width, int64_t steps) {
-    row_ = at(x, b, kv_head, from), pitch_ = x.stride[2] * size_of(x.dtype);
+    row_ = at(x, b, kv_head, from);
+    pitch_ = x.stride[2] * size_of(x.dtype);
     lines_ = x.stride[3] == 1 ? (width * size_of(x.dtype) + 63) / 64 : 0;
-    left_ = lines_ * max(to - from, 0), each_ = (left_ + steps - 1) / steps;
+    left_ = lines_ * max(to - from, 0);
+    each_ = (left_ + steps - 1) / steps;
   }
   HW_MEMBER void step() { prefetch(min(each_, left_)); }
   void rest() { prefetch(left_); }
@@ -107,7 +109,10 @@ class RowsAhead {
     left_ -= n;
     for (; n > 0; --n) {
       HW_PREFETCH_NEAR(row_ + line_ * 64);
-      if (++line_ == lines_) line_ = 0, row_ = offset(row_, pitch_);
+      if (++line_ == lines_) {
+        line_ = 0;
+        row_ = offset(row_, pitch_);
+      }
     }
   }
   const char* row_ = nullptr;

@@ -32,13 +32,27 @@ template <int U, int NV>
 HW_INLINE void add_tiles(const uint16_t* first, int64_t stride, const uint32_t* second, int64_t pitch) {
   const int64_t rows = stride * 2, pairs = pitch * 4;
   tile_load<kFirst>(first, rows);
-  tile_load<kSecond>(second, pairs), tile_times<0, kFirst, kSecond>();
-  if constexpr (NV > 1) tile_load<kSecond>(second + W, pairs), tile_times<1, kFirst, kSecond>();
-  if constexpr (NV > 2) tile_load<kSecond>(second + 2 * W, pairs), tile_times<2, kFirst, kSecond>();
+  tile_load<kSecond>(second, pairs);
+  tile_times<0, kFirst, kSecond>();
+  if constexpr (NV > 1) {
+    tile_load<kSecond>(second + W, pairs);
+    tile_times<1, kFirst, kSecond>();
+  }
+  if constexpr (NV > 2) {
+    tile_load<kSecond>(second + 2 * W, pairs);
+    tile_times<2, kFirst, kSecond>();
+  }
   if constexpr (U == 1) return;
-  tile_load<kFirst>(first + W * stride, rows), tile_times<2 + NV, kFirst, kSecond>();
-  if constexpr (NV > 2) tile_load<kSecond>(second + W, pairs), tile_times<4, kFirst, kSecond>();
-  if constexpr (NV > 1) tile_load<kSecond>(second, pairs), tile_times<3, kFirst, kSecond>();
+  tile_load<kFirst>(first + W * stride, rows);
+  tile_times<2 + NV, kFirst, kSecond>();
+  if constexpr (NV > 2) {
+    tile_load<kSecond>(second + W, pairs);
+    tile_times<4, kFirst, kSecond>();
+  }
+  if constexpr (NV > 1) {
+    tile_load<kSecond>(second, pairs);
+    tile_times<3, kFirst, kSecond>();
+  }
 }
 
 template <int U, int NV>

@@ -31,13 +31,16 @@ struct Reach {
   explicit Reach(const Problem& p) : from(p.S), to(0), gap_min(0), gap_max(p.S) {}
   Reach(int64_t first, int64_t last) : from(first), to(last), gap_min(0), gap_max(0) {}
   void add(const QueryRows& rows) {
-    from = min(from, rows.lo_min), to = max(to, rows.hi_max);
-    gap_min = rows.gap_min, gap_max = min(gap_max, rows.gap_max);  // all rows of an item have one prefix
+    from = min(from, rows.lo_min);
+    to = max(to, rows.hi_max);
+    gap_min = rows.gap_min;  // all rows of an item have one prefix
+    gap_max = min(gap_max, rows.gap_max);
   }
   // The reach within first <= j < last.
   Reach within(int64_t first, int64_t last) const {
     Reach part = *this;
-    part.from = max(from, first), part.to = min(to, last);
+    part.from = max(from, first);
+    part.to = min(to, last);
     return part;
   }
 };
@@ -65,7 +68,10 @@ struct NextTile {
   RowsAhead key, value;
 
   // All of it at once.
-  void rest() { key.rest(), value.rest(); }
+  void rest() {
+    key.rest();
+    value.rest();
+  }
 };
 
 // The same for several blocks of rows: span_of(i, j0, n) is the part of a tile that block i attends, load(j0, n) reads
@@ -91,7 +97,8 @@ static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, con
   int count = 0;
   walk_tiles<Pair>(reach, Step, [&](int64_t j0, int n) {
     TileSpans& tile = tiles[count % 2];
-    tile.j0 = j0, tile.n = n;
+    tile.j0 = j0;
+    tile.n = n;
     bool attended = false;
     for (int i = 0; i < blocks; ++i) {
       tile.block[i] = span_of(i, j0, n);

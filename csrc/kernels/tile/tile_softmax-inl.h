@@ -110,7 +110,7 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
 
 // Converts the weights of a tile from floats to the format N, after dropout.
 template <class N, int NV>
-static inline void pack_weights(float* x, int64_t keys) {
+static inline void pack_weights([[maybe_unused]] float* x, [[maybe_unused]] int64_t keys) {
   constexpr int R = NV * W;
   if constexpr (N::kPair == 2) {
     uint32_t* pairs = reinterpret_cast<uint32_t*>(x);
@@ -121,7 +121,6 @@ static inline void pack_weights(float* x, int64_t keys) {
       }
     }
   }
-  (void)x, (void)keys;
 }
 
 }  // namespace HW_ISA

@@ -20,7 +20,8 @@ static inline void transpose_keys(const uint16_t* const* rows, int64_t width, in
       even[i] = rows[2 * i] == nullptr ? zero() : load_halves(rows[2 * i] + d, n);
       odd[i] = rows[2 * i + 1] == nullptr ? zero() : load_halves(rows[2 * i + 1] + d, n);
     }
-    transpose(even), transpose(odd);
+    transpose(even);
+    transpose(odd);
     for (int64_t i = 0; i < W && d + 2 * i < padded; ++i) {
       exchange_halves(even[i], odd[i]);
       store(reinterpret_cast<float*>(to + (d + 2 * i) * pitch), even[i]);

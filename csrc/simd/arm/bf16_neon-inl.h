@@ -40,7 +40,8 @@ HW_INLINE void pair_neighbours(float* x) {
 // Pairs of two rows of 2 W bfloat16; `place_of_pair` gives the lane of the two results that has element i.
 HW_INLINE void load_pairs(const uint16_t* first, const uint16_t* second, F& a, F& b) {
   const uint16x8x2_t pairs = vzipq_u16(vld1q_u16(first), vld1q_u16(second));
-  a = vreinterpretq_f32_u16(pairs.val[0]), b = vreinterpretq_f32_u16(pairs.val[1]);
+  a = vreinterpretq_f32_u16(pairs.val[0]);
+  b = vreinterpretq_f32_u16(pairs.val[1]);
 }
 HW_INLINE int place_of_pair(int i) { return i; }
 // W pairs of two rows of bfloat16, in order.

@@ -48,7 +48,8 @@ HW_INLINE M below(U x, U bound) { return vcltq_u32(x, bound); }
 HW_INLINE void multiply_wide(U x, U m, U& low, U& high) {
   const U first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(x), vget_low_u32(m)));
   const U last = vreinterpretq_u32_u64(vmull_high_u32(x, m));
-  low = vuzp1q_u32(first, last), high = vuzp2q_u32(first, last);
+  low = vuzp1q_u32(first, last);
+  high = vuzp2q_u32(first, last);
 }
 // x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
 HW_INLINE F scale2(F x, F t) {

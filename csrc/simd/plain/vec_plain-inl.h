@@ -88,7 +88,8 @@ HW_INLINE M below(U x, U bound) {
 HW_INLINE void multiply_wide(U x, U m, U& low, U& high) {
   for (int i = 0; i < W; ++i) {
     const uint64_t product = uint64_t{x.x[i]} * m.x[i];
-    low.x[i] = static_cast<uint32_t>(product), high.x[i] = static_cast<uint32_t>(product >> 32);
+    low.x[i] = static_cast<uint32_t>(product);
+    high.x[i] = static_cast<uint32_t>(product >> 32);
   }
 }
 HW_INLINE F load(const float* p) {

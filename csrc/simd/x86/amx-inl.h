@@ -77,8 +77,10 @@ HW_INLINE void columns_of_sums(const float* x, F* column) {
   };
   const __m512d a = pairs(z[0], z[1], false), b = pairs(z[2], z[3], false);
   const __m512d c = pairs(z[0], z[1], true), d = pairs(z[2], z[3], true);
-  column[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), column[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-  column[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+  column[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+  column[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  column[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d));
+  column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
 // Weights as the sums of two bfloat16, each paired with 0: to[0] has (first, 0), to[1] (0, first), to[2] and to[3] the
 // same of the second, `pitch` words apart.

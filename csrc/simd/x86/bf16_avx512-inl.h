@@ -44,7 +44,8 @@ HW_INLINE void pair_neighbours(float* x) {
 // Pairs of two rows of 2 W bfloat16; `place_of_pair` gives the lane of the two results that has element i.
 HW_INLINE void load_pairs(const uint16_t* first, const uint16_t* second, F& a, F& b) {
   const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
-  a = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y)), b = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
+  a = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
+  b = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
 }
 HW_INLINE int place_of_pair(int i) { return i % 8 / 4 * 16 + i / 8 * 4 + i % 4; }
 // W pairs of two rows of bfloat16, in order.

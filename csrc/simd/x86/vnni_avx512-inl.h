@@ -41,8 +41,10 @@ HW_INLINE F floats_of(I x) { return _mm512_cvtepi32_ps(x); }
 HW_INLINE void transpose_four(I* x) {
   const I a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
   const I c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-  x[0] = _mm512_unpacklo_epi64(a, c), x[1] = _mm512_unpackhi_epi64(a, c);
-  x[2] = _mm512_unpacklo_epi64(b, d), x[3] = _mm512_unpackhi_epi64(b, d);
+  x[0] = _mm512_unpacklo_epi64(a, c);
+  x[1] = _mm512_unpackhi_epi64(a, c);
+  x[2] = _mm512_unpacklo_epi64(b, d);
+  x[3] = _mm512_unpackhi_epi64(b, d);
 }
 // Lane 4 i + r: the sum of the lanes r, 4 + r, 8 + r and 12 + r of x[i].
 HW_INLINE I sum_fours(const I* x) {

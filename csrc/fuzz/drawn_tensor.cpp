@@ -1,11 +1,9 @@
-// The random tensors in memory, element by element, in every dtype.
-#include <math.h>
+#include "fuzz/drawn_tensor.h"
+
 #include <string.h>
 
 #include <algorithm>
 #include <numeric>
-
-#include "fuzz/cases.h"
 
 namespace fuzz {
 namespace {
@@ -29,7 +27,53 @@ double half_value(uint16_t bits) {
   return bits & 0x8000 ? -x : x;
 }
 
+// A memory layout: a permutation of axes, gaps, steps, and sometimes a stride of 0.
+void draw_layout(Draw& draw, DrawnTensor& t, bool may_alias) {
+  const int axes = static_cast<int>(t.sizes.size());
+  std::vector<int> order(static_cast<size_t>(axes));
+  std::iota(order.begin(), order.end(), 0);
+  if (axes == 4 && draw.once_in(3)) std::swap(order[1], order[2]);  // (B, T, H, D) memory
+  if (draw.once_in(8)) std::swap(order[draw.below(axes)], order[draw.below(axes)]);
+  t.strides.assign(static_cast<size_t>(axes), 0);
+  int64_t step = draw.once_in(6) ? draw.between(2, 3) : 1;
+  for (int n = axes - 1; n >= 0; --n) {
+    const size_t axis = static_cast<size_t>(order[static_cast<size_t>(n)]);
+    t.strides[axis] = step;
+    if (may_alias && draw.once_in(15)) t.strides[axis] = 0;
+    else step *= t.sizes[axis];
+    if (draw.once_in(4)) step += draw.between(1, 9);
+  }
+  t.offset = draw.once_in(2) ? draw.below(20) : 0;
+}
+
 }  // namespace
+
+uint64_t Draw::bits() {
+  uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+double Draw::normal() {  // nearly, and within 6
+  double sum = -6;
+  for (int n = 0; n < 12; ++n) sum += unit();
+  return sum;
+}
+
+DrawnTensor draw_tensor(Draw& draw, int32_t dtype, std::vector<int64_t> sizes, bool may_alias,
+                        const std::function<double()>& element) {
+  DrawnTensor t;
+  t.present = true;
+  t.dtype = dtype;
+  t.sizes = std::move(sizes);
+  draw_layout(draw, t, may_alias);
+  t.x.resize(static_cast<size_t>(count_of(t.sizes)));
+  for (double& x : t.x) x = element();
+  const fake::Tensor rounded = t.tensor(0);
+  for (size_t n = 0; n < t.x.size(); ++n) t.x[n] = read(*rounded, static_cast<int64_t>(n));
+  return t;
+}
 
 int64_t count_of(const std::vector<int64_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<int64_t>());
@@ -42,7 +86,8 @@ std::vector<double> spread(const DrawnTensor& t, const std::vector<int64_t>& ful
     for (size_t axis = full.size(); axis-- > 0;) {
       const int64_t at = rest % full[axis];
       rest /= full[axis];
-      place += (t.sizes[axis] == 1 ? 0 : at) * step, step *= t.sizes[axis];
+      place += (t.sizes[axis] == 1 ? 0 : at) * step;
+      step *= t.sizes[axis];
     }
     all[n] = t.x[static_cast<size_t>(place)];
   }
@@ -71,22 +116,27 @@ static char* address(const AtenTensorOpaque& t, int64_t element) {
   return t.data() + place * code_size(t.dtype);
 }
 
+template <class T>
+T loaded(const void* from) {
+  T value;
+  memcpy(&value, from, sizeof(value));
+  return value;
+}
+
 double read(const AtenTensorOpaque& t, int64_t element) {
   const char* from = address(t, element);
   uint64_t bits = 0;
   memcpy(&bits, from, static_cast<size_t>(code_size(t.dtype)));
-  float single;
-  double wide;
   switch (t.dtype) {
     case kLong: return static_cast<double>(static_cast<int64_t>(bits));
     case kBool: return bits != 0;
     case kByte: return static_cast<int8_t>(bits);
     case kHalf: return half_value(static_cast<uint16_t>(bits));
-    case kDouble: return memcpy(&wide, from, 8), wide;
-    case kFloat: return memcpy(&single, from, 4), single;
+    case kDouble: return loaded<double>(from);
+    case kFloat: return loaded<float>(from);
     default: {
       const uint32_t high = static_cast<uint32_t>(bits) << 16;
-      return memcpy(&single, &high, 4), single;
+      return loaded<float>(&high);
     }
   }
 }
