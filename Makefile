@@ -84,7 +84,7 @@ FUZZ_SEED    ?= 1
 fuzz:
 	@cmake -S . -B build/asan -DHEADWISE_SANITIZE=ON -DHEADWISE_FUZZ=ON >/dev/null
 	@cmake --build build/asan --target headwise_fuzz --parallel
-	build/asan/headwise_fuzz shares
+	build/asan/headwise_fuzz balance
 	UBSAN_OPTIONS=print_stacktrace=1 build/asan/headwise_fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 
 TSAN_SECONDS ?= 60

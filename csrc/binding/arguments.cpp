@@ -9,11 +9,12 @@
 namespace headwise {
 namespace {
 
-// A tensor of stride 0 can have any length; with these the sizes in the kernels do not overflow.
+// Upper bounds of the sizes, because a tensor of stride 0 can have any length. Within them the sizes that kernels
+// compute do not overflow.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 constexpr int64_t kMaxWidth = int64_t{1} << 20;
 
-void take_segments(Problem& p, const Tensors& ids) {
+void take_segments(Call& p, const Tensors& ids) {
   if (ids.size() % 2 != 0 || ids.size() > 2 * kMaxSegments) fail("segments must be at most 4 pairs of tensors");
   for (size_t n = 0; n < ids.size(); n += 2) {
     SegmentRule& rule = p.segments[p.n_segments++];
@@ -28,7 +29,7 @@ void take_segments(Problem& p, const Tensors& ids) {
   }
 }
 
-void take_dense(Problem& p, const Tensors& masks) {
+void take_dense(Call& p, const Tensors& masks) {
   if (masks.size() > kMaxDense) fail("at most 8 dense masks");
   for (const Handle& mask : masks) {
     const View view = read_view(mask, "dense");
@@ -37,7 +38,7 @@ void take_dense(Problem& p, const Tensors& masks) {
   }
 }
 
-void take_alibi(Problem& p, const Tensors& pairs) {
+void take_alibi(Call& p, const Tensors& pairs) {
   if (pairs.size() % 2 != 0 || pairs.size() > 2 * kMaxAlibi) fail("alibi must be at most 4 pairs of tensors");
   for (size_t n = 0; n < pairs.size(); n += 2) {
     AlibiRule& rule = p.alibi[p.n_alibi++];
@@ -61,7 +62,7 @@ void take_alibi(Problem& p, const Tensors& pairs) {
   }
 }
 
-void take_relative(Problem& p, const Tensors& biases) {
+void take_relative(Call& p, const Tensors& biases) {
   if (biases.size() + static_cast<size_t>(p.n_dense) > kMaxDense) fail("at most 8 dense masks and relative biases");
   for (const Handle& bias : biases) {
     const View view = read_view(bias, "relative");
@@ -81,8 +82,8 @@ void take_relative(Problem& p, const Tensors& biases) {
   }
 }
 
-// Pairs of an index and its blocks of bits. Each entry must name an existing block.
-void take_maps(Problem& p, const Tensors& pairs) {
+// Reads pairs of an index and its blocks of bits. Each entry must name an existing block.
+void take_maps(Call& p, const Tensors& pairs) {
   if (pairs.size() % 2 != 0 || pairs.size() > 2 * kMaxMaps) fail("maps must be at most 4 pairs of tensors");
   for (size_t n = 0; n < pairs.size(); n += 2) {
     const View index = read_view(pairs[n], "maps"), bits = read_view(pairs[n + 1], "maps");
@@ -116,7 +117,7 @@ void take_maps(Problem& p, const Tensors& pairs) {
   }
 }
 
-void take_sinks(Problem& p, const Handle& sinks) {
+void take_sinks(Call& p, const Handle& sinks) {
   if (!sinks) return;
   const View view = read_view(sinks, "sinks");
   require_dtype(view, "sinks", Dtype::f32);
@@ -126,7 +127,7 @@ void take_sinks(Problem& p, const Handle& sinks) {
   p.sinks = static_cast<const float*>(view.data);
 }
 
-void take_bounds(Problem& p, const Handle& bounds) {
+void take_bounds(Call& p, const Handle& bounds) {
   if (!bounds) return;
   const View tensor = read_view(bounds, "bounds");
   p.bounds_size = tensor.axes > 0 && tensor.sizes[tensor.axes - 1] == 5 ? 5 : 4;
@@ -137,8 +138,8 @@ void take_bounds(Problem& p, const Handle& bounds) {
   p.bounds_stride = view.strides[0];
 }
 
-// Sizes of a call. With `length` > 0 keys and values are in pages, and `length` is their number.
-void fill_sizes(Problem& p, const View& query, const View& key, const View& value, int64_t length = 0) {
+// Fills in the sizes of a call. If `length` > 0, keys and values are in pages and `length` is their number.
+void fill_sizes(Call& p, const View& query, const View& key, const View& value, int64_t length = 0) {
   require_axes(query, "query", 4);
   require_axes(key, "key", 4);
   require_axes(value, "value", 4);
@@ -164,8 +165,8 @@ void fill_sizes(Problem& p, const View& query, const View& key, const View& valu
   p.value = tensor4(value);
 }
 
-// The pages of each batch row. Each must exist.
-void take_table(Problem& p, const View& table, const View& key) {
+// Reads the pages of each batch row, all of which must exist.
+void take_table(Call& p, const View& table, const View& key) {
   require_int64(table, "table");
   require_axes(table, "table", 2);
   p.page = key.sizes[2];
@@ -195,7 +196,7 @@ std::string to_text(double x) {
   return text;
 }
 
-// Scale and softcap stay away from the ends of float32, so that no product with them overflows or underflows.
+// Scale and softcap must stay away from the limits of float32, so that no product with them overflows or underflows.
 bool is_factor(double x) { return x >= kMinFactor && x <= kMaxFactor; }
 
 float read_softcap(double softcap) {
@@ -238,7 +239,7 @@ Rules::Rules(const StableIValue* stack)
       maps_(optional(stack[9])),
       relative_(optional(stack[10])) {}
 
-void Rules::fill(Problem& p) const {
+void Rules::fill(Call& p) const {
   p.scale = read_scale(scale_);
   p.softcap = read_softcap(softcap_);
   take_sinks(p, sinks_);
@@ -252,7 +253,7 @@ void Rules::fill(Problem& p) const {
   take_relative(p, relative_);
 }
 
-void fill_problem(Problem& p, const View& query, const View& key, const View& value) {
+void fill_problem(Call& p, const View& query, const View& key, const View& value) {
   fill_sizes(p, query, key, value);
   if (key.torch_dtype != query.torch_dtype || value.torch_dtype != query.torch_dtype) {
     fail("query, key and value must have one dtype");
@@ -260,7 +261,7 @@ void fill_problem(Problem& p, const View& query, const View& key, const View& va
   if (!is_supported(query)) fail("query, key and value must be float32, bfloat16 or float16");
 }
 
-void fill_cache_problem(Problem& p, const View& query, const CacheTensor& key, const CacheTensor& value,
+void fill_cache_problem(Call& p, const View& query, const CacheTensor& key, const CacheTensor& value,
                         const Handle& table, int64_t length) {
   const View key_view = read_view(key.data, "key", true), value_view = read_view(value.data, "value", true);
   if (table && length < 1) fail("pages hold at least one key, got a length of " + std::to_string(length));
@@ -280,7 +281,7 @@ void fill_cache_problem(Problem& p, const View& query, const CacheTensor& key, c
   if (table) take_table(p, read_view(table, "table"), key_view);
 }
 
-void take_gate(Problem& p, const Handle& gate) {
+void take_gate(Call& p, const Handle& gate) {
   if (!gate) return;
   const View view = read_view(gate, "gate");
   if (view.int64 || view.dtype == Dtype::boolean) fail("the gate must be floating point");
@@ -309,7 +310,7 @@ DropoutSeed read_seed(const Handle& seed) {
   return read;
 }
 
-void take_dropout(Problem& p, float dropout, const Handle& seed) {
+void take_dropout(Call& p, float dropout, const Handle& seed) {
   p.dropout = dropout;
   if (dropout <= 0.0f) return;
   if (!seed) fail("dropout needs a seed");

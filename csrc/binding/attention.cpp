@@ -1,8 +1,9 @@
-// The operators of torch.ops.headwise, through torch's stable ABI. Every argument is checked here, whatever Python has
-// checked before: no tensor may crash the process.
+// The operators of torch.ops.headwise, through torch's stable ABI. Every argument is checked here, even if Python has
+// checked it before: no tensor may crash the process.
 //
-// The functions are boxed by hand: `stack` has the arguments, and then the results. This costs less than the templates
-// of torch's headers (benchmarks/log.md has the figures), and a decode step lasts 30 us.
+// The functions are boxed by hand: `stack` holds first the arguments and then the results. This is faster than the
+// templates of torch's headers (benchmarks/log.md has the figures), which matters because a decode step takes only 30
+// us.
 #include <string.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 namespace headwise {
 namespace {
 
-Handle empty_out(Problem& p, int32_t torch_dtype) {
+Handle empty_out(Call& p, int32_t torch_dtype) {
   Handle out = empty_heads(p.B, p.H, p.T, p.V, torch_dtype, p.out);
   p.out.dtype = p.query.dtype;
   return out;
@@ -25,7 +26,7 @@ Handle empty_out(Problem& p, int32_t torch_dtype) {
 
 void attend_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Handle query(stack[0]), key(stack[1]), value(stack[2]);
-  Problem p;
+  Call p;
   const View query_view = read_view(query, "query");
   fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   p.scale = read_scale(number(stack[3]));
@@ -40,7 +41,7 @@ void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Handle query(stack[0]), key(stack[1]), value(stack[2]);
   const Rules rules(stack + 3);
   const Handle gate(optional(stack[3 + kRuleCount])), seed(optional(stack[5 + kRuleCount]));
-  Problem p;
+  Call p;
   const View query_view = read_view(query, "query");
   fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   rules.fill(p);
@@ -102,8 +103,8 @@ bool define(TorchLibraryHandle definitions, const Operator& op) {
          torch_library_impl(library, op.name, op.function, kTorchAbi) == 0;
 }
 
-// Runs when the library is loaded. It throws no exception, which would end the process here: after a failure Python
-// reports the missing operators. The libraries are never deleted: the operators live as long as torch.
+// Runs when the library is loaded. It throws no exception, because that would end the process: after a failure, Python
+// reports the missing operators. The libraries are never deleted, because the operators live as long as torch.
 bool register_operators() {
   TorchLibraryHandle definitions = nullptr;
   if (aoti_torch_library_init_def("headwise", __FILE__, __LINE__, &definitions) != 0) return false;
@@ -120,7 +121,7 @@ const bool registered = register_operators();
 
 }  // namespace
 
-void attend(Problem& p, int32_t torch_dtype, StableIValue* stack) {
+void attend(Call& p, int32_t torch_dtype, StableIValue* stack) {
   Handle out = empty_out(p, torch_dtype);
   Handle lse = empty_lse(p);
   attend(p);
@@ -128,7 +129,7 @@ void attend(Problem& p, int32_t torch_dtype, StableIValue* stack) {
   stack[1] = lse.release();
 }
 
-Handle empty_lse(Problem& p) {
+Handle empty_lse(Call& p) {
   const int64_t sizes[3] = {p.B, p.H, p.T};
   const int64_t strides[3] = {multiply(p.H, p.T), p.T, 1};
   void* data = nullptr;

@@ -1,4 +1,4 @@
-// torch.ops.headwise.attend_kept and attend_backward: attend_full for training, and its gradient.
+// torch.ops.headwise.attend_kept, which is attend_full for training, and its gradient attend_backward.
 #include <algorithm>
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace headwise {
 namespace {
 
-void require_like(const View& view, const char* name, const View& query, const Problem& p) {
+void require_like(const View& view, const char* name, const View& query, const Call& p) {
   require_axes(view, name, 4);
   const int64_t sizes[4] = {p.B, p.H, p.T, p.V};
   if (!std::equal(sizes, sizes + 4, view.sizes)) fail(std::string(name) + " must be (B, H, T, V), got " + shape(view));
@@ -18,7 +18,7 @@ void require_like(const View& view, const char* name, const View& query, const P
 }
 
 // A result of attend_kept.
-void take_ends(Problem& p, const Handle& ends) {
+void take_ends(Call& p, const Handle& ends) {
   const View view = read_view(ends, "ends");
   require_dtype(view, "ends", Dtype::f32);
   require_axes(view, "ends", 4);
@@ -31,7 +31,7 @@ void take_ends(Problem& p, const Handle& ends) {
   p.ends = const_cast<float*>(static_cast<const float*>(view.data));
 }
 
-void take_grad_lse(Gradients& g, const Problem& p, const Handle& grad_lse) {
+void take_grad_lse(Gradients& g, const Call& p, const Handle& grad_lse) {
   if (!grad_lse) return;
   const View view = read_view(grad_lse, "grad_lse");
   require_dtype(view, "grad_lse", Dtype::f32);
@@ -44,19 +44,19 @@ void take_grad_lse(Gradients& g, const Problem& p, const Handle& grad_lse) {
   std::copy(view.strides, view.strides + 3, g.grad_lse.stride);
 }
 
-// A contiguous tensor with the dtype and sizes of a leaf, for its gradient.
+// Allocates a contiguous tensor for the gradient of a leaf, with its dtype and sizes.
 Handle empty_like(const View& leaf, void** data) {
   int64_t strides[4] = {1, 1, 1, 1};
   for (int axis = leaf.axes - 2; axis >= 0; --axis) strides[axis] = strides[axis + 1] * leaf.sizes[axis + 1];
   return empty(leaf.axes, leaf.sizes, strides, leaf.torch_dtype, data);
 }
 
-Handle empty_bias(const Handle& bias, const Problem& p, Tensor4& to) {
+Handle empty_bias(const Handle& bias, const Call& p, Tensor4& to) {
   const View view = read_view(bias, "dense");
   Handle grad = empty_like(view, &to.data);
   const int64_t sizes[4] = {p.B, p.H, p.T, p.S};
   int64_t step = 1;
-  for (int axis = 3; axis >= 0; --axis) {  // an axis of 1 is broadcast, also along one of 1
+  for (int axis = 3; axis >= 0; --axis) {  // an axis of length 1 is broadcast, also if the call has length 1 there
     const int64_t size = axis - (4 - view.axes) >= 0 ? view.sizes[axis - (4 - view.axes)] : 1;
     to.stride[axis] = size == sizes[axis] && size > 1 ? step : 0;
     step *= size;
@@ -69,7 +69,7 @@ void attend_kept_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Handle query(stack[0]), key(stack[1]), value(stack[2]);
   const Rules rules(stack + 3);
   const Handle seed(optional(stack[4 + kRuleCount]));
-  Problem p;
+  Call p;
   const View query_view = read_view(query, "query");
   fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   rules.fill(p);
@@ -89,7 +89,7 @@ void backward_boxed(StableIValue* stack, bool is_part) {
   const Handle query(stack[5]), key(stack[6]), value(stack[7]);
   const Rules rules(stack + 8);
   const Handle seed(optional(stack[9 + kRuleCount]));
-  Problem p;
+  Call p;
   p.is_part = is_part;
   Gradients g;
   const View query_view = read_view(query, "query");
@@ -156,7 +156,7 @@ extern const Operator kBackward[3] = {
      ", float dropout, Tensor? seed) -> (Tensor, Tensor, Tensor)",
      "CPU", attend_kept_boxed},
     {"attend_backward", "attend_backward" HEADWISE_BACKWARD, "CPU", attend_backward_boxed},
-    // The keys are some of those whose results `out` and `ends` are.
+    // The keys are a part of those to which the results `out` and `ends` belong.
     {"attend_part_backward", "attend_part_backward" HEADWISE_BACKWARD, "CPU", attend_part_backward_boxed},
 };
 

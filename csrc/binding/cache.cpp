@@ -1,6 +1,6 @@
-// torch.ops.headwise.attend_held: attention to the keys and values of a cache in place: contiguous or in pages, in the
-// query's dtype or in int8 with a scale for each token and head. And append_int8, which quantises new tokens into such
-// a cache.
+// torch.ops.headwise.attend_held attends to the keys and values of a cache in place: contiguous or in pages, in the
+// query's dtype or in int8 with a scale for each token and head. append_int8 quantises new tokens and writes them into
+// such a cache.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -21,7 +21,7 @@ void attend_held_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Rules rules(stack + 7);
   const StableIValue* rest = stack + 7 + kRuleCount;
   const Handle gate(optional(rest[0])), seed(optional(rest[2]));
-  Problem p;
+  Call p;
   const View query_view = read_view(query, "query");
   fill_cache_problem(p, query_view, {key, key_scale}, {value, value_scale}, table, length);
   rules.fill(p);
@@ -30,7 +30,7 @@ void attend_held_boxed(StableIValue* stack, uint64_t, uint64_t) {
   attend(p, query_view.torch_dtype, stack);
 }
 
-// The bytes of a tensor, from the first to behind the last; none where it has no element.
+// The range of addresses of a tensor, from its first byte to behind its last; empty if it has no element.
 struct Range {
   uintptr_t first = 0, end = 0;
   const char* name = "";
@@ -38,14 +38,14 @@ struct Range {
 
 Range range_of(const Tensor4& x, const View& view, const char* name) {
   const int64_t size = x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : x.dtype == Dtype::i8 ? 1 : 2;
-  if (is_empty(view)) return {};  // nothing is known of its strides
+  if (is_empty(view)) return {};  // the strides of an empty tensor may be anything
   int64_t last = 0;
   for (int axis = 0; axis < view.axes; ++axis) last += (view.sizes[axis] - 1) * view.strides[axis];
   const auto first = reinterpret_cast<uintptr_t>(x.data);
   return {first, first + static_cast<uintptr_t>((last + 1) * size), name};
 }
 
-// Reads one of keys and values: `from` (B, K, T, width), and where it goes.
+// Reads keys or values: the source `from` (B, K, T, width), and the part of the cache to which it is written.
 class Side {
  public:
   Side(AppendSide& side, const Handle& from, const Handle& data, const Handle& scale, bool is_key) {
@@ -85,7 +85,7 @@ class Side {
   Range read, writes[2];
 };
 
-// What is written must share no memory with anything else of the call.
+// What is written must not share memory with any other argument.
 void require_apart(const std::vector<Range>& written, const std::vector<Range>& read) {
   for (size_t n = 0; n < written.size(); ++n) {
     std::vector<Range> others(written.begin(), written.begin() + static_cast<std::ptrdiff_t>(n));
@@ -98,7 +98,7 @@ void require_apart(const std::vector<Range>& written, const std::vector<Range>& 
   }
 }
 
-// Five numbers a span, each within the tensors, no place twice.
+// Reads five numbers for each span. Spans must lie within the tensors, and no two may write to one place.
 std::vector<AppendSpan> take_spans(const std::vector<int64_t>& numbers, const View& from, const View& to) {
   if (numbers.size() % 5 != 0) {
     fail("spans have five numbers each: row and place in the tokens, row and place in the cache, and how many tokens");

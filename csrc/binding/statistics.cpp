@@ -1,4 +1,5 @@
-// The operators of statistics. As in attention.cpp, every argument is checked here, whatever Python has checked before.
+// The operators of statistics. As in attention.cpp, every argument is checked here, even if Python has checked it
+// before.
 #include <algorithm>
 #include <string>
 
@@ -11,7 +12,8 @@
 namespace headwise {
 namespace {
 
-constexpr int64_t kMaxPicks = int64_t{1} << 20;  // columns of picks, slots, features, bins: scratch must not overflow
+// the most columns of picks, slots, features and bins, so that the size of the scratch does not overflow
+constexpr int64_t kMaxPicks = int64_t{1} << 20;
 
 // A contiguous result of up to four axes.
 template <class T>
@@ -24,13 +26,13 @@ Handle results(int axes, const int64_t* sizes, int32_t torch_dtype, T*& data) {
   return result;
 }
 
-void fill_keys(Problem& p, const View& query, const Handle& key) {
+void fill_keys(Call& p, const View& query, const Handle& key) {
   const View keys = read_view(key, "key");
   fill_problem(p, query, keys, keys);
   p.V = 0;
 }
 
-void take_picks(Statistics& s, const Problem& p, const Handle& picks, const Handle& slots) {
+void take_picks(Statistics& s, const Call& p, const Handle& picks, const Handle& slots) {
   if (!picks) return;
   if (!slots) fail("picks need slots");
   const View keys = read_view(picks, "picks"), places = read_view(slots, "slots");
@@ -53,7 +55,7 @@ void take_picks(Statistics& s, const Problem& p, const Handle& picks, const Hand
   }
 }
 
-void take_features(Statistics& s, const Problem& p, const Handle& features) {
+void take_features(Statistics& s, const Call& p, const Handle& features) {
   if (!features) return;
   const View view = read_view(features, "features");
   require_dtype(view, "features", Dtype::f32);
@@ -73,7 +75,7 @@ void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Rules rules(stack + 3);
   const StableIValue* rest = stack + 3 + kRuleCount;
   const Handle picks(optional(rest[0])), slots(optional(rest[1])), features(optional(rest[3]));
-  Problem p;
+  Call p;
   const View query_view = read_view(query, "query");
   if (value) {
     fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
@@ -108,10 +110,10 @@ void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
 void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Handle query(stack[0]), key(stack[1]), top(stack[2]), largest(stack[3]);
   const Rules rules(stack + 4);
-  Problem p;
+  Call p;
   fill_keys(p, read_view(query, "query"), key);
   rules.fill(p);
-  Received r;
+  KeyMass r;
   const auto of_rows = [&](const Handle& tensor, const char* name) {
     const View view = read_view(tensor, name);
     require_dtype(view, name, Dtype::f32);
@@ -129,7 +131,7 @@ void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t keys[3] = {p.B, p.H, p.S};
   Handle mass = results(3, keys, aoti_torch_dtype_float64(), r.mass);
   Handle rows = results(3, keys, aoti_torch_dtype_int64(), r.rows);
-  attend_received(p, r);
+  attend_key_mass(p, r);
   stack[0] = mass.release();
   stack[1] = rows.release();
 }

@@ -1,5 +1,6 @@
-// torch.ops.headwise.decode_step: a layer's decode step, one token a row. Queries and keys turn, keys and values go
-// into a cache, in place, and the queries attend to all that it then holds.
+// torch.ops.headwise.decode_step is a layer's decode step, with one new token for each row. Queries and keys are
+// rotated, keys and values are written into a cache in place, and the queries attend to everything that the cache then
+// holds.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -18,7 +19,7 @@ namespace {
 // The tensors of a call, in the order of the schema.
 struct Arguments {
   const Handle query, key, value, cos, sin;
-  const int64_t first, turned;
+  const int64_t first, rotated;
   const bool interleaved;
   const Handle keys, values, key_scale, value_scale, table;
   const std::vector<int64_t> places;
@@ -32,7 +33,7 @@ struct Arguments {
         cos(optional(stack[3])),
         sin(optional(stack[4])),
         first(static_cast<int64_t>(stack[5])),
-        turned(static_cast<int64_t>(stack[6])),
+        rotated(static_cast<int64_t>(stack[6])),
         interleaved(stack[7] != 0),
         keys(stack[8]),
         values(optional(stack[9])),
@@ -44,7 +45,7 @@ struct Arguments {
         rules(stack + 15) {}
 };
 
-// (n), (B|1, n) or (B|1, 1, n), with n = size or size / 2.
+// Reads angles of the shape (n), (B|1, n) or (B|1, 1, n), where n is size or size / 2.
 View read_angles(const Handle& angles, const char* name, int64_t B, int64_t size, int32_t of) {
   View view = read_view(angles, name);
   const int last = view.axes - 1;
@@ -60,36 +61,37 @@ View read_angles(const Handle& angles, const char* name, int64_t B, int64_t size
   return view;
 }
 
-void take_turn(Turn& turn, const Arguments& call, int64_t B, int64_t D, int32_t of) {
+void take_rotary(Rotary& rotary, const Arguments& call, int64_t B, int64_t D, int32_t of) {
   if (static_cast<bool>(call.cos) != static_cast<bool>(call.sin)) fail("cos and sin come together, or neither");
   if (!call.cos) return;
-  if (call.turned < 2 || call.turned % 2 != 0 || call.first < 0 || call.turned > D || call.first > D - call.turned) {
-    fail("an even number of a head's numbers turn, within it; got " + std::to_string(call.turned) + " from " +
-         std::to_string(call.first) + " on of " + std::to_string(D));
+  if (call.rotated < 2 || call.rotated % 2 != 0 || call.first < 0 || call.rotated > D ||
+      call.first > D - call.rotated) {
+    fail("the rotated part of a head must have an even size, at least 2, and lie within the head; got " +
+         std::to_string(call.rotated) + " at " + std::to_string(call.first) + " of " + std::to_string(D));
   }
-  const View cos = read_angles(call.cos, "cos", B, call.turned, of);
-  const View sin = read_angles(call.sin, "sin", B, call.turned, of);
+  const View cos = read_angles(call.cos, "cos", B, call.rotated, of);
+  const View sin = read_angles(call.sin, "sin", B, call.rotated, of);
   const int last = cos.axes - 1;
   if (sin.axes != cos.axes || sin.torch_dtype != cos.torch_dtype || sin.sizes[last] != cos.sizes[last]) {
-    fail("cos and sin must be alike, got " + shape(cos) + ", " + shape(sin));
+    fail("cos and sin must have one shape and one dtype, got " + shape(cos) + ", " + shape(sin));
   }
-  turn.cos = cos.data;
-  turn.sin = sin.data;
-  turn.dtype = cos.dtype;
-  turn.first = call.first;
-  turn.size = call.turned;
-  turn.interleaved = call.interleaved;
-  turn.by_number = cos.sizes[last] == call.turned;
+  rotary.cos = cos.data;
+  rotary.sin = sin.data;
+  rotary.dtype = cos.dtype;
+  rotary.first = call.first;
+  rotary.size = call.rotated;
+  rotary.interleaved = call.interleaved;
+  rotary.by_number = cos.sizes[last] == call.rotated;
   const auto strides = [&](const View& view, int64_t* to) {
     to[0] = last == 0 || view.sizes[0] == 1 ? 0 : view.strides[0];
     to[1] = view.strides[last];
   };
-  strides(cos, turn.cos_stride);
-  strides(sin, turn.sin_stride);
+  strides(cos, rotary.cos_stride);
+  strides(sin, rotary.sin_stride);
 }
 
-// The new key or value, (B, heads, 1, width) in the query's dtype.
-Tensor4 take_new(const View& view, const char* name, const Problem& p, int64_t width, int32_t of) {
+// Reads the new key or value: (B, heads, 1, width) in the query's dtype.
+Tensor4 take_new(const View& view, const char* name, const Call& p, int64_t width, int32_t of) {
   require_axes(view, name, 4);
   if (view.sizes[0] != p.B || view.sizes[1] != p.K || view.sizes[2] != 1 || view.sizes[3] != width) {
     fail(std::string(name) + " must be (B, K, 1, n) as in the cache, got " + shape(view));
@@ -98,7 +100,7 @@ Tensor4 take_new(const View& view, const char* name, const Problem& p, int64_t w
   return tensor4(view);
 }
 
-// The number of each row's new key, and of the keys with it.
+// Reads the index of each row's new key, and the number of keys including it.
 int64_t take_places(std::vector<int64_t>& places, const Arguments& call, int64_t B) {
   const View keys = read_view(call.keys, "keys", true);
   require_axes(keys, "keys", 4);
@@ -126,8 +128,9 @@ void require_rows(const Tensor4& x, int64_t width, const char* name) {
   if (x.stride[3] != 1 && width > 1) fail(std::string(name) + ": its rows must be contiguous");
 }
 
-// Threads write to the cache: no two of its elements may lie at one address, nor two new keys in one place of a page.
-void require_own_cache(const Problem& p, const Arguments& call, const std::vector<int64_t>& places) {
+// Threads write to the cache. So no two of its elements may have one address, and no two new keys may go to one place
+// of a page.
+void require_own_cache(const Call& p, const Arguments& call, const std::vector<int64_t>& places) {
   const auto require = [](const Handle& tensor, const char* name) {
     if (tensor) require_own_places(read_view(tensor, name, true), name);
   };
@@ -155,7 +158,7 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   if (query.sizes[2] != 1 || B < 1) fail("a step has one query a row, (B, H, 1, D), got " + shape(query));
   std::vector<int64_t> places(static_cast<size_t>(B));
   const int64_t length = take_places(places, call, B);
-  Problem p;
+  Call p;
   const Handle &values = call.values ? call.values : call.keys,
                &scale = call.values ? call.value_scale : call.key_scale;
   fill_cache_problem(p, query, {call.keys, call.key_scale}, {values, scale}, call.table, length);
@@ -175,7 +178,7 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
     step.value = take_new(read_view(call.value, "value"), "value", p, p.V, query.torch_dtype);
     step.value_width = p.V;
   }
-  take_turn(step.turn, call, B, p.D, query.torch_dtype);
+  take_rotary(step.rotary, call, B, p.D, query.torch_dtype);
   require_rows(p.key, p.D, "keys");
   require_rows(p.value, p.V, "values");
   require_own_cache(p, call, places);
@@ -186,13 +189,13 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
     p.value_scale.data = call.values ? written(call.value_scale) : p.key_scale.data;
   }
   const int64_t size = p.dtype() == Dtype::f32 ? 4 : 2;
-  const std::unique_ptr<char[]> turned(new char[static_cast<size_t>(multiply(multiply(B * size, p.H), p.D))]);
-  step.turned = turned.get();
+  const std::unique_ptr<char[]> rotated(new char[static_cast<size_t>(multiply(multiply(B * size, p.H), p.D))]);
+  step.rotated = rotated.get();
   Handle out = empty_heads(B, p.H, 1, p.V, query.torch_dtype, p.out);
   p.out.dtype = p.query.dtype;
   place_step(p, step);
   const int64_t strides[4] = {p.H * p.D, p.D, p.D, 1};
-  p.query.data = step.turned;
+  p.query.data = step.rotated;
   std::copy(strides, strides + 4, p.query.stride);
   attend(p);
   stack[0] = out.release();

@@ -8,7 +8,7 @@
 namespace headwise {
 namespace {
 
-// torch's codes, read once.
+// torch's codes of devices, layouts and dtypes, read once.
 struct Codes {
   int32_t cpu = aoti_torch_device_type_cpu();
   int32_t strided = aoti_torch_layout_strided();
@@ -54,7 +54,7 @@ void read_dtype(View& view, const char* name, bool bytes) {
   else fail(std::string(name) + ": a dtype that headwise does not read");
 }
 
-// A storage can be smaller than its tensor: some frameworks free it while the tensor lives.
+// A storage can be smaller than its tensor: some frameworks free it while the tensor is still in use.
 void check_storage(const View& view, AtenTensorHandle tensor, const char* name) {
   int64_t last = 0, bytes = 0;
   check(aoti_torch_get_storage_offset(tensor, &last), "read the offset of a tensor");
@@ -120,7 +120,7 @@ StableIValue optional(StableIValue value) {
   const auto box = reinterpret_cast<StableIValue*>(value);
   if (!box) return 0;
   const StableIValue inner = *box;
-  delete box;  // torch allocates it by new, and for an extension of 2.10 does not delete it
+  delete box;  // torch allocates it by new, and does not delete it for an extension of 2.10
   return inner;
 }
 
@@ -209,7 +209,7 @@ void require_own_places(const View& view, const char* name) {
     if (view.sizes[axis] > 1) axes.push_back(axis);
   }
   std::sort(axes.begin(), axes.end(), [&](int a, int b) { return view.strides[a] < view.strides[b]; });
-  int64_t reach = 0;  // of the axes so far
+  int64_t reach = 0;  // the extent of the axes so far
   for (const int axis : axes) {
     if (view.strides[axis] <= reach) fail(std::string(name) + ": elements overlap, and cannot be written");
     reach += (view.sizes[axis] - 1) * view.strides[axis];

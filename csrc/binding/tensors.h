@@ -1,4 +1,4 @@
-// torch's tensors in the binding: owning handles, and checked views of their data.
+// Wrappers of torch's tensors for the binding: owning handles, and checked views of their data.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@
 
 namespace headwise {
 
-[[noreturn]] void fail(const std::string& message);  // becomes a RuntimeError in Python
+[[noreturn]] void fail(const std::string& message);  // raises a RuntimeError in Python
 
 // An owning handle of a tensor.
 class Handle {
@@ -37,7 +37,7 @@ class Handle {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// The tensors of a list (0 = an empty one). The constructor deletes the list.
+// The tensors of a list; a list of 0 is empty. The constructor deletes the list.
 class Tensors {
  public:
   explicit Tensors(StableIValue list);
@@ -52,7 +52,7 @@ class Tensors {
 
 StableIValue list(std::vector<Handle>& tensors);  // moves the tensors into a list
 std::vector<int64_t> take_integers(StableIValue list);
-StableIValue optional(StableIValue value);  // the handle in a Tensor? or Tensor[]?, or 0
+StableIValue optional(StableIValue value);  // returns the handle in a Tensor? or Tensor[]?, or 0
 double number(StableIValue value);
 StableIValue text(const std::string& value);
 std::string take_text(StableIValue value);
@@ -65,20 +65,20 @@ struct View {
   int64_t sizes[4] = {0, 0, 0, 0};
   int64_t strides[4] = {0, 0, 0, 0};
   int32_t torch_dtype = 0;
-  bool int64 = false;  // `dtype` has no meaning then
+  bool int64 = false;  // if true, `dtype` has no meaning
   Dtype dtype = Dtype::f32;
 };
 
-// Refuses more than 4 axes, other devices than the CPU, dtypes other than int64 and those of `Dtype`, and int8 unless
-// `bytes` is set.
+// Fails for more than 4 axes, for devices other than the CPU, for dtypes other than int64 and those of `Dtype`, and for
+// int8 unless `bytes` is set.
 View read_view(const Handle& tensor, const char* name, bool bytes = false);
-void* written(const Handle& tensor);  // its address, to write to
+void* written(const Handle& tensor);  // returns the address to write to
 std::string shape(const View& view);
 void require_axes(const View& view, const char* name, int axes);
 void require_dtype(const View& view, const char* name, Dtype dtype);
 void require_int64(const View& view, const char* name);
-bool is_empty(const View& view);  // it has no element
-// Refuses two elements at one address. An axis may interleave with another one: that is refused too.
+bool is_empty(const View& view);  // true if it has no element
+// Fails if two elements may share an address. Axes that interleave are refused as well, even if no two elements do.
 void require_own_places(const View& view, const char* name);
 Tensor4 tensor4(const View& view);
 Tensor4 broadcast4(const View& view, const char* name, int64_t a, int64_t b, int64_t c, int64_t d);

@@ -1,15 +1,15 @@
-// One token a row on its way into a cache: queries and keys turn by their rotary angles, keys and values are placed.
-// Letters as in attention_call.h.
+// A decode step with one new token for each row of the batch: queries and keys are rotated by their rotary angles, and
+// keys and values are written into a cache. The letters are those of attention_call.h.
 #pragma once
 
 #include "call/attention_call.h"
 
 namespace headwise {
 
-// The numbers first <= d < first + size of each head turn, in pairs: neighbours, or n and n + size / 2.
-struct Turn {
-  // (B|1, size / 2) or (B|1, size): an angle for each pair, or for each number. float32, or the dtype of what turns:
-  // products and sums are then rounded to it, one by one. Data null = nothing turns.
+// The rotation of the elements first <= d < first + size of each head, in pairs: neighbours, or n and n + size / 2.
+struct Rotary {
+  // (B|1, size / 2) or (B|1, size): one angle for each pair, or one for each element. The dtype is float32 or that of
+  // the rotated tensor; in the latter case each product and sum is rounded to it. Null data means no rotation.
   const void *cos = nullptr, *sin = nullptr;
   int64_t cos_stride[2] = {0, 0}, sin_stride[2] = {0, 0};  // batch, element
   Dtype dtype = Dtype::f32;
@@ -19,15 +19,15 @@ struct Turn {
 };
 
 struct Step {
-  Turn turn;
+  Rotary rotary;
   Tensor4 query, key, value;        // (B, H, 1, D), (B, K, 1, D), (B, K, 1, V); value data null = values are keys
   int64_t value_width = 0;          // of `value`
-  char* turned = nullptr;           // (B, H, D) contiguous in the query's dtype: where the queries go
-  const int64_t* places = nullptr;  // (B): the number of the new key among those of its row
+  char* rotated = nullptr;          // (B, H, D) contiguous in the query's dtype: where the rotated queries are written
+  const int64_t* places = nullptr;  // (B): the index of the new key in its row
 };
 
-// Writes the keys and values of the call, whose key and value are the whole cache, and the turned queries. Into int8
-// they are quantised, as kernels/cache/quantize-inl.h does it.
-void place_step(const Problem& cache, const Step& step);
+// Writes the new keys and values into `cache`, whose key and value are the whole cache, and the rotated queries into
+// `step.rotated`. An int8 cache gets them quantised; see kernels/cache/quantize-inl.h.
+void place_step(const Call& cache, const Step& step);
 
 }  // namespace headwise

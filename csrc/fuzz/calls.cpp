@@ -6,8 +6,8 @@
 namespace fuzz {
 
 std::map<std::string, Worst> worst;
-int team = 0;
-int threads_of(const Case& k) { return team > 0 ? team : static_cast<int>(2 + k.seed % 7); }
+int fixed_threads = 0;
+int threads_of(const Case& k) { return fixed_threads > 0 ? fixed_threads : static_cast<int>(2 + k.seed % 7); }
 
 namespace {
 
@@ -73,12 +73,12 @@ Tensors::Tensors(const Case& k, bool dirty) {
   if (dirty) poison(k);
 }
 
-// Poisons keys that no row may attend, and biases where another rule forbids.
+// Writes NaN and Inf to keys that no row may attend, and to biases where another rule forbids the pair.
 void Tensors::poison(const Case& k) {
   const naive::Call& c = k.call;
   for (int64_t row = 0; row < c.B * c.K * c.S && k.bytes; ++row) {
     if (attended_by_any(c, row)) continue;
-    const double bad[] = {NAN, HUGE_VAL, 3e38, -HUGE_VAL};  // 3e38 is finite, its product with an int8 is not
+    const double bad[] = {NAN, HUGE_VAL, 3e38, -HUGE_VAL};  // 3e38 is finite, but its product with an int8 is not
     if (!k.key_scale.aliased()) write(*key_scale, row, bad[row % 4]);
     if (!k.value_scale.aliased()) write(*value_scale, row, bad[(row + 3) % 4]);
     for (int64_t d = 0; d < c.D && !k.key.aliased(); ++d) write(*key, row * c.D + d, -128);
@@ -99,7 +99,7 @@ void Tensors::poison(const Case& k) {
       if (!naive::may_attend(c, row / c.T / c.H, row / c.T % c.H, row % c.T, at % c.S)) write(*dense[n], at, NAN);
     }
   }
-  // The upstream gradient of rows that attend nothing.
+  // Does the same to the upstream gradient of rows that attend nothing.
   for (int64_t row = 0; row < c.B * c.H * c.T; ++row) {
     bool alive = false;
     for (int64_t j = 0; j < c.S && !alive; ++j) alive = attends(c, row / c.T / c.H, row / c.T % c.H, row % c.T, j);
@@ -127,7 +127,7 @@ void Tensors::move_to_pages(const Case& k) {
   for (int64_t n = pages - 1; n > 0; --n)
     std::swap(order[static_cast<size_t>(n)], order[static_cast<size_t>(draw.below(n + 1))]);
   table = fake::make(kLong, {c.B, wide}, {wide, 1}, 0, 0);
-  for (int64_t n = 0; n < c.B * wide; ++n) {  // entries that no key needs may be any number
+  for (int64_t n = 0; n < c.B * wide; ++n) {  // entries that no key needs may be arbitrary
     const int64_t b = n / wide, at = n % wide;
     write(*table, n, at < used ? static_cast<double>(order[static_cast<size_t>(b * used + at)]) : -0x1p62);
   }

@@ -17,7 +17,7 @@ int64_t draw_length(Draw& draw, int64_t most) {
   return std::clamp<int64_t>(n, 1, most);
 }
 
-// Many rows that read few keys.
+// Draws sizes with many rows that read few keys.
 void draw_many_rows(Draw& draw, naive::Call& c) {
   const int64_t G = draw.one_of<int64_t>({8, 16});
   c.B = draw.between(1, 2);
@@ -48,7 +48,7 @@ void draw_sizes(Draw& draw, naive::Call& c, double most) {
   }
   c.T = draw.once_in(3) ? draw.between(1, 3) : draw_length(draw, 300);
   c.S = draw_length(draw, 3000);
-  // Few enough operations for many cases a second; sometimes enough for several threads.
+  // Reduces the sizes to few enough operations for many cases a second, and sometimes to enough for several threads.
   const double drawn = draw.once_in(12) ? 6e6 : 4e5;
   if (most == 0) most = drawn;
   const auto work = [&] { return static_cast<double>(c.B * c.H * c.T) * static_cast<double>(c.S * (c.D + c.V)); };
@@ -126,7 +126,7 @@ void draw_segments(Draw& draw, Case& k) {
   }
 }
 
-// A bias that is NaN, Inf or very large must reach the rows that may attend its key, and no other ones.
+// Draws a bias that is NaN, Inf or very large. It must reach the rows that may attend its key, and no others.
 void draw_special(Draw& draw, Case& k, DrawnTensor& bias) {
   if (!draw.once_in(8) || bias.aliased()) return;
   k.special = true;
@@ -157,7 +157,7 @@ void draw_dense(Draw& draw, Case& k) {
   }
 }
 
-// Full tiles, empty ones, and words. Bits behind the last query or key are random.
+// Draws full tiles, empty tiles and words. Bits behind the last query or key are random.
 void draw_maps(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   for (int64_t n = draw.once_in(4) ? draw.between(1, 4) : 0; n > 0; --n) {
@@ -188,7 +188,7 @@ void draw_maps(Draw& draw, Case& k) {
   }
 }
 
-// A bias for each distance of a key from a query.
+// Draws a bias for each distance of a key from a query.
 void draw_relative(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   for (int64_t n = draw.once_in(6) && k.dense.size() < 4 ? draw.between(1, 2) : 0; n > 0; --n) {
@@ -246,11 +246,11 @@ void draw_extras(Draw& draw, Case& k) {
   }
 }
 
-// The upstream gradient; for some rows 0, NaN or Inf.
+// Draws the upstream gradient, which is 0, NaN or Inf for some rows.
 void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
   const naive::Call& c = k.call;
   const double size = draw.one_of<double>({1, 1, 0.01, 8});
-  // A score that a bias makes Inf has a weight of NaN even where nothing depends on the row.
+  // A score that a bias makes Inf has the weight NaN even if nothing depends on the row.
   const int64_t quiet = k.special ? int64_t{1} << 40 : draw.one_of<int64_t>({5, 1000000}), width = c.V;
   int64_t at = 0;
   bool silent = false;
@@ -272,7 +272,7 @@ void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
 
 }  // namespace
 
-// Keys that may be attended but whose scores are -inf in float32: ranges of an item's length, some keys, or all.
+// Makes scores of keys that may be attended -inf in float32: for ranges of an item's length, for some keys, or for all.
 void draw_overflow(Draw& draw, Case& k) {
   const naive::Call& c = k.call;
   k.overflows = true;
@@ -289,7 +289,8 @@ void draw_overflow(Draw& draw, Case& k) {
   }
 }
 
-// In memory of the order (B, S, K, width), 2 KiB or more from key to key; sometimes its rows are not contiguous.
+// Lays the tensor out in the order (B, S, K, width), with 2 KiB or more from key to key. Sometimes its rows are not
+// contiguous.
 void lay_far_apart(Draw& draw, DrawnTensor& t) {
   const int64_t width = t.sizes[3], step = t.sizes[1] * width + 2048 / code_size(t.dtype) + draw.below(9);
   const int64_t column = draw.once_in(5) ? 2 : 1;
@@ -311,7 +312,7 @@ Case draw_case(uint64_t seed, double most) {
   }
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
-  // Queries and keys far from 1 whose products are not; values far from 1.
+  // Queries and keys are far from 1, but their products are not; values may be far from 1.
   const double power = dtype == kHalf ? 0x1p6 : 0x1p40;
   const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}),
                high = draw.one_of<double>({1, 1, 1, power, 1 / power});

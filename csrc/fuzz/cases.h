@@ -19,18 +19,19 @@ struct Case {
   std::vector<DrawnTensor> relative;
   bool plain = false;      // the operator `attend`, without extras
   bool bytes = false;      // int8 keys and values with their scales: `attend_held`
-  bool paged = false;      // run again with keys and values in pages, for the same bits
+  bool paged = false;      // run a second time with keys and values in pages, for the same bits
   bool overflows = false;  // some scores are -inf in float32
   bool special = false;    // a bias has an element that is Inf or very large
   bool biases = false;     // with gradients of biases and slopes
   bool unchecked = false;  // outside the range of the definition: it must not crash
   bool far_apart = false;  // keys and values that many rows read lie so far apart that the kernel copies them
-  // Where dropout draws in a larger call: its number of heads, or 0; this call's first head, query and key. Or empty.
+  // The position of this call in a larger one, from which dropout draws: the number of heads of the larger call, or 0,
+  // and this call's first head, query and key. May be empty.
   std::vector<int64_t> places;
   uint64_t seed = 0;
   std::string describe() const;
 };
 
-Case draw_case(uint64_t seed, double most = 0);  // `most` multiply-adds, or 0 for few enough to check
+Case draw_case(uint64_t seed, double most = 0);  // at most `most` multiply-adds; 0 for few enough to check
 
 }  // namespace fuzz

@@ -1,5 +1,5 @@
-// Random appends to an int8 cache: the bytes of the definition, written where the spans say and nowhere else, the same
-// on any number of threads.
+// Random appends to an int8 cache. The bytes must be those of the definition, be written only where the spans say, and
+// be the same for any number of threads.
 #include <math.h>
 #include <string.h>
 
@@ -29,7 +29,7 @@ fake::Tensor draw_laid(Draw& draw, int32_t dtype, const std::vector<int64_t>& si
 namespace {
 
 struct Drawn {
-  fake::Tensor tokens[2], data[2], scale[2];  // of keys and values
+  fake::Tensor tokens[2], data[2], scale[2];  // widths of keys and values
   std::vector<int64_t> spans;
 
   explicit Drawn(uint64_t seed) {
@@ -52,7 +52,7 @@ struct Drawn {
         write(*tokens[side], n, draw.once_in(20) ? 0 : draw.once_in(3) ? nearbyint(x * 20) / 2 : x);
       }
     }
-    std::vector<int64_t> free(static_cast<size_t>(rows), 0);  // the first place of each row that no span has
+    std::vector<int64_t> free(static_cast<size_t>(rows), 0);  // the first place of each row that is in no span
     for (int64_t n = draw.between(0, 5); n > 0; --n) {
       const int64_t row = draw.below(rows), from = draw.below(T);
       int64_t& place = free[static_cast<size_t>(row)];
@@ -99,7 +99,7 @@ bool same_numbers(const std::vector<double>& a, const std::vector<double>& b) {
 
 namespace {
 
-// What the cache holds afterwards by the definition, data and scales of one side.
+// The content of the cache after the append according to the definition: data and scales of one side.
 void expect(const Drawn& drawn, int side, std::vector<double>& data, std::vector<double>& scale) {
   const AtenTensorOpaque& from = *drawn.tokens[side];
   const int64_t K = from.sizes[1], T = from.sizes[2], width = from.sizes[3], places = drawn.scale[side]->sizes[2];
@@ -145,7 +145,7 @@ std::string check_append(uint64_t seed) {
   return "";
 }
 
-// An append of spoiled tensors or spans: it must not crash.
+// Appends corrupt tensors or spans, which must not crash.
 std::string corrupt_append(uint64_t seed) {
   Draw draw(seed + 78);
   Drawn drawn(seed);

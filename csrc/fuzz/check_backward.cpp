@@ -1,4 +1,4 @@
-// The backward of a case against its definition.
+// Checks the backward of a case against its definition.
 #include <string.h>
 
 #include "fuzz/calls.h"
@@ -27,7 +27,7 @@ naive::Gradient sum_places(const naive::Gradient& full, int64_t count, int32_t d
   return g;
 }
 
-// For a bias of these sizes, where 1 is broadcast.
+// The same for a bias of these sizes, which is broadcast along axes of length 1.
 naive::Gradient sum_axes(const naive::Gradient& full, const naive::Call& c, const std::vector<int64_t>& sizes,
                          int32_t dtype) {
   const int64_t all[4] = {c.B, c.H, c.T, c.S};
@@ -42,7 +42,7 @@ naive::Gradient sum_axes(const naive::Gradient& full, const naive::Call& c, cons
   });
 }
 
-// For relative biases, (B or 1, H or 1, T + S - 1).
+// The same for relative biases, (B or 1, H or 1, T + S - 1).
 naive::Gradient sum_diagonals(const naive::Gradient& full, const naive::Call& c, const std::vector<int64_t>& sizes) {
   return sum_places(full, count_of(sizes), kFloat, [&](int64_t n) {
     const int64_t j = n % c.S, i = n / c.S % c.T, h = n / c.S / c.T % c.H, b = n / c.S / c.T / c.H;

@@ -1,4 +1,4 @@
-// The statistics of a case against their definition.
+// Checks the statistics of a case against their definition.
 #include <math.h>
 
 #include <algorithm>
@@ -121,7 +121,7 @@ bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
   return std::all_of(begin, begin + width, [](double element) { return std::isfinite(element); });
 }
 
-// One row's weights and how far off they may be, and what follows from them.
+// The weights of one row and their errors, and the statistics that follow from them.
 void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
   const naive::Call& c = k.call;
   const int64_t i = row % c.T, h = row / c.T % c.H, b = row / c.T / c.H, head = b * c.K + h / (c.H / c.K);
@@ -174,7 +174,7 @@ void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
       aimed[static_cast<size_t>(a.slots[n])] = true;
     }
   }
-  if (bad) {  // in every bin, whether or not it holds one of the row's keys
+  if (bad) {  // in every bin, even if it holds none of the row's keys
     for (int64_t n = 0; n < a.bins; ++n) truth.map.add(map_at + n, NAN, 0);
   }
   for (int64_t n = 0; n < a.sums; ++n) truth.sums.add(sums_at + a.sums + n, aimed[static_cast<size_t>(n)] ? 1 : 0, 0);
@@ -224,7 +224,7 @@ std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors&
     const auto from = one.all[static_cast<size_t>(which)].begin() + static_cast<int64_t>(plane * rows);
     return std::vector<double>(from, from + static_cast<int64_t>(rows));
   };
-  // Where the sink has all weight but what is too small for float32, distance and map have no meaning.
+  // If the sink has all weight except what is too small for float32, distance and map have no meaning.
   std::vector<double> distance = part(kNumbers, 1), map = one.all[kMap];
   const std::vector<double> mass = part(kNumbers, 3);
   for (size_t row = 0; row < rows; ++row) {

@@ -1,5 +1,6 @@
-// Random decode steps: queries and keys turned as the definition turns them, to the bit; the cache written at its place
-// and nowhere else; the output that of the definition over what the cache then holds, on any number of threads.
+// Random decode steps. Queries and keys must be rotated bit for bit as the definition does it, the cache must be
+// written only at its place, and the output must be that of the definition for the content of the cache, on any number
+// of threads.
 #include <math.h>
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace {
 constexpr int64_t kFar = int64_t{1} << 40;
 
 struct Drawn {
-  int64_t B, K, H, D, V, first = 0, turned = 0, page = 0, room, low = -kFar, high = kFar, value_dim;
+  int64_t B, K, H, D, V, first = 0, rotated = 0, page = 0, room, low = -kFar, high = kFar, value_dim;
   int32_t dtype;
   bool interleaved, bytes, shared;
   double scale, softcap = 0;
@@ -49,7 +50,7 @@ struct Drawn {
   int64_t place(int64_t b) const { return places[places.size() == 1 ? 0 : static_cast<size_t>(b)]; }
   int64_t begin(int64_t b) const { return bounds == nullptr ? 0 : static_cast<int64_t>(read(*bounds, b * 4 + 2)); }
 
-  // Which row of `keys`, in logical order, has key j.
+  // The row of `keys`, in logical order, that has key j.
   int64_t row(int64_t b, int64_t head, int64_t j) const {
     if (table == nullptr) return (b * K + head) * room + j;
     const auto at = static_cast<int64_t>(read(*table, b * table->sizes[1] + j / page));
@@ -67,9 +68,9 @@ struct Drawn {
 
   void draw_turn(Draw& draw) {
     if (D < 2 || draw.once_in(5)) return;
-    turned = 2 * (draw.once_in(2) ? D / 2 : draw.between(1, D / 2));
-    first = draw.between(0, D - turned);
-    const int64_t n = draw.once_in(2) ? turned : turned / 2, rows = draw.once_in(2) ? 1 : B;
+    rotated = 2 * (draw.once_in(2) ? D / 2 : draw.between(1, D / 2));
+    first = draw.between(0, D - rotated);
+    const int64_t n = draw.once_in(2) ? rotated : rotated / 2, rows = draw.once_in(2) ? 1 : B;
     const std::vector<int64_t> sizes[] = {{n}, {rows, n}, {rows, 1, n}};
     const std::vector<int64_t>& some = sizes[draw.below(3)];
     const int32_t of = draw.once_in(2) ? kFloat : dtype;
@@ -88,8 +89,8 @@ struct Drawn {
       page = draw.one_of<int64_t>({128, 256});
       const int64_t wide = draw.between(1, 2), pages = B * wide + draw.below(3);
       table = fake::make(kLong, {B, wide}, {wide + draw.below(2), 1}, 0, 0);
-      const int64_t turn = draw.below(pages);  // any order in which each has its own
-      for (int64_t n = 0; n < B * wide; ++n) write(*table, n, static_cast<double>((n + turn) % pages));
+      const int64_t shift = draw.below(pages);  // any order in which each row has pages of its own
+      for (int64_t n = 0; n < B * wide; ++n) write(*table, n, static_cast<double>((n + shift) % pages));
       room = page * wide;
       rows = pages;
     } else {
@@ -111,7 +112,7 @@ struct Drawn {
       places.push_back(draw.once_in(4) ? (draw.once_in(2) ? 0 : room - 1) : draw.below(room));
   }
 
-  // Rows of other lengths have bounds; a rolling cache's begin behind the first key.
+  // Rows of other lengths have bounds; those of a rolling cache begin behind the first key.
   void draw_rules(Draw& draw) {
     if (places.size() > 1 || draw.once_in(3)) {
       bounds = fake::make(kLong, {B, 4}, {4 + draw.below(3), 1}, 0, 0);
@@ -131,7 +132,7 @@ struct Drawn {
     }
   }
 
-  // What is not attended: places after the new key, and before where a row begins.
+  // Writes NaN to what may not be attended: places after the new key, and places before the first key of a row.
   void poison() {
     for (int64_t n = 0; n < B * K * room; ++n) {
       const int64_t b = n / room / K, j = n % room;
@@ -155,7 +156,7 @@ std::string Drawn::run() const {
                                      give_optional(cos),
                                      give_optional(sin),
                                      static_cast<StableIValue>(first),
-                                     static_cast<StableIValue>(turned),
+                                     static_cast<StableIValue>(rotated),
                                      static_cast<StableIValue>(interleaved),
                                      give(keys),
                                      give_optional(values),
@@ -177,21 +178,22 @@ std::string Drawn::run() const {
 }
 
 float rounded(int32_t dtype, float x) {
-  static const fake::Tensor one = fake::make(kDouble, {1}, {1}, 0, 0);  // a new one has pages of its own
+  static const fake::Tensor one = fake::make(kDouble, {1}, {1}, 0, 0);  // a new row has pages of its own
   one->dtype = dtype;
   write(*one, 0, static_cast<double>(x));
   return static_cast<float>(read(*one, 0));
 }
 
-// A head's numbers, turned: x cos + partner sin, each product and the sum rounded to the dtype of the angles.
-std::vector<float> turn(const Drawn& drawn, const AtenTensorOpaque& from, int64_t b, int64_t head, int64_t heads) {
+// A head's elements, rotated: x cos + partner sin, where each product and the sum is rounded to the dtype of the
+// angles.
+std::vector<float> rotate(const Drawn& drawn, const AtenTensorOpaque& from, int64_t b, int64_t head, int64_t heads) {
   std::vector<float> x;
   for (int64_t d = 0; d < drawn.D; ++d) x.push_back(static_cast<float>(read(from, (b * heads + head) * drawn.D + d)));
   if (drawn.cos == nullptr) return x;
   const AtenTensorOpaque &cos = *drawn.cos, &sin = *drawn.sin;
-  const int64_t n = cos.sizes.back(), half = drawn.turned / 2, line = cos.numel() == n ? 0 : b * n;
+  const int64_t n = cos.sizes.back(), half = drawn.rotated / 2, line = cos.numel() == n ? 0 : b * n;
   const std::vector<float> before = x;
-  for (int64_t d = 0; d < drawn.turned; ++d) {
+  for (int64_t d = 0; d < drawn.rotated; ++d) {
     const bool early = drawn.interleaved ? d % 2 == 0 : d < half;
     const int64_t other = drawn.interleaved ? d + (early ? 1 : -1) : d + (early ? half : -half);
     const int64_t pair = drawn.interleaved ? d / 2 : d % half, at = line + (n == half ? pair : d);
@@ -204,7 +206,7 @@ std::vector<float> turn(const Drawn& drawn, const AtenTensorOpaque& from, int64_
   return x;
 }
 
-// The cache afterwards, and the call that the queries make on it.
+// The cache after the step, and the call that the queries make on it.
 struct Expected {
   std::vector<double> keys, values, key_scale, value_scale;
   Case k;
@@ -224,7 +226,7 @@ struct Expected {
     c.V = drawn.V;
     for (int64_t b = 0; b < c.B; ++b) {
       for (int64_t h = 0; h < c.H; ++h) {
-        for (const float x : turn(drawn, *drawn.query, b, h, c.H)) c.query.push_back(x);
+        for (const float x : rotate(drawn, *drawn.query, b, h, c.H)) c.query.push_back(x);
       }
       for (int64_t head = 0; head < c.K; ++head) place(drawn, b, head);
     }
@@ -262,7 +264,7 @@ struct Expected {
       }
       std::copy(stored.begin(), stored.end(), data.begin() + at * static_cast<int64_t>(x.size()));
     };
-    put(turn(drawn, *drawn.key, b, head, drawn.K), keys, key_scale);
+    put(rotate(drawn, *drawn.key, b, head, drawn.K), keys, key_scale);
     if (drawn.shared) return;
     std::vector<float> x;
     for (int64_t d = 0; d < drawn.V; ++d)
@@ -280,7 +282,7 @@ std::string compare_cache(const Drawn& drawn, const Expected& expected) {
   return "";
 }
 
-// A call that breaks one rule must be refused, whatever else it is.
+// A call that breaks one rule must be refused, whatever its other arguments are.
 std::string accepts_wrong(uint64_t seed) {
   Drawn drawn(seed);
   switch (seed % 8) {
@@ -294,7 +296,7 @@ std::string accepts_wrong(uint64_t seed) {
       break;
     case 5:
       if (drawn.cos == nullptr) return "";
-      drawn.first = drawn.D - drawn.turned + 1;
+      drawn.first = drawn.D - drawn.rotated + 1;
       break;
     case 6:  // keys that overlap
       if (drawn.keys->sizes[2] == 1) return "";
@@ -337,7 +339,7 @@ std::string check_step(uint64_t seed) {
   return accepts_wrong(seed);
 }
 
-// A step of spoiled tensors or numbers: it must not crash.
+// Runs a step with corrupt tensors or numbers, which must not crash.
 std::string corrupt_step(uint64_t seed) {
   Draw draw(seed + 79);
   Drawn drawn(seed);
@@ -359,7 +361,7 @@ std::string corrupt_step(uint64_t seed) {
     if (draw.once_in(10)) one = *all[draw.below(12)];
     if (draw.once_in(4)) drawn.places[draw.below(static_cast<int64_t>(drawn.places.size()))] = odd(drawn.room);
     if (draw.once_in(6)) drawn.first = odd(drawn.first);
-    if (draw.once_in(6)) drawn.turned = odd(drawn.turned);
+    if (draw.once_in(6)) drawn.rotated = odd(drawn.rotated);
     if (draw.once_in(6)) drawn.value_dim = odd(drawn.V);
     if (draw.once_in(9)) drawn.places.push_back(0);
   }

@@ -55,7 +55,7 @@ uint64_t Draw::bits() {
   return z ^ (z >> 31);
 }
 
-double Draw::normal() {  // nearly, and within 6
+double Draw::normal() {  // approximately normal, and within 6
   double sum = -6;
   for (int n = 0; n < 12; ++n) sum += unit();
   return sum;

@@ -29,7 +29,7 @@ class Draw {
   uint64_t state_;
 };
 
-// A tensor's layout in memory, and its numbers in logical order.
+// The layout of a tensor in memory, and its numbers in logical order.
 struct DrawnTensor {
   int32_t dtype = kFloat;
   std::vector<int64_t> sizes, strides;

@@ -51,8 +51,8 @@ AtenTensorHandle new_handle(const AtenTensorOpaque& tensor) {
 std::atomic<uint64_t> storages{0};
 std::atomic<int64_t> allocations_left{-1};
 
-// A storage, freed when its last tensor goes: pages between two that may not be touched, flush with the one behind it
-// or with the one before it. AddressSanitizer sees the rest of the pages, too.
+// A storage, which is freed with its last tensor. Its pages lie between two pages that may not be touched, and it ends
+// at the one behind it or begins at the one before it. AddressSanitizer guards the rest of its pages.
 class Block {
  public:
   char* bytes;
@@ -67,7 +67,7 @@ class Block {
     char* first = pages_ + page;
     if (inner > 0 && mprotect(first, inner, PROT_READ | PROT_WRITE) != 0) abort();
     const uint64_t number = storages++ * 0x9e3779b97f4a7c15u;
-    bytes = number >> 62 == 0 ? first : first + inner - used;  // behind is where most reads go too far
+    bytes = number >> 62 == 0 ? first : first + inner - used;  // because most reads that go too far go behind the end
     ASAN_POISON_MEMORY_REGION(first, static_cast<size_t>(bytes - first));
     ASAN_POISON_MEMORY_REGION(bytes + used, inner - used - static_cast<size_t>(bytes - first));
   }
@@ -85,7 +85,7 @@ class Block {
 
 }  // namespace
 
-// Scratch and partial results are arrays of numbers, the only ones here.
+// Only scratch and partial results are allocated as arrays of numbers here.
 void* operator new[](size_t size) {
   void* memory = allocations_left >= 0 && allocations_left-- == 0 ? nullptr : malloc(size > 0 ? size : 1);
   if (memory == nullptr) throw std::bad_alloc();
@@ -152,7 +152,7 @@ Tensor negated(const AtenTensorOpaque& tensor) {
   other->negative = !tensor.negative;
   memcpy(other->storage, tensor.storage, static_cast<size_t>(tensor.storage_bytes));
   const int64_t size = code_size(tensor.dtype);
-  for (int64_t at = 0; at + size <= tensor.storage_bytes; at += size) {  // what is between the elements, too
+  for (int64_t at = 0; at + size <= tensor.storage_bytes; at += size) {  // including what is between the elements
     uint64_t bits = 0;
     memcpy(&bits, other->storage + at, static_cast<size_t>(size));
     bits = tensor.dtype == kLong || tensor.dtype == kByte ? 0 - bits : bits ^ uint64_t{1} << (8 * size - 1);
@@ -296,7 +296,7 @@ AOTITorchError torch_delete_string(StringHandle x) {
 AOTITorchError torch_get_num_threads(uint32_t* to) { return give(to, threads.load()); }
 AOTITorchError torch_get_thread_idx(uint32_t* to) { return give(to, thread_index); }
 
-// As at::parallel_for cuts the range: one piece a thread.
+// Cuts the range like at::parallel_for: one piece for each thread.
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain, headwise::Range function, void* context) {
   const int64_t pieces = std::min<int64_t>(threads, (end - begin + grain - 1) / std::max<int64_t>(grain, 1));
   if (begin >= end) return 0;

@@ -1,5 +1,5 @@
-// How evenly the items of a call spread over threads, computed without running any: which thread takes which item
-// follows from what the items cost, and that from the masks, counted here row by row.
+// Checks how evenly the items of a call are spread over threads, without running any. The costs of the items, which are
+// counted here row by row from the masks, determine which thread takes which item.
 #include "fuzz/load_balance.h"
 
 #include <stdio.h>
@@ -25,9 +25,9 @@ struct Keys {
 
 struct Shape {
   std::string name;
-  headwise::Problem p;
+  headwise::Call p;
   std::vector<int64_t> bounds, documents;  // bounds: (B, 4); documents: where each begins, and the end
-  std::vector<int64_t> ids;                // of each token's document
+  std::vector<int64_t> ids;                // the document of each token
 
   Shape(const char* called, int64_t B, int64_t H, int64_t K, int64_t T, int64_t S) : name(called) {
     p.B = B;
@@ -60,9 +60,9 @@ struct Shape {
     return std::move(*this);
   }
 
-  // The problem with pointers to the rules of this shape.
-  headwise::Problem problem() const {
-    headwise::Problem whole = p;
+  // The call, with pointers to the rules of this shape.
+  headwise::Call call() const {
+    headwise::Call whole = p;
     if (!bounds.empty()) {
       whole.bounds = bounds.data();
       whole.bounds_stride = 4;
@@ -81,7 +81,7 @@ struct Shape {
     const auto next = std::upper_bound(documents.begin(), documents.end(), t);
     return {std::max(keys.first, next[-1]), std::min(keys.last, *next)};
   }
-  // That some of the rows may attend, of from <= j < to.
+  // The number of keys from <= j < to that some of the rows may attend.
   int64_t of_rows(int64_t b, int64_t first, int64_t last, int64_t from, int64_t to) const {
     Keys keys = {p.S, 0};
     for (int64_t t = first / (p.H / p.K); t <= (last - 1) / (p.H / p.K); ++t) {
@@ -90,7 +90,8 @@ struct Shape {
     }
     return std::max<int64_t>(0, std::min(keys.last, to) - std::max(keys.first, from));
   }
-  // Of a range of rows in blocks: `pair` for each row and key, `row` for each row that reaches a key, 1 for an item.
+  // The cost of a range of rows in blocks: `pair` for each row and key, `row` for each row that reaches a key, and 1
+  // for the item.
   float cost(int64_t b, headwise::RowRange rows, int64_t block, Keys keys, float pair, float row) const {
     float sum = 1.0f;
     for (int64_t first = rows.first; first < rows.last; first += block) {
@@ -102,68 +103,70 @@ struct Shape {
   }
 };
 
-// The costs of items as they are dealt, and the largest cost of one in the finest cut.
-struct Dealt {
+// The costs of the items in the order of the schedule, and the largest cost of an item in the finest cut.
+struct Load {
   std::vector<float> costs;
   float finest = 1.0f;
-  bool alike = true;       // all costs are
-  double otherwise = 0.0;  // what the work of all threads is in the only finer cut, where that computes more
+  bool uniform = true;     // all costs are about the same
+  double otherwise = 0.0;  // the total work in the only finer cut, if that computes more
 };
-using Kind = std::function<Dealt(const Shape&, int64_t workers)>;
+using Kind = std::function<Load(const Shape&, int64_t workers)>;
 
-Dealt rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers, bool finer) {
-  const headwise::Problem p = shape.problem();
+Load rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers, bool finer) {
+  const headwise::Call p = shape.call();
   const auto cost = [&](const headwise::Plan& cut, int64_t item) {
     const int64_t group = item / cut.splits, from = item % cut.splits * cut.keys_per_split;
     const int64_t first = group % cut.row_items * cut.rows_per_item;
     return shape.cost(group / cut.row_items / p.K, {first, std::min(first + cut.rows_per_item, cut.rows)},
                       cut.rows_per_block, {from, from + cut.keys_per_split}, 1.0f, 16.0f);
   };
-  const headwise::Deal deal = headwise::deal_rows(p, plan, workers, finer);
-  Dealt dealt;
-  dealt.alike = deal.alike;
-  const int64_t items = deal.plan.groups(p) * deal.plan.splits;
-  for (int64_t i = 0; i < items; ++i) dealt.costs.push_back(cost(deal.plan, deal.item(i, items)));
+  const headwise::Schedule schedule = headwise::schedule_rows(p, plan, workers, finer);
+  Load load;
+  load.uniform = schedule.uniform;
+  const int64_t items = schedule.plan.groups(p) * schedule.plan.splits;
+  for (int64_t i = 0; i < items; ++i) load.costs.push_back(cost(schedule.plan, schedule.item(i, items)));
   headwise::Plan finest = plan;
   if (finer) finest.cut(plan.rows_per_block);
   const int64_t of_heads = finest.groups(p) * finest.splits;
   for (int64_t i = 0; i < of_heads; i += i / (finest.row_items * finest.splits) % p.K == 0 ? 1 : 7) {
-    dealt.finest = std::max(dealt.finest, cost(finest, i));
+    load.finest = std::max(load.finest, cost(finest, i));
   }
-  return dealt;
+  return load;
 }
 
-Dealt forward(const Shape& shape, int64_t workers) {
-  return rows_of(shape, headwise::kernels().plan(shape.problem()), workers, true);
+Load forward(const Shape& shape, int64_t workers) {
+  return rows_of(shape, headwise::kernels().plan(shape.call()), workers, true);
 }
 
-Dealt statistics(const Shape& shape, int64_t workers) {
-  return rows_of(shape, headwise::kernels().plan_statistics(shape.problem(), headwise::Statistics()), workers, false);
+Load statistics(const Shape& shape, int64_t workers) {
+  return rows_of(shape, headwise::kernels().plan_statistics(shape.call(), headwise::Statistics()), workers, false);
 }
 
-Dealt received(const Shape& shape, int64_t workers) {
-  const headwise::Problem p = shape.problem();
-  const headwise::ReceivedDeal deal = headwise::deal_received(p, headwise::kernels().plan_received(p), workers);
+Load key_mass(const Shape& shape, int64_t workers) {
+  const headwise::Call p = shape.call();
+  const headwise::KeyMassSchedule schedule =
+      headwise::schedule_key_mass(p, headwise::kernels().plan_key_mass(p), workers);
   Shape by_head = shape;
   by_head.p.K = p.H;
-  Dealt dealt;
-  dealt.alike = deal.alike;
+  Load load;
+  load.uniform = schedule.uniform;
   const auto cost = [&](int64_t item, int64_t keys) {
     const int64_t ranges = (p.S + keys - 1) / keys, from = item % ranges * keys;
-    return by_head.cost(item / ranges / p.H, {0, p.T}, deal.plan.rows_per_block, {from, from + keys}, 1.0f, 16.0f);
+    return by_head.cost(item / ranges / p.H, {0, p.T}, schedule.plan.rows_per_block, {from, from + keys}, 1.0f, 16.0f);
   };
-  for (int64_t i = 0; i < deal.plan.items; ++i) {
-    dealt.costs.push_back(cost(deal.order.empty() ? i : deal.order[static_cast<size_t>(i)], deal.plan.keys_per_item));
+  for (int64_t i = 0; i < schedule.plan.items; ++i) {
+    load.costs.push_back(
+        cost(schedule.order.empty() ? i : schedule.order[static_cast<size_t>(i)], schedule.plan.keys_per_item));
   }
   for (int64_t b = 0; b < p.B; ++b) {
     const int64_t ranges = (p.S + 127) / 128;
-    for (int64_t i = 0; i < ranges; ++i) dealt.finest = std::max(dealt.finest, cost(b * p.H * ranges + i, 128));
+    for (int64_t i = 0; i < ranges; ++i) load.finest = std::max(load.finest, cost(b * p.H * ranges + i, 128));
   }
-  return dealt;
+  return load;
 }
 
-Dealt backward(const Shape& shape, int64_t workers) {
-  const headwise::Problem p = shape.problem();
+Load backward(const Shape& shape, int64_t workers) {
+  const headwise::Call p = shape.call();
   const headwise::BackwardPlan plan = headwise::kernels().plan_backward(p);
   const auto cost = [&](const headwise::BackwardItem& item) {
     const int64_t b = item.head / p.K;
@@ -178,27 +181,27 @@ Dealt backward(const Shape& shape, int64_t workers) {
     }
     return sum;
   };
-  Dealt dealt;
-  const headwise::BackwardDeal deal = headwise::deal_backward(p, plan, workers);
-  dealt.alike = deal.alike;
-  for (const headwise::BackwardItem& item : deal.items) dealt.costs.push_back(cost(item));
+  Load load;
+  const headwise::BackwardSchedule schedule = headwise::schedule_backward(p, plan, workers);
+  load.uniform = schedule.uniform;
+  for (const headwise::BackwardItem& item : schedule.items) load.costs.push_back(cost(item));
   for (int64_t head = 0; head < p.B * p.K; head += p.K) {
     for (int64_t row = 0; row < plan.rows; row += plan.rows_per_block) {
       const int64_t end = std::min(row + plan.rows_per_block, plan.rows);
       const float its = cost({headwise::BackwardItem::queries, head, 0, row, end});
-      dealt.finest = std::max(dealt.finest, its);
-      dealt.otherwise += static_cast<double>(its) * static_cast<double>(p.K);
+      load.finest = std::max(load.finest, its);
+      load.otherwise += static_cast<double>(its) * static_cast<double>(p.K);
     }
     for (int64_t key = 0; key < p.S; key += headwise::kBackwardKeys) {
       for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
         const int64_t end = std::min(key + headwise::kBackwardKeys, p.S);
         const float its = cost({headwise::BackwardItem::keys, head, chunk, key, end});
-        dealt.finest = std::max(dealt.finest, its);
-        dealt.otherwise += static_cast<double>(its) * static_cast<double>(p.K);
+        load.finest = std::max(load.finest, its);
+        load.otherwise += static_cast<double>(its) * static_cast<double>(p.K);
       }
     }
   }
-  return dealt;
+  return load;
 }
 
 std::vector<Shape> shapes_of_rows() {
@@ -236,21 +239,22 @@ std::vector<Shape> decoding() {
 
 int faults = 0;
 
-// Some numbers of threads. With enough work the share must be even; the numbers of `wanted` are enough anyway.
+// Checks some numbers of threads. If there is enough work, it must be spread evenly. For the numbers of threads in
+// `wanted` any work counts as enough.
 void check(const char* what, const Kind& kind, const Shape& shape, const std::vector<int64_t>& wanted) {
   std::string line;
   for (const int64_t workers : {2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256}) {
-    const Dealt dealt = kind(shape, workers);
+    const Load load = kind(shape, workers);
     double sum = 0.0;
-    for (const float cost : dealt.costs) sum += static_cast<double>(cost);
-    const double least = static_cast<double>(dealt.finest) * static_cast<double>(headwise::kEnoughItems * workers);
-    const double share = headwise::largest_share(dealt.costs, workers, dealt.alike);
+    for (const float cost : load.costs) sum += static_cast<double>(cost);
+    const double least = static_cast<double>(load.finest) * static_cast<double>(headwise::kEnoughItems * workers);
+    const double imbalance = headwise::load_imbalance(load.costs, workers, load.uniform);
     const bool enough = sum >= least || std::count(wanted.begin(), wanted.end(), workers) > 0;
-    const bool uneven = share > headwise::kEvenShare, slower = share * sum > dealt.otherwise;
+    const bool uneven = imbalance > headwise::kMaxImbalance, slower = imbalance * sum > load.otherwise;
     const bool wrong = enough && uneven && slower;
     faults += wrong;
     char text[40];
-    snprintf(text, sizeof(text), " %d:%.2f%s", static_cast<int>(workers), share,
+    snprintf(text, sizeof(text), " %d:%.2f%s", static_cast<int>(workers), imbalance,
              wrong     ? "!"
              : !enough ? "~"
              : uneven  ? "-"
@@ -262,17 +266,17 @@ void check(const char* what, const Kind& kind, const Shape& shape, const std::ve
 
 }  // namespace
 
-int check_shares() {
+int check_load_balance() {
   printf(
       "the busiest thread's share over the mean, by threads; ~ too little work, - quicker than an even share in two "
       "passes, ! above %.2f\n",
-      headwise::kEvenShare);
+      headwise::kMaxImbalance);
   for (const Shape& shape : shapes_of_rows()) {
     const bool head = shape.name == "causal, 1 head x 8192";
     check("forward", forward, shape, {2});
     check("backward", backward, shape, head ? std::vector<int64_t>{2, 64} : std::vector<int64_t>{2});
     check("statistics", statistics, shape, {});
-    check("received", received, shape, {});
+    check("received", key_mass, shape, {});
   }
   for (const Shape& shape : decoding()) check("decoding", forward, shape, {2});
   return faults == 0 ? 0 : 1;

@@ -3,6 +3,6 @@
 
 namespace fuzz {
 
-int check_shares();  // prints a table; 1 where a thread has too much
+int check_load_balance();  // prints a table; returns 1 if a thread has too much work
 
 }  // namespace fuzz

@@ -1,5 +1,5 @@
-// The kernels for amx_bf16: compiled with its flags, called only where the CPU and the system have it. avx512_vnni, but
-// for bfloat16.
+// The kernels for amx_bf16: compiled with its flags, and called only if the CPU has it and the system allows it. Like
+// avx512_vnni, except for bfloat16.
 #define HW_ISA isa_amx_bf16
 #define HW_NAME "amx_bf16"
 // clang-format off: each header needs those above it.

@@ -1,7 +1,7 @@
 // The kernels for avx512_bf16: compiled with its flags, called only where the CPU has it.
 #define HW_ISA isa_avx512_bf16
 #define HW_NAME "avx512_bf16"
-#define HW_ONCE 0
+#define HW_PREFETCH_LOCALITY 0
 #define HW_KEYS_AT_ONCE 4
 // clang-format off: each header needs those above it.
 #include "simd/x86/vec_avx512-inl.h"

@@ -1,5 +1,5 @@
-// The kernels for avx512_vnni: compiled with its flags, called only where the CPU has it. bfloat16 is computed in
-// float32: of CPUs without products of bfloat16 pairs, and of those where these take more time.
+// The kernels for avx512_vnni: compiled with its flags, and called only if the CPU has it. bfloat16 is computed in
+// float32, for CPUs without products of bfloat16 pairs and for those where these take longer.
 #define HW_ISA isa_avx512_vnni
 #define HW_NAME "avx512_vnni"
 // clang-format off: each header needs those above it.

@@ -1,4 +1,4 @@
-// Chooses the instruction set, runs the items of a call on torch's threads, and merges split rows.
+// Chooses the instruction set, runs the items of a call on torch's threads, and merges splits of the keys.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -31,10 +31,11 @@ namespace headwise {
 namespace {
 
 #if defined(__aarch64__)
-// Products of bfloat16 pairs, and of bytes where one of the factors is unsigned.
+// Whether the CPU has products of bfloat16 pairs, and products of bytes of which one factor is unsigned.
 bool arm_has_bf16_and_i8mm() {
 #if defined(__linux__)
-  constexpr unsigned long i8mm = 1ul << 13, bf16 = 1ul << 14;  // of Linux's headers, which may be older
+  // the values of Linux's headers, which may be too old to have them
+  constexpr unsigned long i8mm = 1ul << 13, bf16 = 1ul << 14;
   return (getauxval(AT_HWCAP2) & (i8mm | bf16)) == (i8mm | bf16);
 #elif defined(__APPLE__)
   for (const char* name : {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM"}) {
@@ -69,8 +70,8 @@ bool arm_has_bf16_and_i8mm() {
 }
 
 #if defined(__x86_64__)
-// Whether products of bfloat16 pairs are the quickest. On Intel's CPUs one starts every other cycle, two float32
-// multiply-adds every cycle: pairs have half the arithmetic of float32 there (213 against 405 GF/s of two cores).
+// Whether products of bfloat16 pairs are the fastest. Intel's CPUs start one every other cycle, but two float32
+// multiply-adds every cycle: pairs do half the arithmetic of float32 there (213 against 405 GF/s on two cores).
 [[maybe_unused]] bool pairs_are_quick() {
   __builtin_cpu_init();
   return !__builtin_cpu_is("intel");
@@ -79,9 +80,9 @@ bool arm_has_bf16_and_i8mm() {
 
 }  // namespace
 
-// On AMD's Zen 4 (family 19h; Zen 3 has no set that asks) a prefetch into the L1 cache holds one of the few buffers of
-// its misses until memory answers, and products wait for one; a prefetch into the L2 cache has buffers of its own. Zen
-// 5 loses a tenth that way.
+// True on AMD's Zen 4 (family 19h; no instruction set of Zen 3 uses this). There, a prefetch into the L1 cache occupies
+// one of its few miss buffers until memory answers, and products have to wait for a free one. A prefetch into the L2
+// cache uses other buffers. On Zen 5 this way is a tenth slower.
 static std::atomic<bool>& into_l2() {
   static std::atomic<bool> is = [] {
 #if defined(__x86_64__)
@@ -94,13 +95,14 @@ static std::atomic<bool>& into_l2() {
   return is;
 }
 
-bool lines_go_into_l2() { return into_l2().load(std::memory_order_relaxed); }
+bool prefers_l2_prefetch() { return into_l2().load(std::memory_order_relaxed); }
 
-void prefetch_into_l2(bool is) { into_l2() = is; }
+void set_l2_prefetch(bool is) { into_l2() = is; }
 
 namespace {
 
-// Best first. HEADWISE_BUILT_SETS is CMake's list of them: X(avx512) X(avx2).
+// The instruction sets that this CPU can run, best first. HEADWISE_BUILT_SETS is CMake's list of those in the library:
+// X(avx512) X(avx2).
 const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> sets = [] {
 #define X(name) name##_kernels(),
@@ -111,7 +113,8 @@ const std::vector<const Kernels*>& available() {
       if (cpu_has(set->name)) all.push_back(set);
     }
 #if defined(__x86_64__)
-    for (size_t i = 1; i < all.size() && !pairs_are_quick(); ++i) {  // then these two neighbours change places
+    // then these two neighbours in the list change places
+    for (size_t i = 1; i < all.size() && !pairs_are_quick(); ++i) {
       if (std::strcmp(all[i - 1]->name, "avx512_bf16") == 0 && std::strcmp(all[i]->name, "avx512_vnni") == 0) {
         std::swap(all[i - 1], all[i]);
       }
@@ -140,23 +143,23 @@ std::atomic<const Kernels*>& current() {
 
 std::atomic<bool> forked{false};
 
-// A forked child has no thread pool: a parallel region would wait for it for ever. From when the library is loaded on,
-// for a parent that has not called it may have started the pool all the same.
+// A forked child has no thread pool, and a parallel region there would wait for it for ever. The handler is installed
+// when the library is loaded, because the parent may have started the pool without calling this library.
 #if defined(__unix__) || defined(__APPLE__)
 [[maybe_unused]] const int watches_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
 
-std::atomic<double> least_parallel{15000.0};  // nanoseconds: less does not pay for waking threads
+std::atomic<double> parallel_threshold{15000.0};  // nanoseconds of work below which no threads are woken
 
 }  // namespace
 
 const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
 
 int64_t workers_for(double nanoseconds) {
-  return forked || nanoseconds < least_parallel.load(std::memory_order_relaxed) ? 1 : thread_count();
+  return forked || nanoseconds < parallel_threshold.load(std::memory_order_relaxed) ? 1 : thread_count();
 }
 
-void run_parallel_from(double nanoseconds) { least_parallel = nanoseconds; }
+void set_parallel_threshold(double nanoseconds) { parallel_threshold = nanoseconds; }
 
 char* scratch_of(int64_t bytes) {
   thread_local std::unique_ptr<char[]> buffer;
@@ -169,7 +172,8 @@ char* scratch_of(int64_t bytes) {
   }
   const auto address = reinterpret_cast<uintptr_t>(buffer.get());
   char* start = reinterpret_cast<char*>((address + 63) / 64 * 64);
-#if defined(__SANITIZE_ADDRESS__)  // sees what is read behind the bytes asked for; what nobody has written is NaN
+// with AddressSanitizer, reads behind the requested bytes are errors and unwritten floats are NaN
+#if defined(__SANITIZE_ADDRESS__)
   if (size == 0) return start;
   char* end = buffer.get() + size + 64;
   ASAN_UNPOISON_MEMORY_REGION(start, static_cast<size_t>(end - start));
@@ -179,12 +183,12 @@ char* scratch_of(int64_t bytes) {
   return start;
 }
 
-double estimate(const Problem& p) {
+double estimate(const Call& p) {
   int64_t keys = p.S;
   if (p.bounds == nullptr && p.high - p.low < keys) keys = p.high - p.low;
   const double pairs = static_cast<double>(p.B * p.H * p.T) * static_cast<double>(keys);
   const double read = static_cast<double>(p.B * p.K * keys) * static_cast<double>(p.D + p.V);
-  // A nanosecond is 100 multiply-adds, or 10 elements read.
+  // In a nanosecond a thread does 100 multiply-adds, or reads 10 elements.
   return pairs * static_cast<double>(p.D + p.V) / 100.0 + read / 10.0;
 }
 
@@ -193,13 +197,13 @@ Floats::Floats(int64_t n) : memory(new float[static_cast<size_t>(n) + 16]) {
   data = reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
-void attend(const Problem& call) {
+void attend(const Call& call) {
   const Kernels& set = kernels();
   const int64_t workers = workers_for(estimate(call));
-  const PackedKeys packed(call, workers);
-  const Problem& p = packed.call();
-  Deal deal = deal_rows(p, set.plan(p), workers);
-  Plan& plan = deal.plan;
+  const RepackedKeys packed(call, workers);
+  const Call& p = packed.call();
+  Schedule schedule = schedule_rows(p, set.plan(p), workers);
+  Plan& plan = schedule.plan;
   std::optional<Floats> partial;
   if (plan.splits > 1) {
     partial.emplace(p.B * p.K * plan.splits * plan.split_floats(p));
@@ -208,14 +212,14 @@ void attend(const Problem& call) {
   const int64_t items = plan.groups(p) * plan.splits;
   const auto item = [&](int64_t i, char* scratch, Queue& queue) {
     auto next = [&] {
-      const int64_t number = queue.upcoming();
-      return number < 0 ? number : deal.item(number, items);
+      const int64_t number = queue.peek();
+      return number < 0 ? number : schedule.item(number, items);
     };
-    const Upcoming upcoming = {[](void* asked) { return (*static_cast<decltype(next)*>(asked))(); }, &next};
-    const int64_t at = deal.item(i, items);
-    set.run(p, plan, at / plan.splits, at % plan.splits, scratch, upcoming);
+    const NextItem next_item = {[](void* context) { return (*static_cast<decltype(next)*>(context))(); }, &next};
+    const int64_t at = schedule.item(i, items);
+    set.run(p, plan, at / plan.splits, at % plan.splits, scratch, next_item);
   };
-  share(workers, items, deal.alike, plan.scratch_bytes, item, scratch_of);
+  for_each_item(workers, items, schedule.uniform, plan.scratch_bytes, item, scratch_of);
   if (plan.splits == 1) return;
   constexpr int64_t kRows = 16;
   const int64_t parts = (plan.rows + kRows - 1) / kRows;
@@ -223,7 +227,7 @@ void attend(const Problem& call) {
     const int64_t head = i / parts, first = i % parts * kRows;
     set.merge(p, plan, head / p.K, head % p.K, first, std::min(first + kRows, plan.rows));
   };
-  share(workers, p.B * p.K * parts, true, 0, merge, scratch_of);
+  for_each_item(workers, p.B * p.K * parts, true, 0, merge, scratch_of);
 }
 
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,

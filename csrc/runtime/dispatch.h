@@ -1,4 +1,4 @@
-// The instruction set, the number of threads and the scratch memory: shared by all kinds of calls.
+// The instruction set in use, the number of threads, and the scratch memory. All kinds of calls share these.
 #pragma once
 
 #include <memory>
@@ -10,26 +10,27 @@ namespace headwise {
 
 const Kernels& kernels();  // of the instruction set in use
 
-// The number of threads for work of so many nanoseconds on one: 1 where waking others does not pay, and in a forked
-// child, which has no pool.
+// The number of threads for work that takes this many nanoseconds on one thread. It is 1 if waking other threads would
+// take longer than it saves, and in a forked child, which has no thread pool.
 int64_t workers_for(double nanoseconds);
 
-// The calling thread's scratch, aligned to 64 bytes. It stays allocated: fresh pages cost more than a decode step.
+// The calling thread's scratch memory, aligned to 64 bytes. It stays allocated, because fresh pages cost more than a
+// decode step.
 char* scratch_of(int64_t bytes);
 
-// Memory for partial results, aligned to a cache line. A page is first touched, and so placed, by the thread that
-// writes there.
+// Memory for partial results, aligned to a cache line. It is not initialised, so that the operating system places each
+// page near the thread that first writes to it.
 struct Floats {
   explicit Floats(int64_t n);
   std::unique_ptr<float[]> memory;
   float* data;
 };
 
-// For the fuzzer: in the place of what the CPU says, and the least work that wakes threads.
-void prefetch_into_l2(bool is);
-void run_parallel_from(double nanoseconds);
+// For the fuzzer: override what the CPU's family says, and set the least work for which threads are woken.
+void set_l2_prefetch(bool is);
+void set_parallel_threshold(double nanoseconds);
 
-// A rough estimate, in nanoseconds on one thread, of a call with the bounds low and high alone.
-double estimate(const Problem& p);
+// A rough estimate of the nanoseconds that a call takes on one thread. Of the masks only the bounds low and high count.
+double estimate(const Call& p);
 
 }  // namespace headwise

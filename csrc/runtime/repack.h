@@ -1,5 +1,6 @@
-// Keys and values that lie far apart, side by side. In memory of the order (B, T, H, D) each key of a head is on a page
-// of its own, and every item of rows would look up all these pages again, and find its rows in few lines of the caches.
+// Copies keys and values that are far apart in memory into one block. In memory of the order (B, T, H, D), each key of
+// a head can be on a page of its own. Every item of rows would then have to look up all of these pages again, and its
+// rows would compete for few lines of the caches.
 #pragma once
 
 #include <memory>
@@ -9,15 +10,15 @@
 
 namespace headwise {
 
-// The call with keys and values as they are, or in a copy where many rows read each key.
-class PackedKeys {
+// The call with its keys and values in place, or in a copy if many rows read each key.
+class RepackedKeys {
  public:
-  PackedKeys(const Problem& p, int64_t workers);
-  const Problem& call() const { return packed_ ? *packed_ : call_; }
+  RepackedKeys(const Call& p, int64_t workers);
+  const Call& call() const { return packed_ ? *packed_ : call_; }
 
  private:
-  const Problem& call_;
-  std::optional<Problem> packed_;
+  const Call& call_;
+  std::optional<Call> packed_;
   std::unique_ptr<char[]> memory_;
 };
 

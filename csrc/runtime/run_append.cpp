@@ -1,4 +1,4 @@
-// Deals out the tokens of an append over torch's threads.
+// Runs an append to an int8 cache on torch's threads, some tokens of a head in each item.
 #include "call/append_call.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ void append_int8(const Append& append, const AppendSpan* spans, size_t count) {
   const int64_t rows = tokens * append.K, width = append.key.width + append.value.width;
   const double nanoseconds = static_cast<double>(rows) * (20.0 + static_cast<double>(width) / 4.0);
   const Kernels& set = kernels();
-  share(
+  for_each_item(
       workers_for(nanoseconds), static_cast<int64_t>(pieces.size()) * append.K, true,
       (widest + 16) * static_cast<int64_t>(sizeof(float)),
       [&](int64_t i, char* scratch) {

@@ -1,4 +1,4 @@
-// The order in which the items of a call are dealt, and how finely a call is cut for a number of threads.
+// Decides how finely a call is cut for a number of threads, and in which order threads take the items.
 #include "runtime/schedule.h"
 
 #include <algorithm>
@@ -12,21 +12,21 @@
 namespace headwise {
 namespace {
 
-constexpr int64_t kLanes = 16;       // rows are computed in vectors
-constexpr float kBlockKeys = 16.0f;  // what packing a block of rows costs, in keys
+constexpr int64_t kLanes = 16;       // rows are computed in vectors of this many
+constexpr float kBlockKeys = 16.0f;  // the cost of packing a block of rows, as a number of keys
 constexpr int kClasses = 16;
 
 float padded(int64_t rows) { return static_cast<float>((rows + kLanes - 1) / kLanes * kLanes); }
 
 struct Order {
   std::vector<int32_t> places;
-  double share = 1.0;  // the busiest thread's over the mean; an upper bound where items are many
-  double time = 0.0;   // of the busiest thread
-  bool alike = true;   // no item costs more than twice the mean
+  double imbalance = 1.0;  // time of the busiest thread over the mean; an upper bound if there are many items
+  double time = 0.0;       // of the busiest thread
+  bool uniform = true;     // no item costs more than twice the mean
 };
 
-// Items by the power of two of their cost, the longest first; those of one power stay as they are, so that neighbours
-// share keys in a cache. Where items are few, all are in the order of their costs.
+// Sorts items by the power of two of their cost, the most expensive first. Items of one power keep their order, so that
+// neighbours share keys in a cache. If there are few items, they are sorted by their exact costs.
 Order longest_first(const std::vector<float>& costs, int64_t workers, bool timed = true) {
   Order order;
   double sum = 0.0;
@@ -37,15 +37,15 @@ Order longest_first(const std::vector<float>& costs, int64_t workers, bool timed
   }
   order.places.resize(costs.size());
   const double mean = sum / static_cast<double>(workers);
-  order.alike = static_cast<double>(largest) * static_cast<double>(costs.size()) <= 2.0 * sum;
+  order.uniform = static_cast<double>(largest) * static_cast<double>(costs.size()) <= 2.0 * sum;
   if (timed && mean < static_cast<double>(largest) * static_cast<double>(kEnoughItems)) {
     std::iota(order.places.begin(), order.places.end(), 0);
     const auto cost = [&](int32_t place) { return costs[static_cast<size_t>(place)]; };
     std::stable_sort(order.places.begin(), order.places.end(), [&](int32_t a, int32_t b) { return cost(a) > cost(b); });
-    std::vector<float> dealt(costs.size());
-    std::transform(order.places.begin(), order.places.end(), dealt.begin(), cost);
-    order.share = largest_share(dealt, workers, order.alike);
-    order.time = order.share * mean;
+    std::vector<float> ordered(costs.size());
+    std::transform(order.places.begin(), order.places.end(), ordered.begin(), cost);
+    order.imbalance = load_imbalance(ordered, workers, order.uniform);
+    order.time = order.imbalance * mean;
     return order;
   }
   const auto class_of = [&](float cost) {
@@ -58,24 +58,24 @@ Order longest_first(const std::vector<float>& costs, int64_t workers, bool timed
     int32_t& place = first[static_cast<size_t>(class_of(costs[i]))];
     order.places[static_cast<size_t>(place++)] = static_cast<int32_t>(i);
   }
-  order.share = mean > 0.0 ? 1.0 + static_cast<double>(largest) / mean : 1.0;  // in any order it is at most this
-  order.time = order.share * mean;
+  order.imbalance = mean > 0.0 ? 1.0 + static_cast<double>(largest) / mean : 1.0;  // an upper bound for any order
+  order.time = order.imbalance * mean;
   return order;
 }
 
-// Where batch rows are alike, and so the heads of all of them.
-bool batch_is_alike(const Problem& p) {
-  bool alike = p.bounds_stride == 0;
+// Whether all rows of the batch have the same masks, and so all heads have the same costs.
+bool batch_is_uniform(const Call& p) {
+  bool uniform = p.bounds_stride == 0;
   for (int i = 0; i < p.n_segments; ++i)
-    alike &= p.segments[i].query_stride[0] == 0 && p.segments[i].key_stride[0] == 0;
-  return alike || p.B == 1;
+    uniform &= p.segments[i].query_stride[0] == 0 && p.segments[i].key_stride[0] == 0;
+  return uniform || p.B == 1;
 }
 
-// The keys that blocks of rows of a batch row reach by bounds and segments.
+// The keys that blocks of rows of a batch row reach according to bounds and segments.
 class Reaches {
  public:
-  Reaches(const Problem& p, int64_t b) : p_(p), b_(b) {
-    if (p.T == 1) return;  // a row: what segments leave out is not worth a look
+  Reaches(const Call& p, int64_t b) : p_(p), b_(b) {
+    if (p.T == 1) return;  // for a single row, looking at the segments would take longer than it saves
     for (int i = 0; i < p.n_segments; ++i) {
       const SegmentRule& rule = p.segments[i];
       for (int64_t first = 0; first < p.S; first += kTile) {
@@ -119,9 +119,9 @@ class Reaches {
     return all;
   }
 
-  const Problem& p_;
+  const Call& p_;
   int64_t b_;
-  std::vector<Ids> tiles_;  // of each rule, of the keys of each tile
+  std::vector<Ids> tiles_;  // for each rule, the ids of the keys of each tile
 };
 
 float rows_cost(const Reaches& reaches, const Plan& plan, int64_t group, int64_t split) {
@@ -135,23 +135,23 @@ float rows_cost(const Reaches& reaches, const Plan& plan, int64_t group, int64_t
   return cost;
 }
 
-// Of all items, from the last rows to the first.
-std::vector<float> costs_of(const Problem& p, const Plan& plan) {
-  const int64_t of_head = plan.row_items * plan.splits, alike = batch_is_alike(p) ? p.B * p.K : p.K;
+// The costs of all items, from the last rows to the first.
+std::vector<float> costs_of(const Call& p, const Plan& plan) {
+  const int64_t of_head = plan.row_items * plan.splits, same = batch_is_uniform(p) ? p.B * p.K : p.K;
   std::vector<float> costs, one(static_cast<size_t>(of_head));
   costs.reserve(static_cast<size_t>(plan.groups(p) * plan.splits));
-  for (int64_t b = p.B * p.K / alike - 1; b >= 0; --b) {
+  for (int64_t b = p.B * p.K / same - 1; b >= 0; --b) {
     const Reaches reaches(p, b);
     for (int64_t i = 0; i < of_head; ++i) {
       const int64_t group = plan.row_items - 1 - i / plan.splits;
       one[static_cast<size_t>(i)] = rows_cost(reaches, plan, group, i % plan.splits);
     }
-    for (int64_t head = 0; head < alike; ++head) costs.insert(costs.end(), one.begin(), one.end());
+    for (int64_t head = 0; head < same; ++head) costs.insert(costs.end(), one.begin(), one.end());
   }
   return costs;
 }
 
-// The ways in which a head's gradient is computed in two passes: rows of an item, in blocks, and keys of an item.
+// The ways to compute a head's gradient in two passes: the rows of an item, counted in blocks, and the keys of an item.
 struct Passes {
   int64_t blocks, keys;
 };
@@ -160,8 +160,8 @@ constexpr Passes kPasses[] = {{4, 512}, {2, 256}, {1, 128}, {1, kBackwardKeys}};
 // Builds the items of a gradient with their costs: one product of a row and a key costs 1.
 class BackwardItems {
  public:
-  BackwardItems(const Problem& p, const BackwardPlan& plan) : p_(p), plan_(plan), alike_(batch_is_alike(p)) {
-    for (int64_t b = 0; b < (alike_ ? 1 : p.B); ++b) {
+  BackwardItems(const Call& p, const BackwardPlan& plan) : p_(p), plan_(plan), uniform_(batch_is_uniform(p)) {
+    for (int64_t b = 0; b < (uniform_ ? 1 : p.B); ++b) {
       const Reaches reaches(p, b);
       for (int64_t row = 0; row < plan.rows; row += plan.rows_per_block) {
         reach_.push_back(reaches.of(row, std::min(row + plan.rows_per_block, plan.rows)));
@@ -208,10 +208,10 @@ class BackwardItems {
   }
 
  private:
-  // Of rows and keys: what a pair costs, and what a row costs that reaches any of the keys.
+  // For rows and keys: the cost of a pair, and the cost of a row that reaches any of the keys.
   float cost(int64_t head, int64_t first, int64_t last, int64_t from, int64_t to, float pair, float row) const {
     const int64_t blocks = (plan_.rows + plan_.rows_per_block - 1) / plan_.rows_per_block;
-    const KeyReach* reach = reach_.data() + (alike_ ? 0 : head / p_.K * blocks);
+    const KeyReach* reach = reach_.data() + (uniform_ ? 0 : head / p_.K * blocks);
     float sum = 0.0f;
     for (int64_t at = first; at < last; at += plan_.rows_per_block) {
       const int64_t keys = reach[at / plan_.rows_per_block].within(from, to);
@@ -229,10 +229,10 @@ class BackwardItems {
     return sum;
   }
 
-  const Problem& p_;
+  const Call& p_;
   const BackwardPlan& plan_;
-  bool alike_;
-  std::vector<KeyReach> reach_;  // of each block of rows
+  bool uniform_;
+  std::vector<KeyReach> reach_;  // for each block of rows
   std::vector<BackwardItem> items_;
   std::vector<float> costs_;
 };
@@ -244,7 +244,7 @@ int64_t KeyReach::within(int64_t from, int64_t to) const {
   return overlap(prefix_first, prefix_last) + overlap(first, last);
 }
 
-KeyReach reach_of(const Problem& p, int64_t b, int64_t first, int64_t last) {
+KeyReach reach_of(const Call& p, int64_t b, int64_t first, int64_t last) {
   const int64_t G = p.H / p.K;
   const auto [low, high, start, stop, always] = bounds_of(p, b);
   KeyReach reach;
@@ -256,17 +256,17 @@ KeyReach reach_of(const Problem& p, int64_t b, int64_t first, int64_t last) {
   return reach;
 }
 
-bool reaches_any(const Problem& p, int64_t b, int64_t first, int64_t last, int64_t from, int64_t to) {
+bool reaches_any(const Call& p, int64_t b, int64_t first, int64_t last, int64_t from, int64_t to) {
   return reach_of(p, b, first, last).within(from, to) > 0;
 }
 
-double largest_share(const std::vector<float>& costs, int64_t workers, bool alike) {
+double load_imbalance(const std::vector<float>& costs, int64_t workers, bool uniform) {
   std::priority_queue<double, std::vector<double>, std::greater<>> busy(
       std::greater<>(), std::vector<double>(static_cast<size_t>(workers), 0.0));
   double sum = 0.0, most = 0.0;
   const auto items = static_cast<int64_t>(costs.size());
   for (int64_t i = 0, last; i < items; i = last) {
-    last = i + items_to_take(items - i, workers, alike);
+    last = i + items_to_take(items - i, workers, uniform);
     const double cost = std::accumulate(costs.begin() + i, costs.begin() + last, 0.0), end = busy.top() + cost;
     busy.pop();
     busy.push(end);
@@ -276,53 +276,54 @@ double largest_share(const std::vector<float>& costs, int64_t workers, bool alik
   return sum == 0.0 ? 1.0 : most * static_cast<double>(workers) / sum;
 }
 
-Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer) {
-  Deal best(plan);
-  // A call of few rows lasts so short that a model of its threads would take a part of its time.
+Schedule schedule_rows(const Call& p, const Plan& plan, int64_t workers, bool finer) {
+  Schedule best(plan);
+  // A call of few rows is so short that simulating its threads would take a good part of its time.
   if (workers <= 1 || (plan.by_row && p.bounds == nullptr)) return best;
   if (plan.by_row) {
     Order order = longest_first(costs_of(p, plan), workers, false);
     best.order = std::move(order.places);
-    best.alike = order.alike;
+    best.uniform = order.uniform;
     return best;
   }
   double least = HUGE_VAL;
   for (int64_t blocks = plan.rows_per_item / plan.rows_per_block;; blocks = (blocks + 1) / 2) {
-    Deal deal(plan);
-    deal.plan.cut(blocks * plan.rows_per_block);
-    Order order = longest_first(costs_of(p, deal.plan), workers);
-    // Blocks that share a tile of keys read it once.
+    Schedule schedule(plan);
+    schedule.plan.cut(blocks * plan.rows_per_block);
+    Order order = longest_first(costs_of(p, schedule.plan), workers);
+    // Blocks of an item share each tile of keys, which is then read only once.
     const double time = order.time * (1.0 + 0.06 / static_cast<double>(blocks));
-    const bool even = order.share <= kEvenShare;
+    const bool even = order.imbalance <= kMaxImbalance;
     if (even || time < least) {
       least = time;
-      deal.order = std::move(order.places);
-      deal.alike = order.alike;
-      best = std::move(deal);
+      schedule.order = std::move(order.places);
+      schedule.uniform = order.uniform;
+      best = std::move(schedule);
     }
     if (even || blocks == 1 || !finer) return best;
   }
 }
 
-BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t workers) {
+BackwardSchedule schedule_backward(const Call& p, const BackwardPlan& plan, int64_t workers) {
   const int64_t heads = p.B * p.K;
-  if (plan.whole_bytes > 0) {  // fresh memory for `partial` would cost a fifth of the whole
+  if (plan.whole_bytes > 0) {  // because fresh memory for `partial` would cost a fifth of the total time
     BackwardItems whole(p, plan);
     for (int64_t head = 0; head < heads; ++head) whole.add_whole(head);
     const Order order = whole.order(workers);
-    if (workers <= 1 || order.share <= kEvenShare) {
-      BackwardDeal deal = {plan, whole.in(order), order.alike};
-      deal.plan.has_partial = false;
-      deal.plan.scratch_bytes += plan.whole_bytes + 64;  // sums of keys may end in a line, those of values begin one
-      return deal;
+    if (workers <= 1 || order.imbalance <= kMaxImbalance) {
+      BackwardSchedule schedule = {plan, whole.in(order), order.uniform};
+      schedule.plan.has_partial = false;
+      schedule.plan.scratch_bytes +=
+          plan.whole_bytes + 64;  // plus a cache line, because the sums of the values start on a line of their own
+      return schedule;
     }
   }
   BackwardItems chunks(p, plan);
   for (int64_t head = 0; head < heads; ++head) chunks.add_chunks(head);
   Order best = chunks.order(workers);
-  BackwardDeal deal = {plan, chunks.in(best), best.alike};
-  if (workers <= 1 || best.share <= kEvenShare || !plan.splits) return deal;
-  // So many heads in two passes that the chunks of the others are as many for each thread.
+  BackwardSchedule schedule = {plan, chunks.in(best), best.uniform};
+  if (workers <= 1 || best.imbalance <= kMaxImbalance || !plan.splits) return schedule;
+  // The number of heads in two passes, such that the chunks of the other heads are equally many for each thread.
   const int64_t rest = (heads * plan.chunks % workers + plan.chunks - 1) / plan.chunks;
   for (const int64_t split : {rest, rest + (workers + plan.chunks - 1) / plan.chunks, heads}) {
     if (split > heads) continue;
@@ -332,26 +333,26 @@ BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t w
       for (int64_t head = split - 1; head >= 0; --head) items.add_passes(head, passes);
       Order order = items.order(workers);
       if (order.time >= best.time) continue;
-      deal.items = items.in(order);
-      deal.alike = order.alike;
-      deal.plan.has_partial = true;
+      schedule.items = items.in(order);
+      schedule.uniform = order.uniform;
+      schedule.plan.has_partial = true;
       best = std::move(order);
     }
   }
-  return deal;
+  return schedule;
 }
 
-ReceivedDeal deal_received(const Problem& p, const ItemPlan& plan, int64_t workers) {
-  Problem by_head = p;
+KeyMassSchedule schedule_key_mass(const Call& p, const ItemPlan& plan, int64_t workers) {
+  Call by_head = p;
   by_head.K = p.H;
-  ReceivedDeal deal = {plan, {}, true};
-  if (workers <= 1) return deal;
+  KeyMassSchedule schedule = {plan, {}, true};
+  if (workers <= 1) return schedule;
   double least = HUGE_VAL;
   const int64_t largest = plan.keys_per_item;
   for (int64_t keys = largest; keys >= largest / 4; keys /= 2) {
-    const int64_t ranges = (p.S + keys - 1) / keys, alike = batch_is_alike(p) ? p.B * p.H : p.H;
+    const int64_t ranges = (p.S + keys - 1) / keys, same = batch_is_uniform(p) ? p.B * p.H : p.H;
     std::vector<float> costs;
-    for (int64_t b = 0; b < p.B * p.H / alike; ++b) {
+    for (int64_t b = 0; b < p.B * p.H / same; ++b) {
       std::vector<float> one(static_cast<size_t>(ranges), 0.0f);
       const Reaches reaches(by_head, b);
       for (int64_t row = 0; row < p.T; row += plan.rows_per_block) {
@@ -361,20 +362,20 @@ ReceivedDeal deal_received(const Problem& p, const ItemPlan& plan, int64_t worke
           if (n > 0) one[static_cast<size_t>(i)] += static_cast<float>(n) + kBlockKeys;
         }
       }
-      for (int64_t head = 0; head < alike; ++head) costs.insert(costs.end(), one.begin(), one.end());
+      for (int64_t head = 0; head < same; ++head) costs.insert(costs.end(), one.begin(), one.end());
     }
     Order order = longest_first(costs, workers);
-    const bool even = order.share <= kEvenShare;
+    const bool even = order.imbalance <= kMaxImbalance;
     if (even || order.time < least) {
       least = order.time;
-      deal.order = std::move(order.places);
-      deal.alike = order.alike;
-      deal.plan.keys_per_item = keys;
-      deal.plan.items = p.B * p.H * ranges;
+      schedule.order = std::move(order.places);
+      schedule.uniform = order.uniform;
+      schedule.plan.keys_per_item = keys;
+      schedule.plan.items = p.B * p.H * ranges;
     }
     if (even) break;
   }
-  return deal;
+  return schedule;
 }
 
 }  // namespace headwise

@@ -1,4 +1,4 @@
-// exp2 and tanh of vectors, and rows of any dtype and stride as floats. Compiled once for each instruction set.
+// exp2 and tanh of vectors, and conversions of rows of any dtype and stride to and from floats.
 #pragma once
 
 #include "call/attention_call.h"
@@ -13,10 +13,10 @@ HW_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 HW_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials on
-// [0, 1], from Remez's exchange. Below 2^-126 it is 0: no denormal is ever products. NaN stays NaN. N vectors at a
-// time, step by step: one after the other each would wait for its own chain of operations, which is too long for a CPU
-// to find the next ones.
+// 2^t with a relative error of 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding, by minimax
+// polynomials on [0, 1] from Remez's exchange. The result is 0 below 2^-126, so that products never have a denormal
+// factor, and NaN stays NaN. N vectors are computed together, step by step: computed one after the other, each would
+// wait for its own chain of operations, which is too long for a CPU to start the next vector meanwhile.
 template <int Degree, int N>
 HW_INLINE void exp2_each(F* t) {
   F f[N], p[N];
@@ -52,7 +52,7 @@ HW_INLINE F exp2(F t) {
   return t;
 }
 
-// 1 - 2 / (e^2|x| + 1), and x times its Taylor series in x^2 near 0 where that difference would cancel.
+// Computes 1 - 2 / (e^2|x| + 1), and near 0, where that difference would cancel, x times its Taylor series in x^2.
 HW_INLINE F tanh(F x) {
   const F a = abs(x), y = mul(x, x);
   F series = fma(set1(-1382.0f / 155925.0f), y, set1(62.0f / 2835.0f));
@@ -83,13 +83,13 @@ static inline float element(const char* row, Dtype dtype, int64_t i) {
 
 HW_INLINE F load_half(const uint16_t* p, Dtype dtype) { return dtype == Dtype::bf16 ? load_bf16(p) : load_f16(p); }
 
-// n elements of a row of f32, bf16, f16 or i8, `stride` apart, as floats; then zeros up to `padded`.
+// Copies n elements of a row of f32, bf16, f16 or i8, `stride` apart, as floats, and then zeros up to `padded`.
 static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t stride, int64_t n, int64_t padded) {
   int64_t i = 0;
   const auto by_vectors = [&](auto load_at) HW_LAMBDA {
     if (n < W) return;
     for (; i + W <= n; i += W) store(out + i, load_at(i));
-    if (i < n) store(out + n - W, load_at(n - W));  // overlaps the one before
+    if (i < n) store(out + n - W, load_at(n - W));  // the last vector overlaps the one before it
     i = n;
   };
   if (stride == 1 && dtype == Dtype::f32) {
@@ -103,7 +103,7 @@ static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t
   for (; i < padded; ++i) out[i] = 0.0f;
 }
 
-// The same for 16-bit elements as they are.
+// The same for 16-bit elements, without conversion.
 static inline void copy_halves(uint16_t* out, const char* row, int64_t stride, int64_t n, int64_t padded) {
   const uint16_t* in = reinterpret_cast<const uint16_t*>(row);
   if (stride == 1 && n > 0) {  // `row` is null where n is 0
@@ -147,7 +147,7 @@ HW_INLINE uint32_t exponent_of(Dtype dtype) {
   return dtype == Dtype::f32 ? 0x7f800000u : dtype == Dtype::bf16 ? 0x7f80u : 0x7c00u;
 }
 
-// Joins the exponents of a contiguous row of at least one vector.
+// Adds the exponents of a contiguous row, of at least one vector, to those found so far.
 template <class T>
 HW_INLINE Peak peak_of_row(Peak peak, const T* row, int64_t n, uint32_t mask) {
   constexpr int64_t step = 4 * W / static_cast<int64_t>(sizeof(T));
@@ -156,7 +156,7 @@ HW_INLINE Peak peak_of_row(Peak peak, const T* row, int64_t n, uint32_t mask) {
   return i < n ? join_peak(peak, row + n - step, mask) : peak;  // the last step overlaps the one before
 }
 
-// Whether `rows` rows of n elements of f32, bf16 or f16, `pitch` apart, are free of NaN and Inf.
+// True if `rows` rows of n elements of f32, bf16 or f16, `pitch` apart, have no NaN or Inf.
 static inline bool rows_are_finite(const char* first, Dtype dtype, int64_t pitch, int64_t rows, int64_t stride,
                                    int64_t n) {
   const int64_t size = size_of(dtype);
@@ -174,7 +174,7 @@ static inline bool rows_are_finite(const char* first, Dtype dtype, int64_t pitch
   bool good = true;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t i = 0; i < n; ++i) {
-      uint32_t bits = 0;  // little endian, as all of x86 and Arm here
+      uint32_t bits = 0;  // little endian, like all supported CPUs
       memcpy(&bits, first + (r * pitch + i * stride) * size, static_cast<size_t>(size));
       good &= (bits & mask) != mask;
     }
@@ -186,7 +186,7 @@ static inline bool row_is_finite(const char* row, Dtype dtype, int64_t stride, i
   return rows_are_finite(row, dtype, 0, 1, stride, n);
 }
 
-// n floats, n a multiple of W.
+// True if n floats are finite. n must be a multiple of W.
 HW_INLINE bool floats_are_finite(const float* x, int64_t n) {
   return n == 0 || is_finite(peak_of_row(no_peak(), x, n, 0x7f800000u), 0x7f800000u, true);
 }

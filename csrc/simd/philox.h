@@ -1,5 +1,6 @@
-// Philox4x32-10, the counter-based generator of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3"):
-// whether dropout keeps a weight depends on the seed and its position alone, so that a second pass draws the same.
+// Philox4x32-10, the counter-based generator of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3").
+// Whether dropout keeps a weight depends only on the seed and on the position of the weight, so that a second pass
+// draws the same.
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,6 @@
-// Stands in for libtorch_cpu.so while linking: the same soname, the functions we call, no bodies. At run time the
-// dynamic loader finds the soname already loaded, by `import torch`; this file's library is never installed.
+// Replaces libtorch_cpu.so while linking: it has the same soname and the functions that we call, without bodies. At run
+// time the dynamic loader finds a library of that soname already loaded by `import torch`. This file's library is never
+// installed.
 #include <stdlib.h>
 
 #include "torch_abi/torch_abi.h"

@@ -1,7 +1,7 @@
-// The few C functions of torch's stable ABI that headwise calls: torch keeps them from version 2.10 on, whatever
-// compiler or version built it. Declared here, so that building needs no torch: neither its headers, nor a download of
-// hundreds of megabytes into a build environment. tests/test_native_build.py compiles this beside torch's own
-// declarations.
+// The few C functions of torch's stable ABI that headwise calls. torch keeps them from version 2.10 on, no matter which
+// compiler or version built it. They are declared here so that building needs neither torch's headers nor a download of
+// hundreds of megabytes into a build environment. tests/test_native_build.py compiles this file together with torch's
+// own declarations.
 #pragma once
 
 #include <stddef.h>
@@ -16,7 +16,7 @@ using StableListHandle = StableListOpaque*;
 struct StringOpaque;
 using StringHandle = StringOpaque*;
 using AOTITorchError = int32_t;  // 0 = success
-using StableIValue = uint64_t;   // an argument: a number's bits, or a handle that the called function owns
+using StableIValue = uint64_t;   // an argument: the bits of a number, or a handle that the called function owns
 
 namespace headwise {
 using Boxed = void (*)(StableIValue* stack, uint64_t inputs, uint64_t outputs);
@@ -25,7 +25,8 @@ constexpr uint64_t kTorchAbi =
     (uint64_t{2} << 56) | (uint64_t{10} << 48);  // the version of the ABI that we use: torch 2.10
 }  // namespace headwise
 
-// F(result, name, (parameters)). A list, because csrc/torch_abi/stub.cpp defines the same functions, for the linker.
+// Calls F(result, name, (parameters)) for each function. It is a list because csrc/torch_abi/stub.cpp defines the same
+// functions, for the linker.
 #define HEADWISE_TORCH_ABI(F)                                                                                  \
   F(int32_t, aoti_torch_device_type_cpu, ())                                                                   \
   F(int32_t, aoti_torch_layout_strided, ())                                                                    \

@@ -20,8 +20,8 @@ bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
 
 }  // namespace
 
-// A sum of n products rounds to within n units of the sum of magnitudes, in whatever order and with or without fma.
-// Everything after that adds a few units of its own magnitude.
+// A sum of n products has an error of at most n units of the sum of magnitudes, in any order and with or without fma.
+// Everything after it adds a few units of its own magnitude.
 Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   Score s;
   if (!may_attend(c, b, h, i, j)) return s;
@@ -131,7 +131,7 @@ Result attention(const Call& c, const Rounding& unit) {
       if (!finite(c.key, head * c.S + j, c.D) || !finite(c.value, head * c.S + j, c.V) || !std::isfinite(s.value)) {
         bad = true;
       }
-      if (s.value < -kMaxFloat) {  // -inf in float32: no weight, unless the row has no other score
+      if (s.value < -kMaxFloat) {  // -inf in float32, which has no weight unless the row has no other score
         s.attended = false;
         continue;
       }

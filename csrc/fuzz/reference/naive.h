@@ -1,4 +1,4 @@
-// Attention by its definition, in double, with the error bound of each result: the reference of the fuzzer.
+// Attention by its definition, in double, with an error bound for each result: the reference of the fuzzer.
 #pragma once
 
 #include <stdint.h>
@@ -46,10 +46,12 @@ struct Score {
 
 Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
 
-// The relative error of a weight whose score has this error. Products of two such are finite: a weight of 0 has none.
+// The relative error of a weight whose score has this error. It is finite even for products of two such errors; a
+// weight of 0 has none.
 double error_of_weight(double error);
 
-// Unit roundoffs of a kernel: of the output, of the weights before they are multiplied by values, of the exponential.
+// Unit roundoffs of a kernel: of the output, of the weights before they are multiplied by values, and of the
+// exponential.
 struct Rounding {
   double out, weights, exponential, smallest;
 };
@@ -59,7 +61,8 @@ struct Result {
   std::vector<double> lse, lse_error;  // (B, H, T)
 };
 
-// Whether bounds, ids and boolean tensors allow row (b, h, i) to attend key j: all rules but the -inf of a bias.
+// True if bounds, ids and boolean tensors allow row (b, h, i) to attend key j. These are all rules except the -inf of a
+// bias.
 bool may_attend(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
 
 Result attention(const Call& c, const Rounding& unit);
@@ -80,8 +83,8 @@ struct Gradients {
   std::vector<Gradient> slopes;  // (B, H) of each rule
 };
 
-// By the formulas. `forward` is the result of the call without a gate. A row with a NaN or Inf makes all that it may
-// attend NaN, unless its upstream gradient is 0.
+// Computes the gradients by the formulas. `forward` is the result of the call without a gate. A row with a NaN or Inf
+// makes everything that it may attend NaN, unless its upstream gradient is 0.
 Gradients backward(const Call& c, const Rounding& unit, const Result& forward, const Upstream& upstream);
 
 }  // namespace naive

@@ -11,7 +11,7 @@ constexpr double kUnit = 0x1p-24;         // float32, in which kernels accumulat
 constexpr double kTinyWeight = 0x1p-120;  // a weight that small may be 0
 constexpr double kMinProduct = 0x1p-125;  // a product that small may be 0
 
-// A sum with a bound of its error: those of its terms, and of adding them in any order.
+// A sum with a bound of its error, which comes from the errors of its terms and from adding them in any order.
 struct Sum {
   double x = 0, size = 0, error = 0;
   int64_t terms = 0;

@@ -1,7 +1,7 @@
-// The gradient, on the transposed tiles of the forward. P is recomputed from each row's greatest score and its weight;
-// then, with dP = dO V^T and delta = sum(P dP) - dlse, softmax backward gives dS = P (dP - delta), and dV = P^T dO,
-// dQ = dS K, dK = dS^T Q. The products S, dP and dQ have query rows in their lanes. dV and dK sum over rows: there the
-// lanes are columns.
+// The gradient, on the transposed tiles of the forward. P is recomputed from each row's greatest score and its weight.
+// With dP = dO V^T and delta = sum(P dP) - dlse, softmax backward gives dS = P (dP - delta). Then dV = P^T dO, dQ = dS
+// K and dK = dS^T Q. The products S, dP and dQ have query rows in their lanes. dV and dK sum over rows, so their lanes
+// are columns.
 #pragma once
 
 #include "kernels/backward/backward_tile-inl.h"
@@ -9,9 +9,9 @@
 namespace headwise {
 namespace HW_ISA {
 
-// The rows first <= row < last, at most a step of them, against all keys of the target that they may attend.
+// Computes the rows first <= row < last, at most a step of them, against all keys of the target that they may attend.
 template <class N>
-static void backward_rows(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
+static void backward_rows(const Call& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
                           int64_t first, int64_t last, BackwardScratch<N>& s) {
   const int blocks = static_cast<int>((last - first + kRows - 1) / kRows);
   Reach reach(p);
@@ -67,7 +67,7 @@ static inline void write_sum(const Tensor4& to, int64_t b, int64_t kv_head, int6
 
 // Adds up the gradients of keys and values over the rows of a chunk.
 template <class N>
-static void sum_chunk(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
+static void sum_chunk(const Call& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
                       BackwardScratch<N>& s) {
   memset(to.key_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_D) * sizeof(float));
   memset(to.value_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_V) * sizeof(float));
@@ -79,13 +79,13 @@ static void sum_chunk(const Problem& p, const Gradients& g, const BackwardPlan& 
   }
 }
 
-// The sums of a later chunk join those before it. n is a multiple of W.
+// Adds the sums of a later chunk to those before it. n must be a multiple of W.
 static inline void add_floats(float* to, const float* from, int64_t n) {
   for (int64_t i = 0; i < n; i += W) store(to + i, add(load(to + i), load(from + i)));
 }
 
 template <class N>
-static void run_part(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardItem& item,
+static void run_part(const Call& p, const Gradients& g, const BackwardPlan& plan, const BackwardItem& item,
                      char* scratch) {
   Arena arena{scratch};
   BackwardScratch<N> s(arena, p, plan);
@@ -118,9 +118,10 @@ static void run_part(const Problem& p, const Gradients& g, const BackwardPlan& p
   }
 }
 
-// One bias that is summed over batch or heads, for some queries: all terms of a place are added here, in order.
+// Computes one bias that is summed over batch or heads, for some queries: all terms of a place are added here, in
+// order.
 template <class N>
-static void run_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan, int dense, int64_t item,
+static void run_bias(const Call& p, const Gradients& g, const BackwardPlan& plan, int dense, int64_t item,
                      char* scratch) {
   Arena arena{scratch};
   BackwardScratch<N> s(arena, p, plan);
@@ -136,13 +137,13 @@ static void run_bias(const Problem& p, const Gradients& g, const BackwardPlan& p
   }
 }
 
-static void run_backward(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardItem& item,
+static void run_backward(const Call& p, const Gradients& g, const BackwardPlan& plan, const BackwardItem& item,
                          char* scratch) {
   const FlushDenormals flush;
   with_format(p, [&](auto format) { run_part<decltype(format)>(p, g, plan, item, scratch); });
 }
 
-static void run_backward_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan, int dense, int64_t item,
+static void run_backward_bias(const Call& p, const Gradients& g, const BackwardPlan& plan, int dense, int64_t item,
                               char* scratch) {
   const FlushDenormals flush;
   with_format(p, [&](auto format) { run_bias<decltype(format)>(p, g, plan, dense, item, scratch); });
@@ -156,9 +157,9 @@ static void round_floats(const float* x, int64_t n, Dtype dtype, void* out) {
   }
 }
 
-static void merge_backward(const Problem& p, const Gradients& g, const BackwardPlan& plan, int64_t b, int64_t kv_head,
+static void merge_backward(const Call& p, const Gradients& g, const BackwardPlan& plan, int64_t b, int64_t kv_head,
                            int64_t first, int64_t last) {
-  const FlushDenormals flush;  // as where an item writes its sums itself
+  const FlushDenormals flush;  // as in an item that writes its sums itself
   float* partial = plan.partial + (b * p.K + kv_head) * plan.chunks * plan.partial_floats(p);
   const auto merge = [&](int64_t at, int64_t width) {  // into the first chunk's sums
     for (int64_t chunk = 1; chunk < plan.chunks; ++chunk) {

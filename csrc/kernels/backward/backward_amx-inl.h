@@ -1,6 +1,7 @@
-// The gradient by matrix instructions. A tile of keys is larger, and computed in units of 32 keys, whose scores stay in
-// the L1 cache. P and dS of all blocks of rows of a step lie side by side: dV and dK of a unit are products over all of
-// its rows at once, for their sums come from memory, where a step of 32 rows is too few to pay for it.
+// The gradient by matrix instructions. A tile of keys is larger than in the other kernels, and is computed in units of
+// 32 keys, whose scores stay in the L1 cache. P and dS of all blocks of rows of a step are stored side by side, so that
+// dV and dK of a unit are products over all of its rows at once. Their sums are read from memory, which would take too
+// long for a step of only 32 rows.
 #pragma once
 
 #include "kernels/backward/backward_rows-inl.h"
@@ -8,29 +9,30 @@
 namespace headwise {
 namespace HW_ISA {
 
-// The blocks first <= i < last of a step that have P and dS of a unit of keys; those between that attend none of its
-// keys have zeros. `first` is even, so that its rows begin a step of a product.
+// The blocks first <= i < last of a step that have P and dS of a unit of keys. Blocks between them that attend none of
+// its keys have zeros. `first` is even, so that its rows begin a step of a product.
 struct UnitRows {
   int first = 0, last = 0;
 };
 
-constexpr int kUnits = kTile / kTileStep;             // of a tile
-constexpr int64_t kSumsInCache = int64_t{128} << 10;  // floats of dK and dV, which then are not prefetched
+constexpr int kUnits = kTile / kTileStep;  // units of a tile
+// floats of dK and dV up to which these are not prefetched, because they stay in the cache
+constexpr int64_t kSumsInCache = int64_t{128} << 10;
 
-// Factors of dV and dK lie as the matrix instructions take them, 16 or 32 lines one behind the other: P and dS by unit,
-// 32 rows, key and row; dO and Q by 16 columns, pair of rows and column.
+// The factors of dV and dK are in the layout of the matrix instructions, in blocks of 16 or 32 consecutive lines: P and
+// dS by unit, 32 rows, key and row; dO and Q by 16 columns, pair of rows and column.
 constexpr int64_t kBlockCells = int64_t{kTileStep} * kTileStep;
 HW_INLINE int64_t place_of_row(int64_t row) { return row / kTileStep * kBlockCells + row % kTileStep; }
 
-// What is prefetched beside the softmax of some keys: a block's share of the sums that are read when all blocks are
-// done, and of the next tile.
-struct UnitAhead {
+// Prefetches, during the softmax of some keys, a block's part of the sums that are read when all blocks are done, and
+// of the next tile.
+struct UnitPrefetcher {
   NextTile* next;
   const char* sums[2] = {nullptr, nullptr};
   int64_t left[2] = {0, 0}, each[2] = {0, 0};  // lines
   int turn = 0;
 
-  // The sums of some keys, of `width` columns, in the 16 turns of a unit.
+  // The sums of some keys, of `width` columns, are prefetched in the 16 steps of a unit.
   void begin(int i, const float* rows, int64_t keys, int64_t width) {
     sums[i] = reinterpret_cast<const char*>(rows);
     left[i] = keys * width / W;
@@ -48,7 +50,7 @@ struct UnitAhead {
   }
 };
 
-// Where P and dS of some keys of a unit go.
+// The places for P and dS of some keys of a unit.
 template <int NV>
 struct UnitPlaces {
   uint16_t *weights[NV], *scores[NV];  // [key][row], of 16 rows each
@@ -65,14 +67,14 @@ struct UnitPlaces {
   }
 };
 
-// The gradients of a block's scores for the keys of a tile: x = S and y = dP, or P and dS if `ready`, become P and dS
-// by key and row, and dS in pairs of keys. Behind the last key are zeros, up to `padded` keys. `full`: no score is -inf
-// by a mask.
+// Computes the gradients of a block's scores for the keys of a tile: x = S and y = dP, or P and dS if `ready`, become P
+// and dS by key and row, and dS in pairs of keys. Keys behind the last one get zeros, up to `padded` keys. `full` tells
+// that no mask has made a score -inf.
 template <int NV>
 static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRICT y, int64_t keys, int64_t padded,
                              float c, const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
                              const float* HW_RESTRICT delta, bool ready, bool full, const UnitPlaces<NV>& to,
-                             UnitAhead& ahead) {
+                             UnitPrefetcher& prefetcher) {
   constexpr int R = NV * W;
   const F scale = set1(c), lowest = set1(-3.4028235e38f);
   F peak[NV], most[NV], mean[NV];
@@ -91,7 +93,7 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
     for (int v = 0; v < NV; ++v) {
       w[v] = mul(t[v], most[v]);
       d[v] = mul(w[v], sub(load(y + j * R + v * W), mean[v]));
-      if constexpr (decltype(masked)::value != 0) {  // 0 for -inf alone: a NaN stays NaN, and dP may be inf
+      if constexpr (decltype(masked)::value != 0) {  // 0 only for -inf: a NaN stays NaN, and dP may be inf
         const auto attended = not_less(load(x + j * R + v * W), lowest);
         w[v] = select(attended, w[v], zero());
         d[v] = select(attended, d[v], zero());
@@ -109,7 +111,7 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
         d[v] = load(y + j * R + v * W);
       }
     } else {
-      gradients(j, w, d, Number<1>{});
+      gradients(j, w, d, Constant<1>{});
     }
   };
   const auto pack = [&](int64_t j, const F* w, const F* d) HW_LAMBDA {
@@ -125,9 +127,9 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
   F w[2 * NV], d[2 * NV];
   int64_t j = 0;
   for (; full && !ready && j + 2 <= keys; j += 2) {
-    ahead.step();
-    gradients(j, w, d, Number<0>{});
-    gradients(j + 1, w + NV, d + NV, Number<0>{});
+    prefetcher.step();
+    gradients(j, w, d, Constant<0>{});
+    gradients(j + 1, w + NV, d + NV, Constant<0>{});
     pack(j, w, d);
   }
   for (; j < padded; j += 2) {
@@ -217,10 +219,11 @@ static inline void add_keys(const uint16_t* columns, int64_t width, int64_t unit
   if (u < width) add_keys_to<1, NV>(columns + u * kTileStep, unit, units, pairs, out + u * NV * W);
 }
 
-// x and y, the products of 16 keys with Q^T and of their values with dO^T. Both together: three sums alone would wait
-// for one another, and 16 keys leave room for Q^T and dO^T in the L1 cache.
-static inline void add_both(const uint32_t* query, const uint32_t* dout, int64_t steps, const uint16_t* key,
-                            int64_t key_stride, const uint16_t* value, int64_t value_stride, float* x, float* y) {
+// Computes x and y, the products of 16 keys with Q^T and of their values with dO^T. Both are computed together: only
+// three sums would wait for one another, and 16 keys leave room for Q^T and dO^T in the L1 cache.
+static inline void add_fused_products(const uint32_t* query, const uint32_t* dout, int64_t steps, const uint16_t* key,
+                                      int64_t key_stride, const uint16_t* value, int64_t value_stride, float* x,
+                                      float* y) {
   constexpr int64_t R = 3 * W, pitch = R * 4;
   clear_tiles<2, 3>();
   for (int64_t s = 0; s < steps; ++s, query += W * R, dout += W * R) {
@@ -247,7 +250,7 @@ static inline void add_both(const uint32_t* query, const uint32_t* dout, int64_t
   tile_store<5>(y + 2 * W, pitch);
 }
 
-// Zeros as P and dS of 16 rows and a unit.
+// Writes zeros as P and dS of 16 rows and a unit.
 template <class N>
 static inline void clear_rows(int64_t unit, int64_t row, BackwardScratch<N>& s) {
   const int64_t at = unit * s.steps * kBlockCells + place_of_row(row);
@@ -257,13 +260,13 @@ static inline void clear_rows(int64_t unit, int64_t row, BackwardScratch<N>& s) 
   }
 }
 
-// The same of a block.
+// The same for a block.
 template <class N>
 static inline void clear_unit(int unit, int block, BackwardScratch<N>& s) {
   for (int r = 0; r < kRows; r += W) clear_rows(unit, block * kRows + r, s);
 }
 
-// A block that has P and dS of a unit; those before it have theirs, or get zeros.
+// Registers a block that has P and dS of a unit. Blocks before it have theirs, or get zeros.
 template <class N>
 static inline void join_unit(int unit, int block, UnitRows& rows, BackwardScratch<N>& s) {
   if (rows.last == 0) rows.first = rows.last = block & ~1;

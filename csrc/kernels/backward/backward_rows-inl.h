@@ -1,4 +1,4 @@
-// The query rows of the gradient: their scratch, what the forward left of them, and their results.
+// The query rows of the gradient: their scratch memory, what the forward has stored of them, and their results.
 #pragma once
 
 #include <float.h>
@@ -9,17 +9,19 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kShort = 16;                           // so few keys are summed again for a row's delta: it rounds less
-constexpr int64_t kShortPiece = 32;                  // of a head dim, where the forward's bits are not needed
-constexpr int64_t kStrands = 8;                      // partial sums of a delta: they round less
-constexpr float kAllWeight = 0.9999f;                // the least weight of a key that may have all of it
-constexpr int64_t kProductBytes = int64_t{1} << 20;  // of the products of few rows, computed once and used twice
-constexpr int64_t kChunkRows = 2048;                 // rows of an item, unless that makes more chunks than 2 G
-constexpr int64_t kStepBytes = 400 * 1024;           // of the scratch of rows that share a tile
-constexpr int64_t kTiledStepBytes = 1000 * 1024;     // the same where matrix instructions ask more of a step
-constexpr int64_t kOwnBytes = int64_t{4} << 20;      // of sums in a thread's scratch, which it keeps
+// with at most this many keys a row's delta is summed again, which rounds less
+constexpr int kShort = 16;
+constexpr int64_t kShortPiece = 32;    // piece of a head dim, if the forward's bits are not needed
+constexpr int64_t kStrands = 8;        // partial sums of a delta, which round less
+constexpr float kAllWeight = 0.9999f;  // the least weight of a key that counts as having all of it
+// bytes of the products of few rows, which are computed once and used twice
+constexpr int64_t kProductBytes = int64_t{1} << 20;
+constexpr int64_t kChunkRows = 2048;              // rows of an item, unless that would make more chunks than 2 G
+constexpr int64_t kStepBytes = 400 * 1024;        // bytes of the scratch of rows that share a tile
+constexpr int64_t kTiledStepBytes = 1000 * 1024;  // the same with matrix instructions, which need more rows in a step
+constexpr int64_t kOwnBytes = int64_t{4} << 20;   // bytes of sums in a thread's scratch, which stays allocated
 
-// Keys of a tile: of matrix instructions, which compute it in units, so many as a tile may have.
+// Keys of a tile. With matrix instructions, which compute a tile in units, the most that a tile may have.
 template <class N>
 constexpr int kKeysOf = N::kTiles ? kTile : kBackwardTile;
 
@@ -31,11 +33,11 @@ struct BackwardBlock {
   float* sums;                                // dQ^T[column][row]
   float row_max[kRows], largest[kRows];       // the greatest score, unscaled, and its weight
   float delta[kRows];                         // sum(dO O) - dlse
-  bool one_tile;                              // the rows reach few keys, all in one tile
+  bool one_tile;                              // true if the rows reach few keys, all in one tile
   float slope[kMaxAlibi][kRows];              // sum of dS times the distance, negated
 };
 
-// Products of a block and a tile, [key][row].
+// The products of a block and a tile, [key][row].
 struct Products {
   float *x, *y;          // scores, then weights; dP, then dS
   float *capped, *keep;  // scores behind the softcap; the factors of dropout
@@ -49,24 +51,25 @@ struct BackwardScratch {
   QueryRows* rows;
   Products products;
   typename N::Key *weight_rows, *score_rows;  // P and dS for products that sum over rows: [key][row]
-  int64_t steps, panel;        // of matrix instructions (backward_amx-inl.h): of 32 rows each; of factors
+  // for matrix instructions (backward_amx-inl.h): steps of 32 rows each; elements from panel to panel of the factors
+  int64_t steps, panel;
   typename N::Weight* scores;  // dS for the product that sums over keys
   float *key_copy, *value_copy, *pair_copy;
   typename N::Query* out;          // O^T
-  float *row_max, *row_sum, *dot;  // [row], of the softmax where it is recomputed; `dot` sums weights times dP
+  float *row_max, *row_sum, *dot;  // [row], for the softmax if it is recomputed; `dot` sums weights times dP
   char* spare;
   float* grad_rows;  // W rows of dQ
   float* ones;
-  float *key_sums, *value_sums;  // [key][column], where one item has all rows of its keys; those of a chunk behind them
+  float *key_sums, *value_sums;  // [key][column], if one item has all rows of its keys; behind them those of a chunk
   bool shared;                   // several blocks use a tile
 
-  BackwardScratch(Arena& arena, const Problem& p, const BackwardPlan& plan) {
+  BackwardScratch(Arena& arena, const Call& p, const BackwardPlan& plan) {
     const int blocks = static_cast<int>(plan.rows_per_step / kRows);
     const int64_t widest = max(plan.padded_D, plan.padded_V), cells = kBackwardTile * kRows;
     const int64_t floats = plan.keeps_products ? max(p.S * W, cells) : cells, keys_of_tile = kKeysOf<N>;
     steps = (blocks * kRows + kTileStep - 1) / kTileStep;
     panel = (steps * kTileStep + W) / 2 * W;
-    const int64_t side_by_side = N::kTiles ? panel / W : 0;  // pairs of rows of all blocks, and of some behind them
+    const int64_t side_by_side = N::kTiles ? panel / W : 0;  // pairs of rows of all blocks, and some behind them
     typename N::Query* query_rows = arena.take<typename N::Query>(side_by_side * plan.padded_D);
     typename N::Query* dout_rows = arena.take<typename N::Query>(side_by_side * plan.padded_V);
     block = arena.take<BackwardBlock<N>>(blocks);
@@ -111,13 +114,13 @@ struct BackwardScratch {
   }
 };
 
-static BackwardPlan plan_backward(const Problem& p) {
+static BackwardPlan plan_backward(const Call& p) {
   BackwardPlan plan;
   const int64_t G = p.H / p.K;
   plan.rows = p.T * G;
   plan.padded_D = round_up(p.D, W);
   plan.padded_V = round_up(p.V, W);
-  // Each chunk has a copy of the sums: together at most twice the memory of dQ in float32.
+  // Each chunk has a copy of the sums. All copies together take at most twice the memory of dQ in float32.
   plan.chunks = max(1, min((plan.rows + kChunkRows - 1) / kChunkRows, 2 * G));
   plan.rows_per_block = kRows;
   const bool halves = kHasBf16 && p.dtype() == Dtype::bf16;
@@ -134,7 +137,7 @@ static BackwardPlan plan_backward(const Problem& p) {
     BackwardScratch<decltype(format)>(count, p, plan);
     plan.scratch_bytes = count.used;
   });
-  // Two sums: of the chunks so far, and of the next one.
+  // Two sums: that of the chunks so far, and that of the next one.
   if (plan.chunks > 1 && 2 * plan.partial_floats(p) * 4 <= kOwnBytes) plan.whole_bytes = 2 * plan.partial_floats(p) * 4;
   return plan;
 }
@@ -144,15 +147,16 @@ struct BackwardTarget {
   int64_t b, kv_head, chunk;
   float *key_sums, *value_sums;
   int only;             // the one bias whose gradient is computed, or -1 for all gradients
-  bool queries, keys;   // which are computed: dQ, dK and dV
+  bool queries, keys;   // which gradients are computed: dQ, and dK and dV
   int64_t first, last;  // keys
 };
 
 // Loads the greatest score of a row and its weight, which define all weights. A row with a NaN or Inf anywhere gets the
-// largest weight NaN: all that it may attend becomes NaN. A row that attends nothing, or that has a NaN or Inf but no
-// gradient of its output, gets the greatest score +inf: all its weights are 0. Both are packed as zeros.
+// largest weight NaN, so that everything it may attend becomes NaN. A row that attends nothing, or that has a NaN or
+// Inf but no gradient of its output, gets the greatest score +inf, so that all its weights are 0. Both kinds of rows
+// are packed as zeros.
 template <class N>
-static inline void load_row_end(const Problem& p, const Gradients& g, int64_t b, QueryRows& rows, int r, bool bad,
+static inline void load_row_end(const Call& p, const Gradients& g, int64_t b, QueryRows& rows, int r, bool bad,
                                 BackwardBlock<N>& own) {
   const int64_t h = rows.h[r], t = rows.t[r], at_row = (b * p.H + h) * p.T + t;
   own.row_max[r] = p.ends[at_row];
@@ -168,9 +172,10 @@ static inline void load_row_end(const Problem& p, const Gradients& g, int64_t b,
   own.largest[r] = empty || !in_loss ? 0.0f : NAN;
 }
 
-// sum(dO O) of each row in the order of dP where matrix instructions sum dP: rows of O times dO^T, the diagonal.
+// Computes sum(dO O) of each row in the order in which matrix instructions sum dP: as the diagonal of rows of O times
+// dO^T.
 template <class N, int NV>
-static inline void deltas_as_tiles(const Problem& p, int64_t b, const QueryRows& rows, const typename N::Query* dout,
+static inline void deltas_as_tiles(const Call& p, int64_t b, const QueryRows& rows, const typename N::Query* dout,
                                    char* spare, F* as_dp) {
   constexpr int R = NV * W;
   const int64_t padded = round_up(p.V, 2);
@@ -188,9 +193,9 @@ static inline void deltas_as_tiles(const Problem& p, int64_t b, const QueryRows&
   }
 }
 
-// sum(dO O) of each row in an order that rounds less, along the rows as they lie.
+// Computes sum(dO O) of each row in an order that rounds less, along the rows in memory.
 template <class N, int NV>
-static inline void deltas_of_rows(const Problem& p, const Gradients& g, int64_t b, const QueryRows& rows, char* spare,
+static inline void deltas_of_rows(const Call& p, const Gradients& g, int64_t b, const QueryRows& rows, char* spare,
                                   F* sums) {
   uint16_t* copy = reinterpret_cast<uint16_t*>(spare);
   const auto row_of = [&](const Tensor4& x, int r, int64_t place) {
@@ -215,9 +220,9 @@ static inline void deltas_of_rows(const Problem& p, const Gradients& g, int64_t 
   }
 }
 
-// The same along the transposed rows: all of them, one `step` behind the other, or a piece.
+// The same along the transposed rows: all of them, `step` apart, or a piece.
 template <class N, int NV>
-static inline void deltas_of_lanes(const Problem& p, int64_t b, const QueryRows& rows, const typename N::Query* dout,
+static inline void deltas_of_lanes(const Call& p, int64_t b, const QueryRows& rows, const typename N::Query* dout,
                                    bool one_has_all, BackwardScratch<N>& s, F* as_dp, F* in_strands) {
   constexpr int R = NV * W;
   pack_transposed<N, NV>(p.out, b, rows, p.V, s.out, s.spare);
@@ -238,11 +243,11 @@ static inline void deltas_of_lanes(const Problem& p, int64_t b, const QueryRows&
   for (int64_t d = 0; d < kStrands; ++d) add_sum(in_strands, d, depth, kStrands);
 }
 
-// Adds sum(dO O) to the delta of each row. False where a row had to be marked as bad. Where a key has all the weight, O
-// has the bits of its value: there the sum is in the order of dP, so that dP - delta is 0. Elsewhere the order is one
+// Adds sum(dO O) to the delta of each row. Returns false if a row had to be marked as bad. If a key has all the weight,
+// O has the bits of its value; the sum is then in the order of dP, so that dP - delta is 0. Otherwise the order is one
 // that rounds less.
 template <class N, int NV>
-static inline bool add_deltas(const Problem& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
+static inline bool add_deltas(const Call& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
   QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
   F as_dp[NV], in_strands[NV];
@@ -277,9 +282,9 @@ static inline void start_recompute(BackwardScratch<N>& s) {
   }
 }
 
-// The greatest scores, largest weights and deltas of a block from these sums.
+// Computes the greatest scores, largest weights and deltas of a block from these sums.
 template <class N>
-static inline void finish_recompute(const Problem& p, int block, BackwardScratch<N>& s) {
+static inline void finish_recompute(const Call& p, int block, BackwardScratch<N>& s) {
   const QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
   for (int r = 0; r < rows.n; ++r) {
@@ -296,7 +301,7 @@ static inline void finish_recompute(const Problem& p, int block, BackwardScratch
 }
 
 template <class N, int NV>
-static inline void begin_block(const Problem& p, const Gradients& g, const BackwardPlan& plan, int64_t b, int block,
+static inline void begin_block(const Call& p, const Gradients& g, const BackwardPlan& plan, int64_t b, int block,
                                BackwardScratch<N>& s) {
   constexpr int R = NV * W;
   QueryRows& rows = s.rows[block];
@@ -337,7 +342,7 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
 
 // Writes dQ of a block, and adds to the gradients of sinks and slopes.
 template <class N, int NV>
-static inline void end_block(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
+static inline void end_block(const Call& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
                              int block, BackwardScratch<N>& s) {
   const QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
@@ -355,7 +360,7 @@ static inline void end_block(const Problem& p, const Gradients& g, const Backwar
   };
   for (int r = 0; r < rows.n; ++r) {
     if (plan.sinks.data != nullptr && own.row_max[r] != kInf) {
-      // Where the largest weight of a key is no normal number, the sink has all the weight.
+      // If the largest weight of a key is not a normal number, the sink has all the weight.
       const float ratio = expf(p.sinks[rows.h[r]] - own.row_max[r] * softmax_scale(p));
       const float weight = own.largest[r] < FLT_MIN ? 1.0f : ratio * own.largest[r];
       *place(plan.sinks, r) -= static_cast<double>(weight) * static_cast<double>(own.delta[r]);

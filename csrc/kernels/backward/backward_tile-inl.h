@@ -7,11 +7,11 @@ namespace headwise {
 namespace HW_ISA {
 
 struct BackwardTile : KeyTile {
-  KeyRows key_pairs;  // keys for dQ, which sums over them
+  KeyRows key_pairs;  // keys in the layout for dQ, which sums over them
 };
 
 template <class N>
-static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, BackwardScratch<N>& s,
+static inline void load_tile(const Call& p, int64_t b, int64_t kv_head, int64_t j0, int n, BackwardScratch<N>& s,
                              BackwardTile& tile) {
   tile.j0 = j0;
   tile.n = n;
@@ -27,34 +27,35 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
     tile.key_pairs = tile_pairs<N>(p.key, b, kv_head, tile, p.D, true, s.pair_copy, s.spare);
 }
 
-// Whether x and y of 16 keys are computed together. With smaller head dims Q^T and dO^T stay in the L1 cache beside 32.
-HW_INLINE bool takes_both(const Problem& p) { return p.D == p.V && p.D % kTileStep == 0 && p.D > 64; }
+// True if x and y of 16 keys are computed together. With smaller head dims Q^T and dO^T of 32 keys stay in the L1
+// cache.
+HW_INLINE bool fuses_products(const Call& p) { return p.D == p.V && p.D % kTileStep == 0 && p.D > 64; }
 
-// The factors of dropout, where there are any.
+// Writes the factors of dropout, if there is any.
 template <int R>
-static inline void drop_factors(const Problem& p, int64_t b, const QueryRows& rows, const KeySpan& span,
+static inline void drop_factors(const Call& p, int64_t b, const QueryRows& rows, const KeySpan& span,
                                 const Products& products) {
   if (p.dropout == 0.0f) return;
   for (int64_t i = 0; i < int64_t{span.n} * R; ++i) products.keep[i] = 1.0f;
   drop_tile<1, R>(p, b, rows, span.j0, span.n, products.keep);
 }
 
-// Scores and dP of a block and a tile. They have the bits of the forward and of `add_deltas`; where neither is needed,
-// the head dim is summed in shorter pieces.
+// Computes scores and dP of a block and a tile. They have the bits of the forward and of `add_deltas`; if neither is
+// needed, the head dim is summed in shorter pieces.
 template <class N, int NV>
-static inline void forward_products(const Problem& p, int64_t b, const BackwardTile& tile, const KeySpan& span,
-                                    int block, bool recomputes, const Products& products, BackwardScratch<N>& s) {
+static inline void forward_products(const Call& p, int64_t b, const BackwardTile& tile, const KeySpan& span, int block,
+                                    bool recomputes, const Products& products, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
   const BackwardBlock<N>& own = s.block[block];
   const int64_t skip = span.j0 - tile.j0, cells = int64_t{span.n} * R;
   const auto* value = reinterpret_cast<const typename N::Key*>(tile.value.data) + skip * tile.value.stride;
   float* capped = p.softcap > 0.0f ? products.capped : nullptr;
   if constexpr (N::kTiles && NV == 3) {
-    if (takes_both(p) && span.n == W) {
+    if (fuses_products(p) && span.n == W) {
       const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
       tile_scores<ScoreLayout<1, R>>(p, b, s.rows[block], span, nullptr, products.x, {cells}, capped, [&] {
-        add_both(own.query, own.dout, p.D / kTileStep, key, tile.key.stride, value, tile.value.stride, products.x,
-                 products.y);
+        add_fused_products(own.query, own.dout, p.D / kTileStep, key, tile.key.stride, value, tile.value.stride,
+                           products.x, products.y);
       });
       return drop_factors<R>(p, b, s.rows[block], span, products);
     }
@@ -66,16 +67,16 @@ static inline void forward_products(const Problem& p, int64_t b, const BackwardT
 }
 
 template <class N, int NV>
-static inline void recompute_tile(const Problem& p, const KeySpan& span, const Products& products,
-                                  BackwardScratch<N>& s) {
+static inline void recompute_tile(const Call& p, const KeySpan& span, const Products& products, BackwardScratch<N>& s) {
   const float* keep = p.dropout > 0.0f ? products.keep : nullptr;
   recompute_softmax<NV>(products.x, products.y, span.n, softmax_scale(p) * kLog2e, keep, s.row_max, s.row_sum, s.dot);
 }
 
-// Adds to the gradients of biases and slopes. Whether x and y have become P and dS: floats, where a rule needs them.
+// Adds to the gradients of biases and slopes. Returns whether x and y have become P and dS as floats, which happens if
+// a rule needs them.
 template <class N, int NV>
-static inline bool float_scores(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
-                                const KeySpan& span, int block, const Products& products, BackwardScratch<N>& s) {
+static inline bool float_scores(const Call& p, const BackwardPlan& plan, const BackwardTarget& to, const KeySpan& span,
+                                int block, const Products& products, BackwardScratch<N>& s) {
   const QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
   const int64_t b = to.b, chunk = to.chunk, j0 = span.j0;
@@ -100,9 +101,9 @@ static inline bool float_scores(const Problem& p, const BackwardPlan& plan, cons
   return as_floats;
 }
 
-// The products of some keys of a tile, and what the forward has not left of the softmax.
+// Computes the products of some keys of a tile, and what is missing of the softmax if the forward has not stored it.
 template <class N, int NV>
-static inline Products block_products(const Problem& p, const BackwardPlan& plan, int64_t b, const BackwardTile& tile,
+static inline Products block_products(const Call& p, const BackwardPlan& plan, int64_t b, const BackwardTile& tile,
                                       const KeySpan& span, int block, BackwardScratch<N>& s) {
   const bool one_tile = s.block[block].one_tile;
   const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
@@ -118,7 +119,7 @@ static inline Products block_products(const Problem& p, const BackwardPlan& plan
 }
 
 template <class N, int NV>
-static inline void backward_tile(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
+static inline void backward_tile(const Call& p, const BackwardPlan& plan, const BackwardTarget& to,
                                  const BackwardTile& tile, const KeySpan& span, int block, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
   const int n = span.n;
@@ -144,12 +145,12 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
   if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
 }
 
-// P and dS of a block and `padded` keys of a unit, some or all of which `span` has; those of the others are zeros.
-// Where the products have been computed, they begin at the key `first`.
+// Computes P and dS of a block and `padded` keys of a unit, some or all of which `span` has; the others get zeros. If
+// the products have been computed before, they begin at the key `first`.
 template <class N, int NV>
-static inline void backward_keys(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
+static inline void backward_keys(const Call& p, const BackwardPlan& plan, const BackwardTarget& to,
                                  const BackwardTile& tile, const KeySpan& span, int64_t padded, int64_t first,
-                                 int block, UnitAhead& ahead, BackwardScratch<N>& s) {
+                                 int block, UnitPrefetcher& prefetcher, BackwardScratch<N>& s) {
   BackwardBlock<N>& own = s.block[block];
   const bool computed = plan.keeps_products || own.one_tile;
   const Products products = computed ? s.products.from((span.j0 - first) * NV * W) : s.products;
@@ -162,20 +163,20 @@ static inline void backward_keys(const Problem& p, const BackwardPlan& plan, con
   const int64_t key = span.j0 - tile.j0;
   const UnitPlaces<NV> places(s, static_cast<int>(key / kTileStep), block, key % kTileStep);
   pack_unit<NV>(products.x, products.y, span.n, padded, softmax_scale(p) * kLog2e, own.row_max, own.largest, own.delta,
-                ready, span.kind == TileKind::full && !scales_first(p), places, ahead);
+                ready, span.kind == TileKind::full && !scales_first(p), places, prefetcher);
 }
 
-// The same of a tile, and dQ; dV and dK follow when all blocks of rows are done.
+// The same for a tile, and dQ. dV and dK follow when all blocks of rows are done.
 template <class N, int NV>
-static inline void backward_units(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
+static inline void backward_units(const Call& p, const BackwardPlan& plan, const BackwardTarget& to,
                                   const BackwardTile& tile, const KeySpan& span, int block, int blocks, UnitRows* units,
                                   NextTile& next, BackwardScratch<N>& s) {
   constexpr int64_t unit_pairs = W * NV * W;
   const bool in_cache = plan.partial_floats(p) <= kSumsInCache;
   const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep,
             to_unit = from + (span.n + kTileStep - 1) / kTileStep;
-  const int part = takes_both(p) && NV == 3 ? W : kTileStep;
-  UnitAhead ahead{&next};
+  const int part = fuses_products(p) && NV == 3 ? W : kTileStep;
+  UnitPrefetcher prefetcher{&next};
   if (s.block[block].one_tile) block_products<N, NV>(p, plan, to.b, tile, span, block, s);
   for (int unit = from; unit < to_unit; ++unit) {
     const int64_t j0 = tile.j0 + unit * kTileStep;
@@ -188,12 +189,12 @@ static inline void backward_units(const Problem& p, const BackwardPlan& plan, co
     if (to.keys) {
       join_unit(unit, block, units[unit], s);
       const int64_t first = j0 - to.first + kTileStep * block / blocks, n = in_cache ? 0 : kTileStep / blocks;
-      ahead.begin(0, to.value_sums + first * plan.padded_V, n, plan.padded_V);
-      ahead.begin(1, to.key_sums + first * plan.padded_D, n, plan.padded_D);
+      prefetcher.begin(0, to.value_sums + first * plan.padded_V, n, plan.padded_V);
+      prefetcher.begin(1, to.key_sums + first * plan.padded_D, n, plan.padded_D);
     }
     for (int k = 0; k < kTileStep; k += part) {
       const KeySpan some = {j0 + k, static_cast<int>(max(0, min(part, keys.n - k))), keys.kind};
-      backward_keys<N, NV>(p, plan, to, tile, some, part, plan.keeps_products ? 0 : span.j0, block, ahead, s);
+      backward_keys<N, NV>(p, plan, to, tile, some, part, plan.keeps_products ? 0 : span.j0, block, prefetcher, s);
     }
   }
   if (to.only >= 0 || !to.queries) return;
@@ -202,7 +203,7 @@ static inline void backward_units(const Problem& p, const BackwardPlan& plan, co
                s.block[block].sums);
 }
 
-// dV and dK of a tile, whose blocks of rows are done.
+// Computes dV and dK of a tile, whose blocks of rows are done.
 template <class N>
 static inline void end_units(const BackwardPlan& plan, const BackwardTarget& to, const BackwardTile& tile, int blocks,
                              UnitRows* units, BackwardScratch<N>& s) {
@@ -223,9 +224,9 @@ static inline void end_units(const BackwardPlan& plan, const BackwardTarget& to,
   }
 }
 
-// The first of two passes where rows are few: the softmax alone.
+// The first of two passes if rows are few: only the softmax.
 template <class N, int NV>
-static inline void recompute_pass(const Problem& p, const BackwardPlan& plan, int64_t b, const BackwardTile& tile,
+static inline void recompute_pass(const Call& p, const BackwardPlan& plan, int64_t b, const BackwardTile& tile,
                                   const KeySpan& span, BackwardScratch<N>& s) {
   const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
   forward_products<N, NV>(p, b, tile, span, 0, true, products, s);

@@ -11,8 +11,8 @@ constexpr int kBackwardTile = kBackwardKeys;
 
 constexpr int kBackwardColumns = W >= 16 ? 4 : 2;  // vectors of columns in the micro-kernel that sums over rows
 
-// Rows of x in memory order, for the products that sum over rows. Bad rows and those behind the last are zeros. There
-// are `padded` rows of the block.
+// Copies rows of x in memory order, for the products that sum over rows. Bad rows and those behind the last become
+// zeros. The block has `padded` rows.
 template <class N>
 static inline void pack_rows(const Tensor4& x, int64_t b, const QueryRows& rows, int padded, int64_t width,
                              typename N::Query* out, int64_t pitch, char* spare) {
@@ -34,8 +34,8 @@ static inline void pack_rows(const Tensor4& x, int64_t b, const QueryRows& rows,
   }
 }
 
-// Rows of x for dV and dK: [column / 16][row / 2][column % 16], the panels of 16 columns `panel` words apart. Bad rows
-// and those behind the last are zeros, up to `padded` rows of the block and 16 behind them.
+// Packs rows of x for dV and dK: [column / 16][row / 2][column % 16], with panels of 16 columns that are `panel` words
+// apart. Bad rows and those behind the last become zeros, up to `padded` rows of the block and 16 more.
 static inline void pack_panels(const Tensor4& x, int64_t b, const QueryRows& rows, int padded, int64_t width,
                                uint32_t* out, int64_t panel, char* spare) {
   const int64_t pitch = round_up(width, W);
@@ -56,8 +56,8 @@ static inline void pack_panels(const Tensor4& x, int64_t b, const QueryRows& row
   }
 }
 
-// The online softmax of a tile without its weights: updates `row_max`, `row_sum` and `dot`, the sum of the weights
-// times y = dP. `keep`, unless null, has the factors of dropout for dP.
+// The online softmax of a tile without storing its weights: updates `row_max`, `row_sum` and `dot`, the sum of the
+// weights times y = dP. `keep`, unless null, has the factors of dropout for dP.
 template <int NV>
 static inline void recompute_softmax(const float* HW_RESTRICT x, const float* HW_RESTRICT y, int64_t keys, float c,
                                      const float* HW_RESTRICT keep, float* HW_RESTRICT row_max,
@@ -75,7 +75,8 @@ static inline void recompute_softmax(const float* HW_RESTRICT x, const float* HW
   for (int v = 0; v < NV; ++v) {
     const F before = load(row_max + v * W);
     store(row_max + v * W, peak[v]);
-    peak[v] = select(not_less(peak[v], lowest), peak[v], zero());  // no key so far: x is -inf, its weight 0
+    peak[v] =
+        select(not_less(peak[v], lowest), peak[v], zero());  // there was no key so far: x is -inf and its weight 0
     const F rescale = exp2<6>(mul(sub(before, peak[v]), scale));
     store(row_sum + v * W, mul(load(row_sum + v * W), rescale));
     store(dot + v * W, mul(load(dot + v * W), rescale));
@@ -98,7 +99,7 @@ static inline void recompute_softmax(const float* HW_RESTRICT x, const float* HW
   }
 }
 
-// x becomes the weights P = 2^(c (x - row_max)) largest, and y = dP becomes dS = P (dP - delta). Both are 0 where x is
+// Replaces x by the weights P = 2^(c (x - row_max)) largest, and y = dP by dS = P (dP - delta). Both are 0 where x is
 // -inf.
 template <int NV>
 static inline void softmax_backward(float* HW_RESTRICT x, float* HW_RESTRICT y, int64_t keys, float c,
@@ -115,7 +116,7 @@ static inline void softmax_backward(float* HW_RESTRICT x, float* HW_RESTRICT y, 
       const int64_t at = j * R + v * W;
       const F s = load(x + at);
       const F weight = mul(exp2<6>(mul(sub(s, peak[v]), scale)), load(largest + v * W));
-      const F w = select(not_less(s, lowest), weight, zero());  // 0 for -inf alone: a NaN stays NaN
+      const F w = select(not_less(s, lowest), weight, zero());  // 0 only for -inf: a NaN stays NaN
       F dp = load(y + at);
       if (keep != nullptr) {
         const F factor = load(keep + at);
@@ -125,13 +126,13 @@ static inline void softmax_backward(float* HW_RESTRICT x, float* HW_RESTRICT y, 
         store(x + at, w);
       }
       const F score = mul(w, sub(dp, load(delta + v * W)));
-      store(y + at, select(not_less(s, lowest), score, zero()));  // where dP may be inf
+      store(y + at, select(not_less(s, lowest), score, zero()));  // because dP may be inf
     }
   }
 }
 
-// The same for bfloat16, into the three forms that the products read: P and dS by key and row, dS in pairs of keys. x
-// and y have P and dS already if `ready`.
+// The same for bfloat16, in the three layouts that the products read: P and dS by key and row, and dS in pairs of keys.
+// With `ready`, x and y are P and dS already.
 template <int NV>
 static inline void softmax_backward_pairs(const float* HW_RESTRICT x, const float* HW_RESTRICT y, int64_t keys, float c,
                                           const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
@@ -163,8 +164,8 @@ static inline void softmax_backward_pairs(const float* HW_RESTRICT x, const floa
   }
 }
 
-// dS = dS * (1 - (x / softcap)^2), where x is the capped score: the gradient of the raw score. 0 stays 0, for a masked
-// score may be NaN.
+// Computes dS = dS * (1 - (x / softcap)^2), where x is the capped score: the gradient of the raw score. A dS of 0 stays
+// 0, because a masked score may be NaN.
 static inline void softcap_backward(float softcap, const float* capped, float* dS, int64_t cells) {
   const F one = set1(1.0f), inverse = set1(1.0f / softcap);
   for (int64_t i = 0; i < cells; i += W) {
@@ -226,7 +227,7 @@ static inline void add_bias(const SharedGradient<float>& to, int64_t b, int64_t 
     }
     return;
   }
-  // Neighbouring rows of one place are summed first: then the place gets fewer and larger terms, and rounds less.
+  // Neighbouring rows of one place are summed first. The place then gets fewer and larger terms, which rounds less.
   float sum[kBackwardTile] = {0};
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
     transpose_back(dS + v * W, R, n, spare, kBackwardTile);
@@ -245,7 +246,7 @@ static inline void add_bias(const SharedGradient<float>& to, int64_t b, int64_t 
 
 // Adds the gradient of ALiBi's slopes, whose bias is -slope * |i + offset - j|.
 template <int NV>
-static inline void add_slopes(const Problem& p, int rule, int64_t b, const QueryRows& rows, int64_t j0, int n,
+static inline void add_slopes(const Call& p, int rule, int64_t b, const QueryRows& rows, int64_t j0, int n,
                               const float* dS, float* sum) {
   constexpr int R = NV * W;
   const AlibiRule& alibi = p.alibi[rule];

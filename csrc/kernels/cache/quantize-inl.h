@@ -1,6 +1,6 @@
-// Quantises new tokens into a cache in int8, bit for bit as `rounded` in src/headwise/cache/quantize.py: the scale is
-// the largest element over 127, elements are rounded to nearest, ties to even. Not to be called under FlushDenormals: a
-// token of tiny numbers has a denormal scale.
+// Quantises new tokens for an int8 cache, bit for bit like `rounded` in src/headwise/cache/quantize.py: the scale is
+// the largest element over 127, and elements are rounded to nearest, ties to even. Not to be called under
+// FlushDenormals, because a token of tiny numbers has a denormal scale.
 #pragma once
 
 #include "call/append_call.h"
@@ -16,7 +16,8 @@ static inline float quantize_floats(float* HW_RESTRICT row, int64_t n, int8_t* H
   F peak = zero();
   for (int64_t i = 0; i < padded; i += W) peak = max(peak, abs(load(row + i)));
   float scale = reduce_max(peak) / 127.0f, unit = scale > 0.0f ? scale : 1.0f;
-  if (!floats_are_finite(row, padded)) {  // with a NaN the unit is 1, and NaN becomes 0; else it is Inf, and all do
+  // with a NaN the unit is 1 and each NaN becomes 0; with only Inf the unit is Inf and all elements become 0
+  if (!floats_are_finite(row, padded)) {
     scale = __builtin_nanf("");
     unit = kInf;
     for (int64_t i = 0; i < n; ++i) {
@@ -27,7 +28,7 @@ static inline float quantize_floats(float* HW_RESTRICT row, int64_t n, int8_t* H
     }
     for (int64_t i = 0; i < n && unit == kInf; ++i) row[i] = 0.0f;
   }
-  // Adding 1.5 * 2^23 rounds to an integer, which the bounds do not change.
+  // Adding 1.5 * 2^23 rounds to an integer. The bounds do not change the result.
   const F units = set1(unit), most = set1(127.0f), least = set1(-127.0f), whole = set1(12582912.0f);
   for (int64_t i = 0; i < padded; i += W) {
     const F x = div(load(row + i), units);
@@ -37,7 +38,7 @@ static inline float quantize_floats(float* HW_RESTRICT row, int64_t n, int8_t* H
   return scale;
 }
 
-// The same for n elements of any float dtype, `stride` apart. `row` has room for whole vectors.
+// The same for n elements of any float dtype, `stride` apart. `row` needs room for whole vectors.
 static inline float quantize_row(const char* from, Dtype dtype, int64_t stride, int64_t n, float* row, int8_t* out) {
   if (dtype == Dtype::f64) {
     for (int64_t i = 0; i < round_up(n, W); ++i) row[i] = i < n ? element(from, dtype, i * stride) : 0.0f;
@@ -47,7 +48,7 @@ static inline float quantize_row(const char* from, Dtype dtype, int64_t stride, 
   return quantize_floats(row, n, out);
 }
 
-// One head of the tokens of a span. `row` has room for the wider of keys and values.
+// Appends one head of the tokens of a span. `row` needs room for the wider of keys and values.
 static void append_span(const Append& append, const AppendSpan& span, int64_t head, float* row) {
   const auto quantize = [&](const AppendSide& side) {
     for (int64_t i = 0; i < span.count; ++i) {

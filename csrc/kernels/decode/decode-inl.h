@@ -1,6 +1,6 @@
-// Decode, and every call of few rows: lanes run along the head dim, and each key and value is read once, in place, for
-// all rows. Memory bandwidth sets the speed, so NaN and Inf are not looked for in advance: they show in the scores or
-// the sums, and then the item is computed again from clean copies.
+// Decode, and every other call of few rows. Lanes run along the head dim, and each key and value is read once, in
+// place, for all rows. The speed is that of memory, so NaN and Inf are not searched in advance. They show in the scores
+// or the sums, and the item is then computed again from clean copies.
 #pragma once
 
 #include "kernels/decode/decode_softmax-inl.h"
@@ -11,26 +11,27 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Prefetches the first keys of an item; later ones are prefetched while the tile before them is computed.
-static inline void prefetch_first(const Problem& p, int64_t b, int64_t kv_head, int64_t from, int64_t to) {
+// Prefetches the first keys of an item. Later keys are prefetched while the tile before them is computed.
+static inline void prefetch_first(const Call& p, int64_t b, int64_t kv_head, int64_t from, int64_t to) {
   for (int64_t j = from; j < to; ++j) {
     const auto* row = reinterpret_cast<const int8_t*>(at(p.key, b, kv_head, j));
     for (int64_t d = 0; d < p.D; d += kBytes) prefetch_here(row + d);
   }
 }
 
-// The item that its thread runs next: its first keys are prefetched beside the last products of this one.
-struct Following {
+// Finds the first keys of the item that the thread runs next, which are prefetched during the last products of the
+// present item.
+struct NextItemKeys {
   const Plan& plan;
-  const Reach& all;  // of this item; another may reach fewer keys, and then has prefetched some that it does not read
-  const Upcoming& upcoming;
+  const Reach& all;  // of the present item; if the next one reaches fewer keys, some are prefetched in vain
+  const NextItem& next_item;
 
   struct Place {
     int64_t b, kv_head, j;
   };
-  // Its first key, or `otherwise`.
-  Place first(const Problem& p, const Place& otherwise) const {
-    const int64_t at = upcoming.item();
+  // The first key of the next item, or `otherwise`.
+  Place first(const Call& p, const Place& otherwise) const {
+    const int64_t at = next_item.item();
     if (at < 0) return otherwise;
     const int64_t group = at / plan.splits, from = at % plan.splits * plan.keys_per_split;
     const Reach reach = all.within(from, from + plan.keys_per_split);
@@ -38,10 +39,10 @@ struct Following {
   }
 };
 
-// One pass over the keys of an item. Returns false where a NaN or Inf shows and `careful` is not set.
+// Computes one pass over the keys of an item. Returns false if it finds a NaN or Inf and `careful` is not set.
 template <class Read, int R>
-static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, const Reach& reach,
-                               const Following& following, bool careful, DecodeScratch& s) {
+static inline bool decode_pass(const Call& call, int64_t b, int64_t kv_head, const Reach& reach,
+                               const NextItemKeys& next_item_keys, bool careful, DecodeScratch& s) {
   const int64_t padded_D = round_up(call.D, Read::kStep), padded_V = round_up(call.V, Read::kStep);
   const float c = softmax_scale(call) * kLog2e;
   memset(s.sums, 0, static_cast<size_t>(R * padded_V) * sizeof(float));
@@ -56,20 +57,20 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + Read::kTile, reach.to));
   }
   bool finite = true;
-  [[maybe_unused]] Ahead<Read> ahead;
+  [[maybe_unused]] Prefetcher<Read> prefetcher;
   walk_tiles<1>(reach, keys_of_tile<Read>(call), [&](int64_t j0, int n) {
     const KeySpan span = {j0, n, tile_kind(call, b, *s.rows, j0, j0 + n)};
     if (span.kind == TileKind::empty || !finite) return;
-    const Problem& p = pages.tile(b, j0);
+    const Call& p = pages.tile(b, j0);
     if (careful) bad.find(p, b, kv_head, j0, n);
     const KeyRows key = decode_rows(p.key, b, kv_head, j0, n, p.D, bad, s.key_copy, Read::kStep);
-    const Following::Place here = {b, kv_head, j0 + n};
-    const Following::Place next = here.j < reach.to ? here : following.first(call, {b, kv_head, j0});
-    const Problem& then = next_pages.tile(next.b, next.j);
-    [[maybe_unused]] const typename Ahead<Read>::Tile next_tile(then.key, next.b, next.kv_head, next.j, p.D);
+    const NextItemKeys::Place here = {b, kv_head, j0 + n};
+    const NextItemKeys::Place next = here.j < reach.to ? here : next_item_keys.first(call, {b, kv_head, j0});
+    const Call& then = next_pages.tile(next.b, next.j);
+    [[maybe_unused]] const typename Prefetcher<Read>::Tile next_tile(then.key, next.b, next.kv_head, next.j, p.D);
     if constexpr (Read::kScaled) {
       load_key_scales(p.key_scale, b, kv_head, j0, n, bad.from(0), scales);
-      finite = careful || scales_are_tame(scales, n);
+      finite = careful || scales_are_safe(scales, n);
       if (!finite) return;
     }
     const int64_t padded_n = round_up(n, W);
@@ -78,8 +79,8 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
       if constexpr (Read::kDigits != 0) {
         decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows<Read>(p.value, b, kv_head, j0, p.V));
       } else {
-        ahead.aim({p.value, b, kv_head, j0, p.V}, next_tile);
-        decode_products<Read, R>(s, padded_D, key, n, ahead);
+        prefetcher.target({p.value, b, kv_head, j0, p.V}, next_tile);
+        decode_products<Read, R>(s, padded_D, key, n, prefetcher);
         if constexpr (Read::kScaled) scale_keys<R, Read::kTile>(s.scores, scales, n);
       }
       finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
@@ -89,7 +90,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     if (p.dropout > 0.0f) drop_tile<Read::kTile, 1>(p, b, *s.rows, j0, n, s.scores);
     if constexpr (Read::kScaled) {
       load_key_scales(p.value_scale, b, kv_head, j0, n, bad.from(0), scales);
-      finite = careful || scales_are_tame(scales, n);
+      finite = careful || scales_are_safe(scales, n);
       if (!finite) return;
       scale_keys<R, Read::kTile>(s.scores, scales, n);
     }
@@ -105,16 +106,16 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
           for (int64_t i = 0; i < padded_n; i += W) pair_neighbours(s.scores + r * Read::kTile + i);
         }
       }
-      ahead.aim(next_tile, {then.value, next.b, next.kv_head, next.j, p.V});
-      decode_values<Read, R>(s, n, value, padded_V, ahead);
+      prefetcher.target(next_tile, {then.value, next.b, next.kv_head, next.j, p.V});
+      decode_values<Read, R>(s, n, value, padded_V, prefetcher);
     }
   });
   return finite && (careful || floats_are_finite(s.sums, R * padded_V));
 }
 
 template <class Read, int R>
-static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
-                       const Upcoming& upcoming) {
+static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
+                       const NextItem& next_item) {
   Arena arena{scratch};
   DecodeScratch s(arena, p);
   const int64_t b = group / p.K, kv_head = group % p.K;
@@ -143,7 +144,7 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
           s.query_digits + r / Some * Some * padded_D * kQueryBytes<Read::kDigits> + r % Some * kBytes * Read::kDigits;
       spread_digits<Read::kDigits, Some>(place, digits, padded_D);
       if constexpr (Read::kDigits == 2) {
-        if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, upcoming);
+        if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, next_item);
       }
     } else {
       Read::store_query(s.query, padded_D, r, s.line);
@@ -152,9 +153,9 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
   Reach all(p);
   all.add(rows);
   const Reach reach = all.within(split * plan.keys_per_split, (split + 1) * plan.keys_per_split);
-  const Following following = {plan, all, upcoming};
-  if (!decode_pass<Read, R>(p, b, kv_head, reach, following, false, s)) {
-    decode_pass<Read, R>(p, b, kv_head, reach, following, true, s);
+  const NextItemKeys next_item_keys = {plan, all, next_item};
+  if (!decode_pass<Read, R>(p, b, kv_head, reach, next_item_keys, false, s)) {
+    decode_pass<Read, R>(p, b, kv_head, reach, next_item_keys, true, s);
   }
   for (int r = 0; r < n; ++r) {
     for (int64_t d = 0; d < p.V; d += Read::kRun) {

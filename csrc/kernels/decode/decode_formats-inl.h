@@ -1,4 +1,4 @@
-// The formats in which decode reads keys and values: how two vectors of floats come from 2 W elements of a row.
+// The formats in which decode reads keys and values: how two vectors of floats are made from 2 W elements of a row.
 #pragma once
 
 #include "kernels/decode/decode_int8-inl.h"
@@ -7,19 +7,21 @@ namespace headwise {
 namespace HW_ISA {
 
 // The most keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while
-// its values are: both fit into the L1 cache. In integer arithmetic a tile has a quarter of the bytes, and more to do
-// for each; by matrix instructions half of them, and little to do.
+// its values are multiplied, so both must fit into the L1 cache. In integer arithmetic a tile has a quarter of the
+// bytes and more work for each of them; with matrix instructions it has half of the bytes and little work.
 constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
 
-// Keys and values are read in the order of memory: on AMD's CPUs, and with vectors of 16 lanes those of 16 bits.
-constexpr bool kFloatsInOrder = HW_ONCE == 0, kHalvesInOrder = kFloatsInOrder || W == 16;
+// True if keys and values are read in the order of memory: on AMD's CPUs, and with vectors of 16 lanes for elements of
+// 16 bits.
+constexpr bool kFloatsInOrder = HW_PREFETCH_LOCALITY == 0, kHalvesInOrder = kFloatsInOrder || W == 16;
 template <class Read>
 constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kFloatsInOrder : kHalvesInOrder && !Read::kTiles;
 
-// In order, a tile has 16 KiB of keys or of values: what is done once for a tile takes some 100 cycles.
+// In this order, a tile has 16 KiB of keys or of values, because the work that is done once for a tile takes some 100
+// cycles.
 constexpr int64_t kTileBytes = 16 << 10;
 
-// The bits of a bfloat16 that is a float.
+// Returns the bits of a bfloat16 that is given as a float.
 HW_INLINE uint16_t high_half(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));
@@ -31,15 +33,15 @@ struct ReadF32 {
   static constexpr bool kIntoL2 = false;   // lines are prefetched into the L2 cache, not the L1 cache
   static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
   static constexpr bool kScaled = false;   // a token has a scale
-  static constexpr int kDigits = 0;        // of a query in integer arithmetic; 0 for float arithmetic
-  static constexpr bool kTiles = false;    // products are those of decode_amx-inl.h
+  static constexpr int kDigits = 0;        // digits of a query in integer arithmetic; 0 for float arithmetic
+  static constexpr bool kTiles = false;    // products are computed by decode_amx-inl.h
   static constexpr int64_t kStep = 2 * W;  // elements at a time
   static constexpr int kTile = kFloatsInOrder ? kInt8Tile : kDecodeTile;
   HW_INLINE void load2(const float* p, F& a, F& b) {
     a = load(p);
     b = load(p + W);
   }
-  // The index of element i of a row among the elements that `load2` gives; `kRun` neighbours stay neighbours.
+  // The index of element i of a row among the elements that `load2` returns; groups of `kRun` neighbours stay together.
   static constexpr int64_t kRun = 2 * W;
   HW_INLINE int64_t place(int64_t i) { return i; }
   // Keys and queries, and their product.
@@ -96,7 +98,7 @@ struct ReadBf16Pairs : ReadBf16 {
   }
 };
 
-// bfloat16 in tiles of products: only where `kHasAmx`. Q is [pair of columns][row], so many rows as a tile has.
+// bfloat16 in tiles of products: only if `kHasAmx`. Q is [pair of columns][row], with as many rows as a tile has.
 struct ReadBf16Tiles : ReadBf16 {
   static constexpr bool kTiles = true;
   static constexpr int kTile = kHalfTile;
@@ -119,7 +121,7 @@ struct ReadInt8 : ReadF32 {
 template <int Query, int Weight>
 struct ReadInt8Dot : ReadInt8 {
   static constexpr int kDigits = Query, kWeightDigits = Weight;
-  using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries that two digits do not hold
+  using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries for which two digits are not enough
   static constexpr int64_t kStep = kBytes, kRun = 4;
   static constexpr int kTile = kInt8Tile;
   HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
@@ -136,7 +138,7 @@ struct IntoL2<ReadInt8Dot<Query, Weight>> : ReadInt8Dot<Query, Weight> {
   using MoreDigits = IntoL2<ReadInt8Dot<3, Weight>>;
 };
 
-// How far ahead of the next tile these are, in bytes, where rows of so many bytes are contiguous.
+// The distance from the next tile to the prefetched lines, in bytes, if rows of this many bytes are contiguous.
 template <class Read>
 HW_INLINE int64_t lead(int64_t pitch, int64_t width) {
   return Read::kIntoL2 && pitch == width ? 2 << 10 : 0;
@@ -146,7 +148,7 @@ constexpr int64_t kMaxStep = kBytes;
 
 // Keys of a tile, a power of two.
 template <class Read>
-HW_INLINE int keys_of_tile(const Problem& p) {
+HW_INLINE int keys_of_tile(const Call& p) {
   int keys = Read::kTile;
   if constexpr (kInOrder<Read> && !Read::kScaled) {
     const int64_t row = max(p.D, p.V) * static_cast<int64_t>(sizeof(typename Read::T));

@@ -1,5 +1,5 @@
-// Decode with int8 keys and values in integer arithmetic (`kHasVnni`): queries and weights are written to the base 256,
-// so that bytes are multiplied as they are in memory, and a score is exact but for the last digit of the query.
+// Decode with int8 keys and values in integer arithmetic (`kHasVnni`). Queries and weights are written in base 256, so
+// that int8 elements are multiplied without conversion. A score is exact except for the last digit of the query.
 #pragma once
 
 #include "simd/numeric-inl.h"
@@ -7,9 +7,9 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kDigitBytes = 4;  // of the digits of a number, filler included
+constexpr int kDigitBytes = 4;  // bytes of the digits of a number, filler included
 template <int Digits>
-constexpr int64_t kQueryBytes = 4 * Digits;  // of a number of a query: each digit four times over
+constexpr int64_t kQueryBytes = 4 * Digits;  // bytes of an element of a query: each digit four times over
 
 // Rows that will be read next, to be prefetched between the products.
 struct NextRows {
@@ -19,7 +19,7 @@ struct NextRows {
   HW_INLINE const int8_t* at(const NextRows& x, int64_t row) { return offset(x.rows, row * x.stride); }
 };
 
-// The greatest number of so many digits that a rounding cannot overflow.
+// The greatest number with this many digits that rounding cannot make overflow.
 HW_INLINE float largest_of(int digits) { return digits == 2 ? 127.0f * 256.0f : 127.0f * 65536.0f; }
 
 HW_INLINE F abs_max(const float* x, int64_t n) {
@@ -28,8 +28,8 @@ HW_INLINE F abs_max(const float* x, int64_t n) {
   return peak;
 }
 
-// Writes n floats times `inverse` as digits. x is readable to whole vectors, with zeros behind the last float. `bias`
-// gets what the offset of 128 in the other factor adds to the products with each digit, negated.
+// Writes n floats times `inverse` as digits. x must be readable to whole vectors, with zeros behind the last float.
+// `bias` gets the negative of what the offset of 128 in the other factor adds to the products with each digit.
 template <int Digits>
 static inline void write_digits(int8_t* HW_RESTRICT digits, int32_t* bias, const float* HW_RESTRICT x, int64_t n,
                                 float inverse) {
@@ -49,7 +49,7 @@ static inline float quantize_weights(int8_t* digits, int32_t* bias, const float*
   return none ? 0.0f : largest / largest_of(Digits);
 }
 
-// The greatest power of two, at most 2^100, whose product with `largest` has so many digits.
+// The greatest power of two, at most 2^100, whose product with `largest` still fits into the digits.
 HW_INLINE float power_for(int digits, float largest) {
   float inverse = largest_of(digits) / (largest > 1e-24f ? largest : 1e-24f);
   uint32_t bits;
@@ -60,10 +60,10 @@ HW_INLINE float power_for(int digits, float largest) {
 }
 
 // Writes a query of n floats (whole vectors) as digits and returns the unit of the last digit, a power of two. Two
-// digits hold a bfloat16 exactly down to a 128th of the largest element. `fits` is false where two digits lose more
-// than 2^-16 of the query's norm, because a few elements are far larger than the others: such a query needs three.
-// Three digits of a query that fits have the same value as two if `two` is set: the bits of a row do not depend on the
-// other rows.
+// digits represent a bfloat16 exactly down to a 128th of the largest element. `fits` is false if two digits lose more
+// than 2^-16 of the query's norm, because a few elements are far larger than the others; such a query needs three
+// digits. If `two` is set, the three digits of a query that fits have the same value as two, so that the bits of a row
+// do not depend on the other rows.
 template <int Digits>
 static inline float quantize_query(int8_t* digits, int32_t* bias, float* x, int64_t n, bool two, bool& fits) {
   const float largest = reduce_max(abs_max(x, n)), inverse = power_for(2, largest);
@@ -88,8 +88,8 @@ static inline float quantize_query(int8_t* digits, int32_t* bias, float* x, int6
   return 1.0f / finer;
 }
 
-// Lays the digits of a query of n floats out as the products take them: for each vector of columns and each u < 4,
-// each digit of the fours 4 c + u of columns, four times over. `Rows` queries lie side by side.
+// Arranges the digits of a query of n floats for the products: for each vector of columns and each u < 4, each digit of
+// the fours 4 c + u of columns, four times over. `Rows` queries lie side by side.
 template <int Digits, int Rows>
 static inline void spread_digits(int8_t* HW_RESTRICT out, const int8_t* HW_RESTRICT digits, int64_t n) {
   for (int64_t d = 0; d < n; d += kBytes, out += 4 * Rows * Digits * kBytes) {
@@ -114,16 +114,16 @@ HW_INLINE F combine_digits(const I* digit) {
 }
 
 template <int R>
-constexpr int kQueriesAtOnce = R < 4 ? R : 4;  // the registers hold no more rows
+constexpr int kQueriesAtOnce = R < 4 ? R : 4;  // the most rows that the registers hold
 
-// Fours of keys that are multiplied side by side: as many as the registers hold, with the sums of R rows.
+// Groups of four keys that are multiplied side by side: as many as fit into the registers with the sums of R rows.
 template <int Digits, int R>
 constexpr int kFoursAtOnce = R * Digits <= 3                 ? kFours
                              : R * Digits <= 8 && kFours > 1 ? 2
                                                              : 1;
 
-// sums += products of R rows with 4 N keys, for a vector of columns. bytes(x, u) is key u of four x, its prefetch
-// beside it.
+// Adds the products of R rows with 4 N keys to `sums`, for a vector of columns. bytes(x, u) returns key u of the x-th
+// group of four, and prefetches a later row.
 template <int Digits, int R, int N, class Bytes>
 HW_INLINE void add_products(const int8_t* HW_RESTRICT query, const Bytes& bytes, I* sums) {
   I k[4 * N];
@@ -144,8 +144,8 @@ HW_INLINE void add_products(const int8_t* HW_RESTRICT query, const Bytes& bytes,
   }
 }
 
-// Scores of R rows and n keys, times the rows' units and the keys' scales: out[row][key]. n is a multiple of W, or, if
-// not `Whole`, below W.
+// Computes the scores of R rows and n keys, times the rows' units and the keys' scales: out[row][key]. n must be a
+// multiple of W, or, if not `Whole`, less than W.
 template <int Digits, int R, int Pitch, bool IntoL2, bool Whole>
 static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int32_t* bias, const float* unit,
                                       int64_t D, const int8_t* HW_RESTRICT key, int64_t stride, int n,
@@ -181,8 +181,8 @@ static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int
         for (int x = 0; x < N; ++x) {
           from[x] = offset(from[x], kBytes);
           ahead[x] = offset(ahead[x], kBytes);
-          one_address(from[x]);
-          one_address(ahead[x]);
+          opaque_address(from[x]);
+          opaque_address(ahead[x]);
         }
       };
       int64_t left = D;
@@ -205,7 +205,8 @@ static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int
   }
 }
 
-// sums[row][columns] = sums * rescale + weights V, for Count of the four float vectors of a byte vector, from First on.
+// Computes sums[row][columns] = sums * rescale + weights V, for `Count` of the four float vectors of a byte vector,
+// from `First` on.
 template <int Digits, int R, int First, int Count, int Pitch, bool IntoL2>
 static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int32_t* bias, const float* unit, int n,
                                     const int8_t* HW_RESTRICT value, int64_t stride, int64_t columns, NextRows next,
@@ -232,7 +233,7 @@ static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int3
     for (int x = First; x < First + Count; ++x)
       prefetch_here<IntoL2>(x < 3 ? offset(ahead, x * next.stride) : offset(ahead, next_three));
     ahead = offset(ahead, 4 * next.stride);
-    one_address(ahead);
+    opaque_address(ahead);
     HW_UNROLL
     for (int r = 0; r < R; ++r) {
       HW_UNROLL
@@ -251,7 +252,7 @@ static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int3
     const int8_t* from = value;
     const int64_t three = 3 * stride;
     for (; j + 4 <= n; j += 4, from = offset(from, 4 * stride)) {
-      one_address(from);
+      opaque_address(from);
       four(j, [&](int i) HW_LAMBDA { return load(offset(from, i < 3 ? i * stride : three)); });
     }
   };

@@ -1,4 +1,4 @@
-// The other parts of decode: its softmax, products in integer arithmetic, and products with the values of a tile.
+// The softmax of decode, products in integer arithmetic, and products with the values of a tile.
 #pragma once
 
 #include "kernels/decode/decode_scores-inl.h"
@@ -6,10 +6,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-// sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
+// Computes sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
 template <class Read, int R, int X, class Lines>
 static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                                 int64_t stride, Lines& ahead, const float* rescale, float* HW_RESTRICT sums,
+                                 int64_t stride, Lines& prefetcher, const float* rescale, float* HW_RESTRICT sums,
                                  int64_t padded_V) {
   F acc[R][2 * X];
   HW_UNROLL
@@ -25,8 +25,8 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       for (int x = 0; x < X; ++x) {
         F a, b;
         load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
-        ahead.step(0);
-        ahead.step(1);
+        prefetcher.step(0);
+        prefetcher.step(1);
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
           const F w = set1(weights[r * Read::kTile + j]);
@@ -41,7 +41,7 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       for (int x = 0; x < X; ++x) {
         F a, b;
         Read::load2(value + j * stride + x * 2 * W, a, b);
-        ahead.step(x);
+        prefetcher.step(x);
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
           const F w = set1(weights[r * Read::kTile + j]);
@@ -62,7 +62,8 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
   }
 }
 
-// The online softmax along the keys of R rows. The rows are interleaved, so that one fills the latency of another.
+// The online softmax along the keys of R rows. The rows are interleaved, so that the CPU computes one during the
+// latency of another.
 template <int R, int Tile>
 static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_RESTRICT row_max,
                                 float* HW_RESTRICT row_sum, float* HW_RESTRICT rescale) {
@@ -82,7 +83,7 @@ static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
     const float tile_max = reduce_max(peak[r]), now = tile_max > row_max[r] ? tile_max : row_max[r];
-    shift[r] = now == -kInf ? 0.0f : now;  // no key so far: x is -inf, its weight 0
+    shift[r] = now == -kInf ? 0.0f : now;  // there was no key so far: x is -inf and its weight 0
     rescale[r] = row_max[r];
     row_max[r] = now;
   }
@@ -99,7 +100,8 @@ static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_
   for (int r = 0; r < R; ++r) row_sum[r] = row_sum[r] * rescale[r] + reduce_add(sum[r]);
 }
 
-// Rows of keys or values that can be read `step` elements at a time to the end of `width`: in place or a copy.
+// Returns rows of keys or values that can be read `step` elements at a time to the end of `width`: in place or in a
+// copy.
 static inline KeyRows decode_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                   const BadKeys& bad, char* copy, int64_t step) {
   const bool drops = bad.any && x.dtype != Dtype::i8;
@@ -191,36 +193,37 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
 // The same of R rows, from `row` on, in float arithmetic.
 template <class Read, int R, class Lines>
 HW_INLINE void value_sums(const DecodeScratch& s, int row, int n, const typename Read::T* v, int64_t stride,
-                          int64_t padded_V, Lines& ahead) {
+                          int64_t padded_V, Lines& prefetcher) {
   constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
   const float *weights = s.scores + row * Read::kTile, *rescale = s.rescale + row;
   float* sums = s.sums + row * padded_V;
   int64_t d = 0;
   for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
-    value_columns<Read, R, X>(weights, n, v + d, stride, ahead, rescale, sums + d, padded_V);
+    value_columns<Read, R, X>(weights, n, v + d, stride, prefetcher, rescale, sums + d, padded_V);
   }
   if constexpr (X == 4) {
     for (; d + 4 * W <= padded_V; d += 4 * W) {
-      value_columns<Read, R, 2>(weights, n, v + d, stride, ahead, rescale, sums + d, padded_V);
+      value_columns<Read, R, 2>(weights, n, v + d, stride, prefetcher, rescale, sums + d, padded_V);
     }
   }
   for (; d < padded_V; d += 2 * W) {
-    value_columns<Read, R, 1>(weights, n, v + d, stride, ahead, rescale, sums + d, padded_V);
+    value_columns<Read, R, 1>(weights, n, v + d, stride, prefetcher, rescale, sums + d, padded_V);
   }
 }
 
 template <class Read, int R>
 static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
-                                 Ahead<Read>& ahead) {
+                                 Prefetcher<Read>& prefetcher) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
   if constexpr (Read::kTiles) {
-    rest_ahead(ahead, n, padded_V, 2);
+    prefetch_rest(prefetcher, n, padded_V, 2);
     tile_weights<R, Read::kTile>(s.scores, n, s.weight_tiles);
-    tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, ahead, s.rescale, s.sums);
+    tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, prefetcher, s.rescale, s.sums);
   } else {
-    ahead.beside([&](auto& lines) HW_LAMBDA {
+    prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
       if constexpr (kInOrder<Read> && R == 4) {
-        if (padded_V == 8 * W) {  // sums of two rows fit into the registers: values are read in the order of memory
+        // the sums of two rows fit into the registers, so that values are read in the order of memory
+        if (padded_V == 8 * W) {
           EverySecond first(lines), second(lines);
           value_sums<Read, 2>(s, 0, n, v, value.stride, padded_V, first);
           return value_sums<Read, 2>(s, 2, n, v, value.stride, padded_V, second);

@@ -1,4 +1,4 @@
-// What decode prefetches while it multiplies.
+// Prefetches keys and values for decode while it multiplies others.
 #pragma once
 
 #include "kernels/decode/decode_formats-inl.h"
@@ -8,30 +8,31 @@ namespace HW_ISA {
 
 // Rows of a tile of keys or values, in bytes.
 template <int64_t Size>
-struct TileAhead {
+struct PrefetchRows {
   const char* row = nullptr;
   int64_t pitch = 0, width = 0;
 
-  TileAhead() = default;
-  TileAhead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t elements)
+  PrefetchRows() = default;
+  PrefetchRows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t elements)
       : row(at(x, b, kv_head, j)), pitch(x.stride[2] * Size), width(elements * Size) {}
 };
 
-// The tiles of keys and values that are read next: a few lines are prefetched beside each few products.
+// Prefetches the tiles of keys and values that are read next, a few lines with each few products.
 //
-// Most lines must come by the CPU's own prefetching, which the first few reads of a page set off and which ends with
-// the page: what prefetch instructions alone have on their way is too little for the latency of memory. So a tile is
-// prefetched in two or four streams by turns, which are a page each where it is contiguous. And it is done some lines
-// before the tile is multiplied, when the tile after it begins: no product waits for the line just asked for.
+// Most lines must come by the CPU's own prefetching, which starts with the first few reads of a page and ends with the
+// page, because prefetch instructions alone do not have enough lines in flight for the latency of memory. So a tile is
+// prefetched alternately in two or four streams, each of which is a page if the tile is contiguous. Prefetching is some
+// lines ahead: a tile is complete before it is multiplied, and the tile after it has begun, so that no product waits
+// for a line that has just been requested.
 template <class Read, bool InOrder = kInOrder<Read>>
-class Ahead {
+class Prefetcher {
  public:
   static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize;
   static constexpr int64_t kLines = Read::kTiles || kStep >= 128 ? 2 : 1;
-  using Tile = TileAhead<kSize>;
+  using Tile = PrefetchRows<kSize>;
 
-  // `tile` is prefetched from here on, unless it has begun before, and then `next`.
-  void aim(const Tile& tile, const Tile& next) {
+  // Prefetches `tile` from here on, unless that has already begun, and then `next`.
+  void target(const Tile& tile, const Tile& next) {
     const bool first = tile_.row == nullptr;
     if (tile_.row != tile.row) {
       begin(tile);
@@ -55,13 +56,13 @@ class Ahead {
     if (column_ >= tile_.width) next_row();
   }
   template <class Run>
-  HW_MEMBER void beside(const Run& run) {
+  HW_MEMBER void in_registers(const Run& run) {
     run(*this);
   }
 
  private:
-  // Halves in tiles of 32 keys come faster in order, and their lines of the tile after the next into the L2 cache: they
-  // are so small that memory could not answer in time.
+  // 16-bit elements in tiles of 32 keys are faster in the order of memory, with the lines of the tile after the next
+  // prefetched into the L2 cache: such tiles are so small that memory could not deliver them in time.
   static constexpr bool kStreams = kSize >= 4 || Read::kTiles;
   static constexpr bool kNear = kSize == 2 && !kStreams;
   static constexpr int64_t kLead = kStreams ? 48 : 0;                    // lines
@@ -96,27 +97,28 @@ class Ahead {
 
   Tile tile_, next_;
   const char* row_ = nullptr;
-  int64_t part_ = 0, column_ = 0, lag_ = 0;      // in bytes
-  int64_t streams_ = 1, phases_ = 0, rows_ = 0;  // of a tile; that are left of a turn, and of a stream
+  int64_t part_ = 0, column_ = 0, lag_ = 0;  // in bytes
+  // streams of a tile; what is left of a round of streams, and of a stream
+  int64_t streams_ = 1, phases_ = 0, rows_ = 0;
   bool done_ = false;
 };
 
-// In the order of memory, a tile beside the one before it, line by line. Products have few cycles a line: where rows
-// are contiguous, an address in a register is all that is kept.
+// Prefetches in the order of memory, line by line, a tile while the one before it is multiplied. There are few cycles
+// between the lines; if rows are contiguous, the only state is an address in a register.
 template <class Read>
-class Ahead<Read, true> {
+class Prefetcher<Read, true> {
  public:
   static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize;
-  using Tile = TileAhead<kSize>;
+  using Tile = PrefetchRows<kSize>;
 
-  void aim(const Tile& tile, const Tile&) {
+  void target(const Tile& tile, const Tile&) {
     line_ = offset(tile.row, lead<Read>(tile.pitch, tile.width));
     left_ = width_ = tile.width;
     gap_ = tile.pitch - tile.width;
   }
-  // Calls run(ahead) with what a function keeps in registers.
+  // Calls run(prefetcher) with a prefetcher whose state a function can keep in registers.
   template <class Run>
-  HW_MEMBER void beside(const Run& run) {
+  HW_MEMBER void in_registers(const Run& run) {
     if (gap_ == 0) {
       Local<true> local(*this);
       run(local);
@@ -130,7 +132,7 @@ class Ahead<Read, true> {
   template <bool Contiguous>
   class Local {
    public:
-    HW_MEMBER explicit Local(Ahead& all) : all_(all), line_(all.line_), left_(all.left_) {}
+    HW_MEMBER explicit Local(Prefetcher& all) : all_(all), line_(all.line_), left_(all.left_) {}
     HW_MEMBER ~Local() {
       all_.line_ = line_;
       all_.left_ = left_;
@@ -148,7 +150,7 @@ class Ahead<Read, true> {
     }
 
    private:
-    Ahead& all_;
+    Prefetcher& all_;
     const char* line_;
     int64_t left_;
   };

@@ -1,4 +1,4 @@
-// Scale, softcap, biases and masks of a tile of scores.
+// Applies scale, softcap, biases and masks to a tile of scores.
 #pragma once
 
 #include "kernels/mask/dense-inl.h"
@@ -7,10 +7,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-// The scores of row r and key j of a tile are at x[r * RowStep + j * KeyStep], one of the two being 1.
+// The layout of a tile's scores: row r and key j are at x[r * RowStep + j * KeyStep], and one of the two steps is 1.
 template <int RowStep, int KeyStep>
 struct ScoreLayout {
-  static constexpr bool kRowLanes = RowStep == 1;  // else the lanes are keys
+  static constexpr bool kRowLanes = RowStep == 1;  // otherwise the lanes are keys
   static constexpr int kRowStep = RowStep, kKeyStep = KeyStep;
 
   template <class Op>
@@ -27,7 +27,7 @@ struct ScoreLayout {
   }
 };
 
-// -inf where a map forbids.
+// Writes -inf where a map forbids a pair.
 template <class L>
 static inline void forbid(const MapRule& map, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   KeyBits bits;
@@ -35,7 +35,8 @@ static inline void forbid(const MapRule& map, int64_t b, const QueryRows& rows, 
   apply_bits<L>(bits, rows, n, x);
 }
 
-// -inf where a boolean tensor forbids. Where the lanes are keys, its rows lie as the scores do.
+// Writes -inf where a boolean tensor forbids a pair. If the lanes are keys, rows of the tensor have the order of the
+// scores.
 template <class L>
 static inline void forbid(const Tensor4& keep, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   if constexpr (L::kRowLanes) {
@@ -47,7 +48,7 @@ static inline void forbid(const Tensor4& keep, int64_t b, const QueryRows& rows,
     for (int r = 0; r < rows.padded; ++r) {
       const char* row = at(keep, b, rows.h[r], rows.t[r]) + j0 * step;
       float* to = x + r * L::kRowStep;
-      if (step == 1) {  // a loop that compilers make vectors of
+      if (step == 1) {  // a loop that compilers vectorise
         for (int j = 0; j < n; ++j) to[j] = row[j] != 0 ? to[j] : -kInf;
       } else {
         for (int j = 0; j < n; ++j) to[j] = row[j * step] != 0 ? to[j] : -kInf;
@@ -56,8 +57,8 @@ static inline void forbid(const Tensor4& keep, int64_t b, const QueryRows& rows,
   }
 }
 
-// The keys of a tile that the bounds forbid to some row are among the first and the last ones: j < to_first and
-// from_last <= j, counted from the tile's first key. All rows attend those between, most of a tile on the diagonal.
+// The keys of a tile that the bounds forbid to some row are the first and the last ones: j < to_first and from_last <=
+// j, counted from the tile's first key. All rows may attend the keys between, which are most of a tile on the diagonal.
 struct MaskedKeys {
   int64_t to_first, from_last;
 
@@ -65,7 +66,7 @@ struct MaskedKeys {
       : to_first(min(max(rows.lo_max - j0, 0), n)), from_last(max(min(rows.hi_min - j0, n), to_first)) {}
 };
 
-// -inf where the bounds forbid.
+// Writes -inf where the bounds forbid a pair.
 template <class L>
 static inline void apply_bounds(const QueryRows& rows, int64_t j0, int n, float* x) {
   const auto mask = [&](int64_t from, int64_t to) {
@@ -79,7 +80,7 @@ static inline void apply_bounds(const QueryRows& rows, int64_t j0, int n, float*
 }
 
 // The position of a row relative to a tile's first key. A position beyond 2^30 is clamped to it, and the distances to
-// the keys are multiplied by `factor`: they differ from one another by less than float32 rounds.
+// the keys are multiplied by `factor`: float32 cannot distinguish such distances anyway.
 struct KeyDistance {
   int32_t pos;
   float factor;
@@ -91,10 +92,10 @@ HW_INLINE KeyDistance key_distance(int64_t pos) {
   return {static_cast<int32_t>(near), near == pos ? 1.0f : static_cast<float>(pos) / static_cast<float>(near)};
 }
 
-// Adds biases to the scores of a tile and puts -inf where a row may not attend. Marks the rows that may attend one of
-// the `bad` keys. `x` is scaled and softcapped before where `scales_first`.
+// Adds biases to the scores of a tile and writes -inf where a row may not attend. Marks the rows that may attend one of
+// the `bad` keys. If `scales_first`, `x` has been scaled and softcapped before.
 template <class L>
-static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64_t j0, int n, float* x, TileKind tile,
+static inline void mask_tile(const Call& p, int64_t b, QueryRows& rows, int64_t j0, int n, float* x, TileKind tile,
                              const bool* bad) {
   for (int i = 0; i < p.n_alibi; ++i) {
     const AlibiRule& rule = p.alibi[i];
@@ -134,9 +135,9 @@ static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64
   });
 }
 
-// Whether row r may attend any of the keys from <= j < to. Needed only where the greatest score is -inf: the row is
-// empty, or its scores overflowed.
-static inline bool attends_any(const Problem& p, int64_t b, const QueryRows& rows, int r, int64_t from, int64_t to) {
+// True if row r may attend any of the keys from <= j < to. Needed only if the greatest score is -inf, because then the
+// row is empty or its scores overflowed.
+static inline bool attends_any(const Call& p, int64_t b, const QueryRows& rows, int r, int64_t from, int64_t to) {
   for (int64_t j = max(from, rows.lo_min); j < min(to, rows.hi[r]); ++j) {
     bool allowed = in_bounds(rows, r, static_cast<int32_t>(j));
     for (int i = 0; i < p.n_segments; ++i) {
@@ -157,22 +158,23 @@ static inline bool attends_any(const Problem& p, int64_t b, const QueryRows& row
   return false;
 }
 
-// Whether no mask but the bounds restricts rows: then the bounds of a row count its keys.
-HW_INLINE bool only_bounds(const Problem& p) { return p.n_segments == 0 && p.n_dense == 0 && p.n_maps == 0; }
+// True if only bounds restrict rows. The bounds of a row then give the number of its keys.
+HW_INLINE bool only_bounds(const Call& p) { return p.n_segments == 0 && p.n_dense == 0 && p.n_maps == 0; }
 
-// Whether scores are scaled before the softmax, because a softcap or a bias comes between. Else the scale is applied
-// inside the exponential.
-HW_INLINE bool scales_first(const Problem& p) {
+// True if scores are scaled before the softmax, because a softcap or a bias comes between. Otherwise the scale is
+// applied inside the exponential.
+HW_INLINE bool scales_first(const Call& p) {
   bool biased = p.n_alibi > 0;
   for (int i = 0; i < p.n_dense; ++i) biased |= p.dense[i].dtype != Dtype::boolean;
-  return biased || p.softcap > 0.0f || !(p.scale > 1e-30f);  // times log2(e) and a score, a smaller one underflows
+  // times log2(e) and a score, a smaller scale would underflow
+  return biased || p.softcap > 0.0f || !(p.scale > 1e-30f);
 }
 
 // The factor that the softmax applies to the scores.
-HW_INLINE float softmax_scale(const Problem& p) { return scales_first(p) ? 1.0f : p.scale; }
+HW_INLINE float softmax_scale(const Call& p) { return scales_first(p) ? 1.0f : p.scale; }
 
-// Scale and softcap of n contiguous scores; n is a multiple of W.
-static inline void scale_scores(const Problem& p, float* x, int64_t n) {
+// Applies scale and softcap to n contiguous scores. n must be a multiple of W.
+static inline void scale_scores(const Call& p, float* x, int64_t n) {
   const F scale = set1(p.scale);
   if (p.softcap > 0.0f) {
     const F cap = set1(p.softcap);

@@ -1,5 +1,6 @@
-// Masks and biases that are tensors, as a block of query rows reads them. Rows of a tensor run along the keys, vectors
-// of scores along the rows: so a boolean mask becomes bits, and a bias is transposed, both in registers.
+// Masks and biases that are tensors, as a block of query rows reads them. Rows of a tensor run along the keys, but
+// vectors of scores run along the rows. So a boolean mask is converted to bits and a bias is transposed, both in
+// registers.
 #pragma once
 
 #include "kernels/mask/tile_map-inl.h"
@@ -7,7 +8,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Eight bytes as eight bits: 1 where a byte is not 0.
+// Converts eight bytes to eight bits, which are 1 for bytes that are not 0.
 HW_INLINE uint32_t bits_of_bytes(const char* p) {
   constexpr uint64_t kOnes = 0x0101010101010101u, kLow = 0x7f * kOnes;
   uint64_t x;
@@ -31,7 +32,7 @@ static inline void key_bits(const Tensor4& keep, int64_t b, const QueryRows& row
   const char* before = nullptr;
   for (int r = 0; r < rows.padded; ++r) {
     const char* row = at(keep, b, rows.h[r], rows.t[r]) + j0 * step;
-    for (int w = 0; w * kKeyBits < n; ++w) {  // rows of a group of heads often share one
+    for (int w = 0; w * kKeyBits < n; ++w) {  // rows of a group of heads often have the same mask
       const int keys = n - w * kKeyBits < kKeyBits ? n - w * kKeyBits : kKeyBits;
       bits[w][r] = row == before ? bits[w][r - 1] : bits_of_row(row + w * kKeyBits * step, step, keys);
     }
@@ -39,7 +40,7 @@ static inline void key_bits(const Tensor4& keep, int64_t b, const QueryRows& row
   }
 }
 
-// -inf in the scores of the keys that the rows' bits forbid.
+// Writes -inf to the scores of the keys that the rows' bits forbid.
 template <class L>
 static inline void apply_bits(const KeyBits bits, const QueryRows& rows, int n, float* x) {
   if constexpr (L::kRowLanes) {
@@ -57,7 +58,7 @@ static inline void apply_bits(const KeyBits bits, const QueryRows& rows, int n, 
   }
 }
 
-// n elements of a bias as floats, then zeros up to whole vectors.
+// Copies n elements of a bias as floats, then zeros up to whole vectors.
 static inline void bias_row(const Tensor4& bias, const char* row, int n, float* out) {
   const int64_t padded = round_up(n, W);
   if (bias.dtype != Dtype::f64) return copy_floats(out, row, bias.dtype, bias.stride[3], n, padded);
@@ -65,7 +66,7 @@ static inline void bias_row(const Tensor4& bias, const char* row, int n, float* 
   for (int64_t j = n; j < padded; ++j) out[j] = 0.0f;
 }
 
-// Scores plus biases; -inf stays -inf, whatever the other one.
+// Returns scores plus biases. -inf stays -inf, whatever is added.
 HW_INLINE F biased(F x, F bias) {
   const F none = set1(-kInf);
   return select(equal(x, none), none, select(equal(bias, none), none, add(x, bias)));

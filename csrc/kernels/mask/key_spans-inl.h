@@ -1,4 +1,5 @@
-// The keys of a tile that a block of query rows reaches, and whether no pair, some or all of them may attend.
+// The keys of a tile that a block of query rows reaches, and whether no pair, some pairs or all pairs of them may
+// attend.
 #pragma once
 
 #include "kernels/mask/tile_map-inl.h"
@@ -43,7 +44,7 @@ static inline TileKind keep_kind(const Tensor4& keep, int64_t b, const QueryRows
       any |= static_cast<uint8_t>(row[j]);
       none |= row[j] == 0;
     };
-    if (keep.stride[3] == 1) {  // a loop that compilers make vectors of
+    if (keep.stride[3] == 1) {  // a loop that compilers vectorise
       for (int64_t j = j0; j < j1; ++j) look(j);
     } else {
       for (int64_t j = j0; j < j1; ++j) look(j * keep.stride[3]);
@@ -55,8 +56,8 @@ static inline TileKind keep_kind(const Tensor4& keep, int64_t b, const QueryRows
   return every ? TileKind::full : some ? TileKind::mixed : TileKind::empty;
 }
 
-// The kind of the tile j0 <= j < j1 by all rules but maps; biases are left aside.
-static inline TileKind kind_but_maps(const Problem& p, int64_t b, const QueryRows& rows, int64_t j0, int64_t j1) {
+// The kind of the tile j0 <= j < j1 according to all rules except maps; biases do not count.
+static inline TileKind kind_without_maps(const Call& p, int64_t b, const QueryRows& rows, int64_t j0, int64_t j1) {
   TileKind tile = bounds_kind(rows, j0, j1);
   for (int s = 0; s < p.n_segments && tile != TileKind::empty; ++s) {
     tile = join(tile, segment_kind(p.segments[s], b, rows.id_min[s], rows.id_max[s], j0, j1));
@@ -67,8 +68,8 @@ static inline TileKind kind_but_maps(const Problem& p, int64_t b, const QueryRow
   return tile;
 }
 
-static inline TileKind tile_kind(const Problem& p, int64_t b, const QueryRows& rows, int64_t j0, int64_t j1) {
-  TileKind tile = kind_but_maps(p, b, rows, j0, j1);
+static inline TileKind tile_kind(const Call& p, int64_t b, const QueryRows& rows, int64_t j0, int64_t j1) {
+  TileKind tile = kind_without_maps(p, b, rows, j0, j1);
   for (int i = 0; i < p.n_maps && tile != TileKind::empty; ++i) {
     tile = join(tile, map_kind(p.maps[i], b, rows, j0, j1));
   }
@@ -82,9 +83,8 @@ struct KeySpan {
   TileKind kind;
 };
 
-// The keys that the bounds reach. The span begins a multiple of `pair` keys behind the tile's first key.
-static inline KeySpan key_span(const Problem& p, int64_t b, const QueryRows& rows, int64_t tile_j0, int tile_n,
-                               int pair) {
+// The keys that the bounds reach. The first key of the span is a multiple of `pair` behind the tile's first key.
+static inline KeySpan key_span(const Call& p, int64_t b, const QueryRows& rows, int64_t tile_j0, int tile_n, int pair) {
   int64_t j0 = max(tile_j0, rows.lo_min);
   const int64_t j1 = min(tile_j0 + tile_n, rows.hi_max);
   if (j0 >= j1) return {j0, 0, TileKind::empty};
@@ -92,9 +92,9 @@ static inline KeySpan key_span(const Problem& p, int64_t b, const QueryRows& row
   return {j0, static_cast<int>(j1 - j0), tile_kind(p, b, rows, j0, j1)};
 }
 
-// The same without the keys at both ends that segments or maps let no row attend: their weights are 0. What is left of
-// a tile is often full.
-static inline KeySpan attended_span(const Problem& p, int64_t b, const QueryRows& rows, int64_t tile_j0, int tile_n,
+// The same without the keys at both ends that segments or maps let no row attend, because their weights are 0. The rest
+// of a tile is often full.
+static inline KeySpan attended_span(const Call& p, int64_t b, const QueryRows& rows, int64_t tile_j0, int tile_n,
                                     int pair) {
   const KeySpan span = key_span(p, b, rows, tile_j0, tile_n, pair);
   if (span.kind != TileKind::mixed || (p.n_segments == 0 && p.n_maps == 0)) return span;
@@ -121,7 +121,7 @@ static inline KeySpan attended_span(const Problem& p, int64_t b, const QueryRows
   const int64_t odd = (j0 - tile_j0) % pair;
   j0 -= odd;
   full &= odd == 0;
-  const TileKind kind = full ? kind_but_maps(p, b, rows, j0, j1) : TileKind::mixed;
+  const TileKind kind = full ? kind_without_maps(p, b, rows, j0, j1) : TileKind::mixed;
   return {j0, static_cast<int>(j1 - j0), kind};
 }
 

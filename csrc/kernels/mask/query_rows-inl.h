@@ -1,5 +1,5 @@
-// A block of query rows and their bounds.
-// A row is a pair (position, query head of the group): row r is query r / G of head k G + r % G.
+// A block of query rows and their bounds. A row is a pair (position, query head of the group): row r is query r / G of
+// head k G + r % G.
 #pragma once
 
 #include "simd/numeric-inl.h"
@@ -7,22 +7,22 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kRows = kVectors * W;  // of a block of the transposed kernels
+constexpr int kRows = kVectors * W;  // rows of a block of the transposed kernels
 constexpr int kTile = 128;           // keys of a tile
 
-// Of a tile of keys for a block of rows: no pair may attend, some may, all may.
+// The kind of a tile of keys for a block of rows: no pair may attend, some pairs may, or all may.
 enum class TileKind { empty, mixed, full };
 
-// The kind by two rules, both of which must allow a pair.
+// The kind according to two rules, both of which must allow a pair.
 HW_INLINE TileKind join(TileKind a, TileKind b) { return a < b ? a : b; }
 
 struct QueryRows {
   int n = 0;       // rows of the call
-  int padded = 0;  // up to whole vectors: the rest are copies of the last row
+  int padded = 0;  // rows up to whole vectors; the additional ones are copies of the last row
   int64_t t[kRows];
   int64_t h[kRows];
-  // Row r may attend lo <= j < hi, and of the prefix first_min <= j < first_max the keys below hi. An empty row has
-  // hi = 0; a row that reaches the prefix alone has lo = S.
+  // Row r may attend lo <= j < hi, and the keys below hi of the prefix first_min <= j < first_max. An empty row has hi
+  // = 0; a row that reaches only the prefix has lo = S.
   int32_t lo[kRows], hi[kRows];
   int32_t first_min, first_max;
   int32_t lo_min, lo_max, hi_min, hi_max;  // lo_min includes the prefix
@@ -33,7 +33,7 @@ struct QueryRows {
   bool key_bad[kRows];    // the row may attend a key or value that has one
 };
 
-static inline void place_rows(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int n, int padded,
+static inline void place_rows(const Call& p, int64_t b, int64_t kv_head, int64_t first, int n, int padded,
                               QueryRows& rows) {
   const int64_t G = p.H / p.K;
   const auto [low, high, start, stop, always] = bounds_of(p, b);
@@ -43,7 +43,8 @@ static inline void place_rows(const Problem& p, int64_t b, int64_t kv_head, int6
   rows.first_max = static_cast<int32_t>(max(min(always, stop), start));
   rows.lo_min = rows.hi_min = static_cast<int32_t>(p.S);
   rows.lo_max = rows.hi_max = 0;
-  int64_t t = first / G, member = first % G;  // counted on: a division a row takes longer than all else here
+  // incremented, because a division for each row would take longer than everything else here
+  int64_t t = first / G, member = first % G;
   for (int r = 0; r < padded; ++r) {
     rows.t[r] = t;
     rows.h[r] = kv_head * G + member;
@@ -75,7 +76,7 @@ static inline void place_rows(const Problem& p, int64_t b, int64_t kv_head, int6
   }
 }
 
-// Whether the bounds allow row r to attend key j.
+// True if the bounds allow row r to attend key j.
 HW_INLINE bool in_bounds(const QueryRows& rows, int r, int32_t j) {
   const bool above = (j >= rows.lo[r]) | ((j >= rows.first_min) & (j < rows.first_max));
   return above & (j < rows.hi[r]);

@@ -28,7 +28,7 @@ static inline TileKind map_kind(const MapRule& map, int64_t b, const QueryRows& 
       every &= entry == MapRule::kAll;
     }
   };
-  if (map.stride[1] == 0) {  // the rows' positions are consecutive: few rows of the map have them all
+  if (map.stride[1] == 0) {  // positions of the rows are consecutive, so that they are in few rows of the map
     const int64_t last = rows.t[rows.n - 1] / MapRule::kSide;
     for (int64_t t = rows.t[0] / MapRule::kSide; t <= last; ++t) add(0, t);
   } else {
@@ -37,7 +37,7 @@ static inline TileKind map_kind(const MapRule& map, int64_t b, const QueryRows& 
   return every ? TileKind::full : some ? TileKind::mixed : TileKind::empty;
 }
 
-// Which of 32 keys each row may attend, one bit each, for each 32 keys of a tile.
+// For each row the keys that it may attend, one bit each, in words of 32 keys of a tile.
 constexpr int kKeyBits = 32;
 using KeyBits = uint32_t[kTile / kKeyBits][kRows];
 
@@ -57,7 +57,8 @@ static inline void key_bits(const MapRule& map, int64_t b, const QueryRows& rows
   }
 }
 
-// The first and the last key that some row may attend, from <= j < to, and whether all rows may attend all of them.
+// The first and the last key of from <= j < to that some row may attend, and whether all rows may attend all keys
+// between them.
 struct KeyRange {
   int from, to;
   bool full;

@@ -1,4 +1,4 @@
-// The softmax of one visit beside the products of its neighbours.
+// The softmax of one visit, overlapped with the products of the visits before and after it.
 #pragma once
 
 #include "kernels/prefill/prefill_amx_scratch-inl.h"
@@ -6,19 +6,20 @@
 namespace headwise {
 namespace HW_ISA {
 
-// The greatest score of each row, and the sum of the scores of the first rows, which is not finite where a key is not.
-struct ChainPeaks {
-  static constexpr int NV = kChainVectors;
+// The greatest score of each row, and the sum of the scores of the first vector of rows, which is not finite if a key
+// is not.
+struct RowMaxima {
+  static constexpr int NV = kAmxVectors;
   alignas(64) float top[NV * W], sum[W];
 
-  ChainPeaks() {
+  RowMaxima() {
     for (int r = 0; r < W; ++r) sum[r] = 0.0f;
     clear();
   }
   void clear() {
     for (int r = 0; r < NV * W; ++r) top[r] = -kInf;
   }
-  // Adds the keys from <= j < to. Multiplies their scores by `scales` first, unless null.
+  // Adds the keys from <= j < to. Multiplies their scores by `scales` first, unless that is null.
   HW_MEMBER void add(float* x, int64_t from, int64_t to, const float* scales, bool sums) {
     constexpr int R = NV * W;
     F best[NV], all = load(sum);
@@ -39,189 +40,190 @@ struct ChainPeaks {
   }
 };
 
-// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for. A cubic would do for weights,
-// which bfloat16 rounds by up to 2^-8, and take 8 % less time; but lse would be off by 8e-5.
-constexpr int kChainDegree = 4;
+// The degree of the polynomial for 2^x. The softmax is limited by the ports that multiply. A cubic would be accurate
+// enough for weights, which bfloat16 rounds by up to 2^-8, and take 8 % less time, but lse would be off by 8e-5.
+constexpr int kAmxExpDegree = 4;
 
-// The weights of a row are relative to a score that the greatest one exceeds by at most so much, as a power of two: so
-// that sums are seldom rescaled.
+// The weights of a row are relative to a score that the greatest score exceeds by at most this power of two, so that
+// sums seldom have to be rescaled.
 constexpr float kSlack = 2.0f;
 
-// The visits of an item, one after the other. Beside the softmax of a visit the scores of the next one are computed,
-// and then the weighted values of the one before.
+// Computes the visits of an item one after the other. During the softmax of a visit, first the scores of the next visit
+// are computed, and then the weighted values of the one before.
 template <class N>
-class Chains {
+class OverlappedSoftmax {
  public:
-  Chains(const Problem& p, int64_t b, ChainScratch<N>& s) : p_(p), b_(b), s_(s) {}
-  // Whether all scores were finite that a mask may have overwritten or not.
-  bool finite() const { return floats_are_finite(peaks_.sum, W); }
+  OverlappedSoftmax(const Call& p, int64_t b, PrefillAmxScratch<N>& s) : p_(p), b_(b), s_(s) {}
+  // True if all scores were finite before masks.
+  bool finite() const { return floats_are_finite(maxima_.sum, W); }
 
-  // Meanwhile a share of what is read later is prefetched with each visit.
-  void run(const ChainVisit* visits, int count, NextTile& later) {
+  // Computes the visits. With each of them, a part of the keys and values that are read later is prefetched.
+  void run(const Visit* visits, int count, NextTile& later) {
     if (count == 0) return;
-    beside_ = Beside();
-    beside_.next = visits;
+    overlap_ = Overlap();
+    overlap_.next = visits;
     start(-1);
     finish(-1);
     for (int i = 0; i < count; ++i) {
-      beside_ = Beside();
-      if (i > 0) beside_.before = visits + i - 1;
-      if (i + 1 < count) beside_.next = visits + i + 1;
+      overlap_ = Overlap();
+      if (i > 0) overlap_.before = visits + i - 1;
+      if (i + 1 < count) overlap_.next = visits + i + 1;
       later.key.step();
       later.value.step();
       visit(visits[i], i);
     }
-    beside_ = Beside();
-    beside_.before = visits + count - 1;
+    overlap_ = Overlap();
+    overlap_.before = visits + count - 1;
     start(count);
     finish(count);
-    unit_.flush();
+    pipeline_.flush();
   }
 
  private:
-  static constexpr int NV = kChainVectors, R = kChainRows;
-  static constexpr int kTurn = 8 / NV;  // keys of a turn of the softmax: 8 vectors
+  static constexpr int NV = kAmxVectors, R = kAmxRows;
+  static constexpr int kGroupKeys = 8 / NV;  // keys of a group of the softmax: 8 vectors
 
-  // What is done beside the softmax of visit i: the scores of `next`, then the values of `before`, unless null.
-  struct Beside {
-    const ChainVisit *before = nullptr, *next = nullptr;
+  // The products that overlap with the softmax of visit i: the scores of `next`, then the values of `before`, unless
+  // null.
+  struct Overlap {
+    const Visit *before = nullptr, *next = nullptr;
     bool in_values = false;
-    bool rescales = false, notes = false;
-    int64_t noted = 0, note_each = 0;        // keys of `next` whose peaks are known; a step's share of them
-    int64_t rescaled = 0, rescale_each = 0;  // columns of `before`, multiplied by its factor
+    bool rescales = false, updates_row_max = false;
+    int64_t keys_in_max = 0, keys_per_update = 0;  // keys of `next` that row_max includes; keys added with each step
+    // Columns of `before` that are rescaled; columns rescaled with each step.
+    int64_t rescaled = 0, rescale_each = 0;
   };
 
-  // A full tile whose scores need nothing but their peaks.
-  bool is_plain(const ChainVisit& v) const {
-    return v.span.kind == TileKind::full && !scales_first(p_) && !v.tile->bad.any;
-  }
-  int64_t skip_of(const ChainVisit& v) const { return v.span.j0 - v.tile->j0; }
-  int64_t steps_of(const ChainVisit& v) const { return (v.span.n + kTileStep - 1) / kTileStep; }
-  const float* key_scales(const ChainVisit& v) const { return kScaled<N> ? v.tile->key_scale + skip_of(v) : nullptr; }
+  // True for a full tile whose scores need nothing but their maxima.
+  bool is_plain(const Visit& v) const { return v.span.kind == TileKind::full && !scales_first(p_) && !v.tile->bad.any; }
+  int64_t skip_of(const Visit& v) const { return v.span.j0 - v.tile->j0; }
+  int64_t steps_of(const Visit& v) const { return (v.span.n + kTileStep - 1) / kTileStep; }
+  const float* key_scales(const Visit& v) const { return kScaled<N> ? v.tile->key_scale + skip_of(v) : nullptr; }
   float* scores(int i) const { return s_.scores[i & 1]; }
 
-  void start_scores(const ChainVisit& v, int i) {
+  void start_scores(const Visit& v, int i) {
     const KeyRows& key = v.tile->key;
-    ProductChain chain;
-    chain.first = reinterpret_cast<const uint16_t*>(key.data) + skip_of(v) * key.stride;
-    chain.row = key.stride;
-    chain.chunk = kTileStep * key.stride;
-    chain.step = kTileStep;
-    chain.second = s_.query[v.block];
-    chain.steps = p_.D / kTileStep;
-    chain.chunks = steps_of(v);
-    chain.out = scores(i);
-    unit_.start(chain);
+    TileProducts products;
+    products.first = reinterpret_cast<const uint16_t*>(key.data) + skip_of(v) * key.stride;
+    products.row = key.stride;
+    products.chunk = kTileStep * key.stride;
+    products.step = kTileStep;
+    products.second = s_.query[v.block];
+    products.steps = p_.D / kTileStep;
+    products.chunks = steps_of(v);
+    products.out = scores(i);
+    pipeline_.start(products);
   }
-  void start_values(const ChainVisit& v, int i) {
-    ProductChain chain;
-    chain.first = reinterpret_cast<const uint16_t*>(v.tile->value.data) + skip_of(v) * p_.V;
-    chain.row = kTileStep;
-    chain.chunk = kTileStep * kTileStep;
-    chain.step = kTileStep * p_.V;
-    chain.second = s_.weights[i & 1];
-    chain.steps = steps_of(v);
-    chain.chunks = p_.V / kTileStep;
-    chain.out = s_.sums[v.block];
-    chain.adds = true;
-    unit_.start(chain);
+  void start_values(const Visit& v, int i) {
+    TileProducts products;
+    products.first = reinterpret_cast<const uint16_t*>(v.tile->value.data) + skip_of(v) * p_.V;
+    products.row = kTileStep;
+    products.chunk = kTileStep * kTileStep;
+    products.step = kTileStep * p_.V;
+    products.second = s_.weights[i & 1];
+    products.steps = steps_of(v);
+    products.chunks = p_.V / kTileStep;
+    products.out = s_.sums[v.block];
+    products.adds = true;
+    pipeline_.start(products);
   }
 
-  // O^T of the visit before i times the factor of its rows, for some columns more.
+  // Multiplies further columns of O^T of the visit before i by the factors of its rows.
   HW_MEMBER void rescale(int i, int64_t columns) {
-    float* out = s_.sums[beside_.before->block];
+    float* out = s_.sums[overlap_.before->block];
     const float* factors = rescale_[(i - 1) & 1];
-    const int64_t to = min(beside_.rescaled + columns, p_.V);
+    const int64_t to = min(overlap_.rescaled + columns, p_.V);
     for (int v = 0; v < NV; ++v) {
       if (!changes_[(i - 1) & 1][v]) continue;
       const F factor = load(factors + v * W);
-      for (int64_t u = beside_.rescaled; u < to; ++u)
+      for (int64_t u = overlap_.rescaled; u < to; ++u)
         store(out + u * R + v * W, mul(load(out + u * R + v * W), factor));
     }
-    beside_.rescaled = to;
+    overlap_.rescaled = to;
   }
-  HW_MEMBER void note(int i, int64_t keys) {
-    const ChainVisit& next = *beside_.next;
-    const int64_t to = min(beside_.noted + keys, next.span.n);
-    peaks_.add(scores(i + 1), beside_.noted, to, key_scales(next), true);
-    beside_.noted = to;
+  HW_MEMBER void update_row_max(int i, int64_t keys) {
+    const Visit& next = *overlap_.next;
+    const int64_t to = min(overlap_.keys_in_max + keys, next.span.n);
+    maxima_.add(scores(i + 1), overlap_.keys_in_max, to, key_scales(next), true);
+    overlap_.keys_in_max = to;
   }
 
-  // Starts what is beside visit i.
+  // Starts the products that overlap with visit i.
   void start(int i) {
-    Beside& it = beside_;
+    Overlap& it = overlap_;
     it.rescales = false;
     for (int v = 0; it.before != nullptr && v < NV; ++v) it.rescales |= changes_[(i - 1) & 1][v];
-    it.notes = it.next != nullptr && is_plain(*it.next);
+    it.updates_row_max = it.next != nullptr && is_plain(*it.next);
     const int64_t score_steps = it.next != nullptr ? p_.D / kTileStep * steps_of(*it.next) : 1;
     const int64_t value_steps = it.before != nullptr ? p_.V / kTileStep * steps_of(*it.before) : 1;
     it.rescale_each = (p_.V + score_steps - 1) / score_steps;
-    if (it.notes) it.note_each = round_up((it.next->span.n + value_steps - 1) / value_steps, 8);
+    if (it.updates_row_max) it.keys_per_update = round_up((it.next->span.n + value_steps - 1) / value_steps, 8);
     if (it.next != nullptr) start_scores(*it.next, i + 1);
   }
-  // Whether a step of products is left beside visit i.
+  // True if a step of products that overlap with visit i is left.
   HW_MEMBER bool has_step(int i) {
-    if (unit_.left()) return true;
-    if (beside_.before == nullptr || beside_.in_values) return false;
+    if (pipeline_.left()) return true;
+    if (overlap_.before == nullptr || overlap_.in_values) return false;
     start_later(i);
     return true;
   }
   HW_NOINLINE void start_later(int i) {
-    if (beside_.next == nullptr) unit_.flush();  // else the first products of the scores have stored all sums
-    if (beside_.rescales) rescale(i, p_.V);
-    beside_.in_values = true;
-    start_values(*beside_.before, i - 1);
+    if (overlap_.next == nullptr) pipeline_.flush();  // otherwise the first products of the scores have stored all sums
+    if (overlap_.rescales) rescale(i, p_.V);
+    overlap_.in_values = true;
+    start_values(*overlap_.before, i - 1);
   }
-  // What belongs to a step: a share of the sums is rescaled, or of the next scores is looked at.
+  // The work that belongs to a step of products: some sums are rescaled, or some of the next scores are added to the
+  // maxima.
   HW_MEMBER void after_step(int i) {
-    if (!beside_.in_values) {
-      if (beside_.rescales) rescale(i, beside_.rescale_each);
-    } else if (beside_.notes) {
-      note(i, beside_.note_each);
+    if (!overlap_.in_values) {
+      if (overlap_.rescales) rescale(i, overlap_.rescale_each);
+    } else if (overlap_.updates_row_max) {
+      update_row_max(i, overlap_.keys_per_update);
     }
   }
   void finish(int i) {
     while (has_step(i)) {
-      unit_.whole_step();
+      pipeline_.whole_step();
       after_step(i);
     }
-    if (beside_.next != nullptr && !beside_.in_values) unit_.flush();
-    if (beside_.notes) note(i, kChainKeys);
+    if (overlap_.next != nullptr && !overlap_.in_values) pipeline_.flush();
+    if (overlap_.updates_row_max) update_row_max(i, kVisitKeys);
   }
 
-  // Scale, biases and mask of scores that are not plain, and their peaks.
-  HW_NOINLINE void mask(const ChainVisit& v, int i) {
+  // Applies scale, biases and mask to scores that are not plain, and finds their maxima.
+  HW_NOINLINE void mask(const Visit& v, int i) {
     float* x = scores(i);
     const int n = v.span.n;
     if constexpr (kScaled<N>) scale_columns<NV>(x, key_scales(v), n);
-    peaks_.add(x, 0, n, nullptr, true);
+    maxima_.add(x, 0, n, nullptr, true);
     tile_scores<ScoreLayout<1, R>>(p_, b_, s_.rows[v.block], v.span, v.tile->bad.from(skip_of(v)), x, {int64_t{n} * R},
                                    nullptr, [] {});
-    peaks_.clear();
-    peaks_.add(x, 0, n, nullptr, false);
+    maxima_.clear();
+    maxima_.add(x, 0, n, nullptr, false);
   }
 
-  // The softmax's state of a visit, in registers.
+  // The state of a visit's softmax, in registers.
   struct Softmax {
     F peak[NV], sum[NV], scale;
     const float *x, *value_scale;
     uint32_t* weights;
   };
 
-  // The weights of an even number of keys from the j-th on, in pairs.
-  template <int Keys, int Turn, int T>
+  // Computes the weights of an even number of keys from the j-th on, in pairs.
+  template <int Keys, int Group, int T>
   HW_MEMBER void weigh(Softmax& to, int64_t j) {
     F w[Keys * NV];
-    beside<4 * Turn, T>();
+    overlap_product<4 * Group, T>();
     HW_UNROLL
     for (int m = 0; m < Keys * NV; ++m) {
       w[m] = mul(headwise::HW_ISA::sub(load(to.x + j * R + m * W), to.peak[m % NV]), to.scale);
     }
-    beside<4 * Turn + 1, T>();
-    exp2_each<kChainDegree, Keys * NV / 2>(w);
-    beside<4 * Turn + 2, T>();
-    exp2_each<kChainDegree, Keys * NV / 2>(w + Keys * NV / 2);
-    beside<4 * Turn + 3, T>();
+    overlap_product<4 * Group + 1, T>();
+    exp2_each<kAmxExpDegree, Keys * NV / 2>(w);
+    overlap_product<4 * Group + 2, T>();
+    exp2_each<kAmxExpDegree, Keys * NV / 2>(w + Keys * NV / 2);
+    overlap_product<4 * Group + 3, T>();
     HW_UNROLL
     for (int k = 0; k < Keys; k += 2) {
       HW_UNROLL
@@ -236,31 +238,31 @@ class Chains {
       }
     }
   }
-  // The product that stands at one of the 4 T places of a step's turns; none where T is 0.
+  // Computes the product that belongs to one of the 4 T places of a step's groups; none if T is 0.
   template <int Place, int T>
-  HW_MEMBER void beside() {
+  HW_MEMBER void overlap_product() {
     if constexpr (T > 0) {
-      constexpr int kEach = 4 * T / ChainUnit::kProducts;
-      if constexpr (Place % kEach == 0) unit_.product<Place / kEach>();
+      constexpr int kEach = 4 * T / AmxPipeline::kProducts;
+      if constexpr (Place % kEach == 0) pipeline_.product<Place / kEach>();
     }
   }
-  // As many turns as there are steps beside them, T turns each.
+  // Computes groups of weights, T for each step of products, as long as there are steps.
   template <int T>
-  int64_t turns(Softmax& state, int64_t n, int i) {
+  int64_t groups(Softmax& state, int64_t n, int i) {
     Softmax to = state;
     int64_t j = 0;
-    for (; j + T * kTurn <= n && has_step(i); j += T * kTurn) {
-      unit_.begin_step();
-      weigh<kTurn, 0, T>(to, j);
-      if constexpr (T == 2) weigh<kTurn, 1, T>(to, j + kTurn);
-      unit_.end_step();
+    for (; j + T * kGroupKeys <= n && has_step(i); j += T * kGroupKeys) {
+      pipeline_.begin_step();
+      weigh<kGroupKeys, 0, T>(to, j);
+      if constexpr (T == 2) weigh<kGroupKeys, 1, T>(to, j + kGroupKeys);
+      pipeline_.end_step();
       after_step(i);
     }
     state = to;
     return j;
   }
 
-  void visit(const ChainVisit& v, int i) {
+  void visit(const Visit& v, int i) {
     if (!is_plain(v)) mask(v, i);
     const int n = v.span.n;
     float* factor = rescale_[i & 1];
@@ -270,10 +272,10 @@ class Chains {
     to.scale = set1(softmax_scale(p_) * kLog2e);
     to.value_scale = kScaled<N> ? v.tile->value_scale + skip_of(v) : nullptr;
     begin_softmax(to, v.block, factor, changes_[i & 1]);
-    peaks_.clear();
+    maxima_.clear();
     start(i);
-    int64_t j = p_.D + p_.V > 160 ? turns<1>(to, n, i) : turns<2>(to, n, i);
-    for (; j + kTurn <= n; j += kTurn) weigh<kTurn, 0, 0>(to, j);
+    int64_t j = p_.D + p_.V > 160 ? groups<1>(to, n, i) : groups<2>(to, n, i);
+    for (; j + kGroupKeys <= n; j += kGroupKeys) weigh<kGroupKeys, 0, 0>(to, j);
     for (; j + 2 <= n; j += 2) weigh<2, 0, 0>(to, j);
     if (j < n) weigh_last(to, j);
     const int64_t pairs = (n + 1) / 2, padded = round_up(pairs, W);
@@ -284,19 +286,19 @@ class Chains {
     }
     finish(i);
   }
-  // Takes the peaks of a visit. `factor` is that from the score which weights were relative to before; `changes` says
-  // of each vector of rows whether any is not 1.
+  // Takes the maxima of a visit. `factor` rescales from the score to which the weights were relative before. `changes`
+  // tells for each vector of rows whether any factor is not 1.
   void begin_softmax(Softmax& to, int block, float* factor, bool* changes) {
     float *row_max = s_.row_max + block * kRows, *row_ref = s_.row_ref + block * kRows;
     const F none = set1(-kInf), slack = set1(kSlack);
     for (int v = 0; v < NV; ++v) {
-      const F now = headwise::HW_ISA::max(load(row_max + v * W), load(peaks_.top + v * W)),
+      const F now = headwise::HW_ISA::max(load(row_max + v * W), load(maxima_.top + v * W)),
               before = load(row_ref + v * W);
       const M stays = not_less(slack, mul(headwise::HW_ISA::sub(now, before), to.scale));
       const F ref = select(stays, before, now);
       store(row_max + v * W, now);
       store(row_ref + v * W, ref);
-      to.peak[v] = select(not_less(none, ref), zero(), ref);  // no key so far: x is -inf, its weight 0
+      to.peak[v] = select(not_less(none, ref), zero(), ref);  // there was no key so far: x is -inf and its weight 0
       to.sum[v] = zero();
       store(factor + v * W, exp2<6>(mul(headwise::HW_ISA::sub(before, to.peak[v]), to.scale)));
     }
@@ -306,23 +308,23 @@ class Chains {
       changes[v] = any;
     }
   }
-  // The last key of an odd number, paired with 0.
+  // Computes the last key of an odd number of keys, paired with 0.
   HW_NOINLINE void weigh_last(Softmax& to, int64_t j) {
     for (int v = 0; v < NV; ++v) {
       F a = mul(headwise::HW_ISA::sub(load(to.x + j * R + v * W), to.peak[v]), to.scale);
-      exp2_each<kChainDegree, 1>(&a);
+      exp2_each<kAmxExpDegree, 1>(&a);
       to.sum[v] = add(to.sum[v], a);
       if constexpr (kScaled<N>) a = mul(a, set1(to.value_scale[j]));
       store_pairs(to.weights + j / 2 * R + v * W, a, zero());
     }
   }
 
-  const Problem& p_;
+  const Call& p_;
   int64_t b_;
-  ChainScratch<N>& s_;
-  ChainUnit unit_;
-  ChainPeaks peaks_;
-  Beside beside_;
+  PrefillAmxScratch<N>& s_;
+  AmxPipeline pipeline_;
+  RowMaxima maxima_;
+  Overlap overlap_;
   alignas(64) float rescale_[2][R];
   bool changes_[2][NV];
 };

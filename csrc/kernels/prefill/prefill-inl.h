@@ -1,5 +1,5 @@
-// Prefill, and every call of many rows: blocks of NV vectors of rows on the transposed micro-kernels. A few blocks
-// share each tile of keys.
+// Prefill, and every other call of many rows. Blocks of NV vectors of rows are computed by the transposed
+// micro-kernels. Several blocks share each tile of keys.
 #pragma once
 
 #include "kernels/tile/dropout-inl.h"
@@ -10,7 +10,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-// A thread's scratch for an item.
+// A thread's scratch memory for an item.
 template <class N>
 struct PrefillScratch {
   typename N::Query* query[kMaxBlocks];
@@ -23,9 +23,9 @@ struct PrefillScratch {
   char* spare;
   float* out_rows;  // W rows of O
   QueryRows* rows;
-  bool shared;  // several blocks use a tile, which makes a copy of it worthwhile
+  bool shared;  // several blocks use a tile, so that copying it pays off
 
-  PrefillScratch(Arena& arena, const Problem& p, int blocks) {
+  PrefillScratch(Arena& arena, const Call& p, int blocks) {
     const int64_t depth = N::depth(p.D), padded_V = round_up(p.V, W);
     for (int i = 0; i < blocks; ++i) {
       query[i] = arena.take<typename N::Query>(depth * kRows);
@@ -46,9 +46,9 @@ struct PrefillScratch {
   }
 };
 
-// Bytes as bfloat16, and their scales; those of bad keys are 0.
+// Loads int8 keys and values as bfloat16, and their scales; the scales of bad keys are 0.
 template <class N>
-static inline void load_byte_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
+static inline void load_byte_tile(const Call& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
   const int64_t j0 = tile.j0, pitch = N::kTiles ? column_pitch(tile.n) : pitch_of(p.V);
   uint16_t* keys = reinterpret_cast<uint16_t*>(s.key_copy);
   tile.key = {reinterpret_cast<const char*>(keys), bytes_to_rows(p.key, b, kv_head, j0, tile.n, p.D, keys, s.spare)};
@@ -65,7 +65,7 @@ static inline void load_byte_tile(const Problem& p, int64_t b, int64_t kv_head, 
 }
 
 template <class N>
-static inline void read_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
+static inline void read_tile(const Call& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
   const int64_t j0 = tile.j0;
   const int n = tile.n;
   if constexpr (kScaled<N>) {
@@ -80,10 +80,9 @@ static inline void read_tile(const Problem& p, int64_t b, int64_t kv_head, Prefi
   }
 }
 
-// A tile as it lies in memory; unless `careful` nothing is searched for NaN and Inf, which would read all of it once
-// more.
+// Loads a tile. Only if `careful`, it is searched for NaN and Inf, because that reads all of it once more.
 template <class N>
-static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, bool careful,
+static inline void load_tile(const Call& p, int64_t b, int64_t kv_head, int64_t j0, int n, bool careful,
                              PrefillScratch<N>& s, KeyTile& tile) {
   tile.j0 = j0;
   tile.n = n;
@@ -93,9 +92,9 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
   read_tile<N>(p, b, kv_head, s, tile);
 }
 
-// Reads a tile again whose scores are not finite, so that bad keys are zeros. False where none is bad.
+// Reads a tile whose scores are not finite again, with zeros for bad keys. Returns false if no key is bad.
 template <class N>
-static inline bool search_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
+static inline bool search_tile(const Call& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
   if (tile.searched) return false;
   tile.searched = true;
   tile.bad.find(p, b, kv_head, tile.j0, tile.n);
@@ -103,8 +102,9 @@ static inline bool search_tile(const Problem& p, int64_t b, int64_t kv_head, Pre
   return tile.bad.any;
 }
 
-// The ends of a span's keys for the first vectors of rows, by their bounds alone, in `ends`. Null where no vector's
-// keys end before those of the block. The scores that are left out are -inf all the same: there the bounds forbid.
+// Fills `ends` with the ends of a span's keys for each vector of rows, according to the bounds alone. Returns null if
+// no vector's keys end before those of the block. The scores that are left out are -inf, because the bounds forbid
+// them.
 template <int NV>
 static inline const VectorEnds* find_ends(const QueryRows& rows, const KeySpan& span, VectorEnds& ends) {
   if (NV == 1 || span.kind != TileKind::mixed) return nullptr;
@@ -116,31 +116,32 @@ static inline const VectorEnds* find_ends(const QueryRows& rows, const KeySpan& 
   return ends.end[0] < span.n ? &ends : nullptr;
 }
 
-// The scores of a block of rows, as the softmax takes them. Where they are not finite, search() looks for bad keys and
-// says whether the tile has changed. Gives the greatest score of each group of keys, or null where more was done to
-// them than products.
+// Computes the scores of a block of rows, as the softmax takes them. If they are not finite, search() looks for bad
+// keys and returns whether the tile has changed. Returns the greatest score of each group of keys, or null if more than
+// products was applied to the scores.
 template <class N, int NV, class Search>
-static inline const float* searched_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
-                                           const typename N::Query* query, QueryRows& rows, float* x, Noted& noted,
-                                           const VectorEnds* ends, const Search& search) {
-  block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted, ends);
-  if (!noted.finite() && search()) {
-    noted = Noted(noted.next);
-    block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted, ends);
+static inline const float* searched_scores(const Call& p, int64_t b, const KeyTile& tile, const KeySpan& span,
+                                           const typename N::Query* query, QueryRows& rows, float* x,
+                                           ScoreMaxima& maxima, const VectorEnds* ends, const Search& search) {
+  block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &maxima, ends);
+  if (!maxima.finite() && search()) {
+    maxima = ScoreMaxima(maxima.next);
+    block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &maxima, ends);
   }
   if (scales_first(p) || kScaled<N> || (span.kind == TileKind::mixed && !only_bounds(p))) return nullptr;
-  if (span.kind == TileKind::mixed) {  // on the diagonal a few keys have changed
+  if (span.kind == TileKind::mixed) {  // on the diagonal the mask has changed the scores of a few keys
     const MaskedKeys masked(rows, span.j0, span.n);
-    noted.template again<NV>(x, 0, masked.to_first, span.n);
-    noted.template again<NV>(x, masked.from_last, span.n, span.n);
+    maxima.template update<NV>(x, 0, masked.to_first, span.n);
+    maxima.template update<NV>(x, masked.from_last, span.n, span.n);
   }
-  return noted.top;
+  return maxima.top;
 }
 
-// Whether the W rows of a vector have finite sums. Where a value that they read has a NaN or Inf, none of them has: a
-// weight of 0 times it is NaN. The last vector reads all values that the block does.
+// Sets `finite` to false if the W rows of a vector do not have finite sums. If a value has a NaN or Inf, no row that
+// reads it has a finite sum, because a weight of 0 times NaN is NaN. The last vector reads all values that the block
+// reads.
 template <class N, int NV, int Vector = NV - 1>
-static inline void look_at_sums(const float* sums, int64_t V, bool& finite) {
+static inline void check_sums(const float* sums, int64_t V, bool& finite) {
   F sum = zero();
   for (int64_t d = 0; d < V; ++d) sum = add(sum, load(sums + (d * NV + Vector) * W));
   float of_rows[W];
@@ -150,7 +151,7 @@ static inline void look_at_sums(const float* sums, int64_t V, bool& finite) {
 
 // Places the rows of a block, packs its queries and clears its sums.
 template <class N>
-static inline void start_block(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int n, int block,
+static inline void start_block(const Call& p, int64_t b, int64_t kv_head, int64_t first, int n, int block,
                                PrefillScratch<N>& s) {
   place_rows(p, b, kv_head, first, n, static_cast<int>(round_up(n, W)), s.rows[block]);
   HW_BY_VECTORS(n, pack_query, p, b, s.rows[block], s.query[block], s.spare);
@@ -161,15 +162,15 @@ static inline void start_block(const Problem& p, int64_t b, int64_t kv_head, int
   }
 }
 
-// One block of rows against one tile.
+// Computes one block of rows against one tile.
 template <class N, int NV, class Search>
-static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span, int block,
+static inline void prefill_tile(const Call& p, int64_t b, const KeyTile& tile, const KeySpan& span, int block,
                                 PrefillScratch<N>& s, NextTile& next, const Search& search) {
   QueryRows& rows = s.rows[block];
-  Noted noted(next.key);
+  ScoreMaxima maxima(next.key);
   VectorEnds of_vectors;
   const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors);
-  const float* top = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, ends, search);
+  const float* top = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, maxima, ends, search);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,
                       s.rescale, !drops && !kScaled<N>, top);
@@ -179,18 +180,18 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
   } else if (drops) {
     pack_weights<N, NV>(s.scores, span.n);
   }
-  next.key = noted.next;
+  next.key = maxima.next;
   block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block], &next.value, ends);
 }
 
-// Sums of W rows, [column][row], times the rows' factors, as the first n of the rows of O: without a copy between.
+// Writes sums of W rows, [column][row], times the rows' factors, directly as the first n rows of O.
 template <int NV, class Store>
 HW_INLINE void write_rows(const float* sums, int64_t V, const float* factor, int n, char* const* rows,
                           const Store& store_at) {
   float empty[W];
   for (int i = 0; i < W; ++i) empty[i] = factor[i] == 0.0f ? 1.0f : 0.0f;
   const F factors = load(factor);
-  const M none = not_less(load(empty), set1(1.0f));  // a row without keys is 0 whatever its sums
+  const M none = not_less(load(empty), set1(1.0f));  // a row without keys is 0, whatever its sums are
   for (int64_t d = 0; d < V; d += W) {
     F x[W];
     HW_UNROLL
@@ -204,7 +205,7 @@ HW_INLINE void write_rows(const float* sums, int64_t V, const float* factor, int
 }
 
 template <int NV>
-static inline void write_rows(const Problem& p, const float* sums, const float* factor, int n, char* const* rows) {
+static inline void write_rows(const Call& p, const float* sums, const float* factor, int n, char* const* rows) {
   const auto half = [](char* row, int64_t d) HW_LAMBDA { return reinterpret_cast<uint16_t*>(row) + d; };
   switch (p.out.dtype) {
     case Dtype::f32:
@@ -220,7 +221,7 @@ static inline void write_rows(const Problem& p, const float* sums, const float* 
 }
 
 template <class N, int NV, class Scratch>
-static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
+static inline void finish_block(const Call& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
                                 int64_t split, int block, const Reach& reach, Scratch& s) {
   const QueryRows& rows = s.rows[block];
   const int64_t padded_V = round_up(p.V, W);
@@ -237,7 +238,7 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
       const float raw_max = s.row_max[block * kRows + r], row_sum = s.row_sum[block * kRows + r];
       const RowState state = row_state(p, b, rows, r, raw_max, row_sum, reach.from, reach.to);
       if (whole) {
-        factor[i] = note_result(p, b, h, t, state);
+        factor[i] = write_softmax_state(p, b, h, t, state);
         to[i] = const_cast<char*>(at(p.out, b, h, t));
       } else {
         finish_row(p, plan, b, kv_head, first + r, split, h, t, state, s.out_rows + i * padded_V);
@@ -247,9 +248,9 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
   }
 }
 
-// An item. Unless `careful`, false and no result where a value may be bad.
+// Computes an item. Unless `careful`, it returns false without a result if a value may be bad.
 template <class N>
-static bool attend_item(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch, bool careful) {
+static bool attend_item(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch, bool careful) {
   Arena arena{scratch};
   const Item item(p, plan, group);
   const int64_t b = item.b, kv_head = item.kv_head;
@@ -272,7 +273,7 @@ static bool attend_item(const Problem& p, const Plan& plan, int64_t group, int64
       });
   bool finite = true;
   for (int i = 0; i < item.blocks && !careful; ++i) {
-    HW_BY_VECTORS(s.rows[i].n, look_at_sums, s.sums[i], p.V, finite);
+    HW_BY_VECTORS(s.rows[i].n, check_sums, s.sums[i], p.V, finite);
   }
   if (!finite) return false;
   for (int i = 0; i < item.blocks; ++i) {
@@ -282,7 +283,7 @@ static bool attend_item(const Problem& p, const Plan& plan, int64_t group, int64
 }
 
 template <class N>
-static void run_prefill(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+static void run_prefill(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
   if (!attend_item<N>(p, plan, group, split, scratch, false)) attend_item<N>(p, plan, group, split, scratch, true);
 }
 

@@ -1,7 +1,7 @@
-// The memory of an item of prefill by chains of tile products, and its keys and values.
+// The memory of an item of prefill by matrix instructions, and its keys and values.
 //
-// Blocks have 32 rows and visits 64 keys, so that what is written again and again (scores, weights, sums) stays in the
-// L1 cache: a store of 16 x 16 floats to the L2 cache takes as long as four products.
+// A block has 32 rows and a visit 64 keys, so that everything that is written repeatedly (scores, weights, sums) stays
+// in the L1 cache: a store of 16 x 16 floats to the L2 cache takes as long as four products.
 #pragma once
 
 #include "kernels/prefill/amx_pipeline-inl.h"
@@ -10,57 +10,57 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kChainRows = kChainVectors * W;  // of a block
-constexpr int kChainKeys = 64;                 // of a visit
-constexpr int kChainBlocks = 12;               // of an item
-constexpr int kChainTiles = 4;                 // of kTile keys, packed at a time
-constexpr int64_t kChainWidth = 256;           // of a query and a value
-constexpr int kChainVisits = kChainBlocks * kChainTiles * (kTile / kChainKeys);
+constexpr int kAmxRows = kAmxVectors * W;  // rows of a block
+constexpr int kVisitKeys = 64;             // keys of a visit
+constexpr int kAmxBlocks = 12;             // blocks of an item
+constexpr int kVisitTiles = 4;             // tiles of kTile keys that are packed at a time
+constexpr int64_t kChainWidth = 256;       // D + V at most
+constexpr int kChainVisits = kAmxBlocks * kVisitTiles * (kTile / kVisitKeys);
 
-// Whether prefill computes a call in this way. Not where head dims do not fill tiles, where sums do not fit into the L1
-// cache, where the rows fill at most half a block, or with dropout.
-HW_INLINE bool by_chains(const Problem& p) {
+// True if prefill uses matrix instructions in this way. It does not if the head dims do not fill tiles, if the sums do
+// not fit into the L1 cache, if the rows fill at most half a block, or with dropout.
+HW_INLINE bool uses_amx_prefill(const Call& p) {
   const bool fits = p.D % kTileStep == 0 && p.V % kTileStep == 0 && p.D + p.V <= kChainWidth;
   return kHasAmx && p.dtype() == Dtype::bf16 && fits && p.T * (p.H / p.K) > W && p.dropout == 0.0f;
 }
 
 // A block of rows and some keys that it attends.
-struct ChainVisit {
+struct Visit {
   int block;
   const KeyTile* tile;
   KeySpan span;
 };
 
-// A thread's scratch for an item.
+// A thread's scratch memory for an item.
 template <class N>
-struct ChainScratch {
-  uint32_t* query[kChainBlocks];
-  float* sums[kChainBlocks];
-  // [block][row]: the greatest score, that which the weights are relative to, and the sum of the weights.
+struct PrefillAmxScratch {
+  uint32_t* query[kAmxBlocks];
+  float* sums[kAmxBlocks];
+  // [block][row]: the greatest score, the score to which the weights are relative, and the sum of the weights.
   float *row_max, *row_ref, *row_sum;
   float* scores[2];      // [key][row]
   uint32_t* weights[2];  // [key / 2][row]
-  uint16_t *keys[kChainTiles], *values[kChainTiles];
-  float *key_scale[kChainTiles], *value_scale[kChainTiles];
+  uint16_t *keys[kVisitTiles], *values[kVisitTiles];
+  float *key_scale[kVisitTiles], *value_scale[kVisitTiles];
   char* spare;
   float* out_rows;  // W rows of O
   QueryRows* rows;
   KeyTile* tiles;
-  ChainVisit* visits;
+  Visit* visits;
 
-  ChainScratch(Arena& arena, const Problem& p, int blocks) {
+  PrefillAmxScratch(Arena& arena, const Call& p, int blocks) {
     for (int i = 0; i < blocks; ++i) {
-      query[i] = arena.take<uint32_t>(p.D / 2 * kChainRows);
-      sums[i] = arena.take<float>(p.V * kChainRows);
+      query[i] = arena.take<uint32_t>(p.D / 2 * kAmxRows);
+      sums[i] = arena.take<float>(p.V * kAmxRows);
     }
-    row_max = arena.take<float>(kChainBlocks * kRows);
-    row_ref = arena.take<float>(kChainBlocks * kRows);
-    row_sum = arena.take<float>(kChainBlocks * kRows);
+    row_max = arena.take<float>(kAmxBlocks * kRows);
+    row_ref = arena.take<float>(kAmxBlocks * kRows);
+    row_sum = arena.take<float>(kAmxBlocks * kRows);
     for (int i = 0; i < 2; ++i) {
-      scores[i] = arena.take<float>(kChainKeys * kChainRows);
-      weights[i] = arena.take<uint32_t>(kChainKeys / 2 * kChainRows);
+      scores[i] = arena.take<float>(kVisitKeys * kAmxRows);
+      weights[i] = arena.take<uint32_t>(kVisitKeys / 2 * kAmxRows);
     }
-    for (int i = 0; i < kChainTiles; ++i) {
+    for (int i = 0; i < kVisitTiles; ++i) {
       keys[i] = arena.take<uint16_t>(kTile * p.D);
       values[i] = arena.take<uint16_t>(kTile * p.V);
       key_scale[i] = arena.take<float>(kTile);
@@ -68,15 +68,15 @@ struct ChainScratch {
     }
     spare = reinterpret_cast<char*>(arena.take<float>(W * max(p.D, p.V)));
     out_rows = arena.take<float>(W * p.V);
-    rows = arena.take<QueryRows>(kChainBlocks);
-    tiles = arena.take<KeyTile>(kChainTiles);
-    visits = arena.take<ChainVisit>(kChainVisits);
+    rows = arena.take<QueryRows>(kAmxBlocks);
+    tiles = arena.take<KeyTile>(kVisitTiles);
+    visits = arena.take<Visit>(kChainVisits);
   }
 };
 
 // V^T of a tile, 32 keys after 32 keys: [key / 32][column][key % 32].
 template <class N>
-static inline void pack_values(const Problem& p, int64_t b, int64_t kv_head, const KeyTile& tile, uint16_t* copy,
+static inline void pack_values(const Call& p, int64_t b, int64_t kv_head, const KeyTile& tile, uint16_t* copy,
                                char* spare) {
   for (int j = 0; j < tile.n; j += kTileStep) {
     const int n = static_cast<int>(min(kTileStep, tile.n - j));
@@ -95,10 +95,10 @@ static inline void pack_values(const Problem& p, int64_t b, int64_t kv_head, con
   }
 }
 
-// The keys of a tile, and rows behind them up to whole steps: in place where there are any.
+// The keys of a tile, padded by further rows to whole steps; read in place if memory has these rows.
 template <class N>
-static inline KeyRows chain_keys(const Problem& p, int64_t b, int64_t kv_head, const KeyTile& tile, uint16_t* copy,
-                                 char* spare) {
+static inline KeyRows amx_key_rows(const Call& p, int64_t b, int64_t kv_head, const KeyTile& tile, uint16_t* copy,
+                                   char* spare) {
   const int64_t padded = round_up(tile.n, kTileStep);
   const bool rows_behind = p.table != nullptr || tile.j0 + padded <= p.S;
   const bool in_place = !kScaled<N> && p.key.stride[3] == 1 && !tile.bad.any && rows_behind;
@@ -116,12 +116,12 @@ static inline KeyRows chain_keys(const Problem& p, int64_t b, int64_t kv_head, c
 }
 
 template <class N>
-static inline void load_chain_tile(const Problem& p, int64_t b, int64_t kv_head, bool careful, int i,
-                                   ChainScratch<N>& s) {
+static inline void load_amx_tile(const Call& p, int64_t b, int64_t kv_head, bool careful, int i,
+                                 PrefillAmxScratch<N>& s) {
   KeyTile& tile = s.tiles[i];
   tile.bad.any = false;
   if (careful || kScaled<N>) tile.bad.find(p, b, kv_head, tile.j0, tile.n);
-  tile.key = chain_keys<N>(p, b, kv_head, tile, s.keys[i], s.spare);
+  tile.key = amx_key_rows<N>(p, b, kv_head, tile, s.keys[i], s.spare);
   pack_values<N>(p, b, kv_head, tile, s.values[i], s.spare);
   tile.value = {reinterpret_cast<const char*>(s.values[i]), kTileStep};
   if constexpr (kScaled<N>) {

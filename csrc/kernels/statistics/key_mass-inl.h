@@ -1,5 +1,6 @@
-// The weight that each key receives: a second pass over the scores, with the greatest score and the largest weight of
-// each row from the first. An item is a range of keys and all rows of one query head, so that nothing is merged.
+// The mass of each key, which is the sum of the weights that it gets from all rows. This is a second pass over the
+// scores, which uses the greatest score and the largest weight of each row from the first. An item is a range of keys
+// and all rows of one query head, so that nothing has to be merged.
 #pragma once
 
 #include "call/statistics_call.h"
@@ -8,23 +9,24 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kRange = 4 * kTile;  // keys of an item at most; a packed block of rows is used for all of them
-constexpr int kFlush = 64;         // blocks of rows summed in float32 before they join the sums in float64
+constexpr int kRange = 4 * kTile;  // the most keys of an item; a packed block of rows is used for all of them
+// the blocks of rows that are summed in float32 before they are added to the sums in float64
+constexpr int kFlush = 64;
 
 template <class N>
-struct ReceivedScratch {
+struct KeyMassScratch {
   typename N::Query* query;
   float* scores;             // [key][row]
   float* sums;               // [key of the range][lane]
   float *row_max, *largest;  // [row]
   double* mass;              // [key of the range]
-  int64_t* count;            // [key of the range]: rows that may attend it
+  int64_t* count;            // [key of the range]: the number of rows that may attend it
   float* key_copy[kRange / kTile];
   char* spare;
   QueryRows* rows;
   KeyTile* tiles;
 
-  ReceivedScratch(Arena& arena, const Problem& p) {
+  KeyMassScratch(Arena& arena, const Call& p) {
     query = arena.take<typename N::Query>(N::depth(p.D) * kRows);
     scores = arena.take<float>(kTile * kRows);
     sums = arena.take<float>(kRange * W);
@@ -39,7 +41,7 @@ struct ReceivedScratch {
   }
 };
 
-// sums[key][lane] += 2^(c (x - row_max)) * largest, over the vectors of a block.
+// Adds sums[key][lane] += 2^(c (x - row_max)) * largest over the vectors of a block.
 template <int NV>
 static inline void add_weights(const float* x, int n, float c, const float* HW_RESTRICT row_max,
                                const float* HW_RESTRICT largest, float* HW_RESTRICT sums) {
@@ -62,9 +64,9 @@ static inline void add_weights(const float* x, int n, float c, const float* HW_R
   }
 }
 
-// The rows' greatest scores and largest weights. A row without weight, or with the weight NaN, has the greatest score
-// inf, under which every weight is 0. Returns whether a weight is NaN.
-static inline bool load_row_ends(const Problem& p, const Received& received, int64_t b, const QueryRows& rows,
+// Loads the rows' greatest scores and largest weights. A row without weight, or whose weight is NaN, gets the greatest
+// score inf, which makes all its weights 0. Returns whether a weight is NaN.
+static inline bool load_row_ends(const Call& p, const KeyMass& key_mass, int64_t b, const QueryRows& rows,
                                  float* row_max, float* largest) {
   bool bad = false;
   for (int r = 0; r < kRows; ++r) {
@@ -72,19 +74,19 @@ static inline bool load_row_ends(const Problem& p, const Received& received, int
     largest[r] = 0.0f;
     if (r >= rows.n) continue;
     const int64_t at = (b * p.H + rows.h[r]) * p.T + rows.t[r];
-    bad |= received.largest[at] != received.largest[at];
-    if (received.largest[at] > 0.0f) {
-      row_max[r] = received.row_max[at];
-      largest[r] = received.largest[at];
+    bad |= key_mass.largest[at] != key_mass.largest[at];
+    if (key_mass.largest[at] > 0.0f) {
+      row_max[r] = key_mass.row_max[at];
+      largest[r] = key_mass.largest[at];
     }
   }
   return bad;
 }
 
-// A block of rows against the keys of a tile, which begins at `offset` in the range.
+// Computes a block of rows against the keys of a tile, which begins at `offset` in the range.
 template <class N, int NV>
-static inline void received_tile(const Problem& p, const Received& received, int64_t b, const KeySpan& span,
-                                 int64_t offset, bool any_bad, ReceivedScratch<N>& s) {
+static inline void key_mass_tile(const Call& p, const KeyMass& key_mass, int64_t b, const KeySpan& span, int64_t offset,
+                                 bool any_bad, KeyMassScratch<N>& s) {
   constexpr int R = NV * W;
   QueryRows& rows = *s.rows;
   const int n = span.n;
@@ -104,7 +106,7 @@ static inline void received_tile(const Problem& p, const Received& received, int
     s.count[at + j] += count;
   }
   for (int r = 0; any_bad && r < rows.n; ++r) {
-    const float largest = received.largest[(b * p.H + rows.h[r]) * p.T + rows.t[r]];
+    const float largest = key_mass.largest[(b * p.H + rows.h[r]) * p.T + rows.t[r]];
     for (int j = 0; largest != largest && j < n; ++j) {
       if (s.scores[j * R + r] != -kInf) s.mass[at + j] = NAN;
     }
@@ -123,15 +125,14 @@ static inline void flush_sums(int keys, float* sums, double* mass) {
 }
 
 template <class N>
-static void run_received_of(const Problem& p, const Received& received, const ItemPlan& plan, int64_t item,
-                            char* scratch) {
+static void run_key_mass_of(const Call& p, const KeyMass& key_mass, const ItemPlan& plan, int64_t item, char* scratch) {
   Arena arena{scratch};
-  ReceivedScratch<N> s(arena, p);
+  KeyMassScratch<N> s(arena, p);
   const int64_t size = plan.keys_per_item, ranges = (p.S + size - 1) / size, first = item % ranges * size;
   const int64_t b = item / ranges / p.H, h = item / ranges % p.H, kv_head = h / (p.H / p.K);
   const int keys = static_cast<int>(min(size, p.S - first));
-  Problem own = p;
-  own.K = p.H;  // each head is a group: all lanes of a block then belong to one head
+  Call own = p;
+  own.K = p.H;  // each head is a group of its own, so that all lanes of a block belong to one head
 
   memset(s.sums, 0, sizeof(float) * kRange * W);
   for (int j = 0; j < keys; ++j) {
@@ -163,30 +164,29 @@ static void run_received_of(const Problem& p, const Received& received, const It
     bool bad = false;
     if (attended > 0) {
       HW_BY_VECTORS(n, pack_query, own, b, *s.rows, s.query, s.spare);
-      bad = load_row_ends(own, received, b, *s.rows, s.row_max, s.largest);
+      bad = load_row_ends(own, key_mass, b, *s.rows, s.row_max, s.largest);
     }
     for (int i = 0; i < attended; ++i) {
       const int64_t offset = (spans[i].j0 - first) / kTile * kTile;
-      HW_BY_VECTORS(n, received_tile, own, received, b, spans[i], offset, bad, s);
+      HW_BY_VECTORS(n, key_mass_tile, own, key_mass, b, spans[i], offset, bad, s);
     }
   }
   flush_sums(keys, s.sums, s.mass);
   const int64_t at = (b * p.H + h) * p.S + first;
   for (int j = 0; j < keys; ++j) {
-    received.mass[at + j] = s.mass[j];
-    received.rows[at + j] = s.count[j];
+    key_mass.mass[at + j] = s.mass[j];
+    key_mass.rows[at + j] = s.count[j];
   }
 }
 
-static void run_received(const Problem& p, const Received& received, const ItemPlan& plan, int64_t item,
-                         char* scratch) {
+static void run_key_mass(const Call& p, const KeyMass& key_mass, const ItemPlan& plan, int64_t item, char* scratch) {
   const FlushDenormals flush;
-  with_format(p, [&](auto format) { run_received_of<decltype(format)>(p, received, plan, item, scratch); });
+  with_format(p, [&](auto format) { run_key_mass_of<decltype(format)>(p, key_mass, plan, item, scratch); });
 }
 
-static ItemPlan plan_received(const Problem& p) {
+static ItemPlan plan_key_mass(const Call& p) {
   Arena count{nullptr};
-  ReceivedScratch<Float32>(count, p);
+  KeyMassScratch<Float32>(count, p);
   return {p.B * p.H * ((p.S + kRange - 1) / kRange), kRange, kRows, count.used};
 }
 

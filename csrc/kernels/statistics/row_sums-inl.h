@@ -1,5 +1,5 @@
-// The sums of statistics for the rows of a block: while the weights of a tile are in registers, its softmax adds up
-// their entropy, distances and bins as well.
+// The sums of statistics for the rows of a block. While the weights of a tile are in registers, the softmax also adds
+// up their entropy, distances and bins.
 #pragma once
 
 #include "call/statistics_call.h"
@@ -8,27 +8,28 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr float kMinLog2 = -200.0f;  // log2 of a weight that is 0: 0 times it is 0, where -inf would give NaN
-constexpr float kNoWeight = -1.0f;   // of a pick that no row may attend
+constexpr float kMinLog2 = -200.0f;  // the log2 of a weight of 0, such that 0 times it is 0; -inf would give NaN
+constexpr float kNoWeight = -1.0f;   // the score of a pick that no row may attend
 
-// Running sums of a block's rows. The weights are relative to the greatest score so far, as those of O^T.
+// Running sums of the rows of a block. Like those of O^T, the weights are relative to the greatest score so far.
 struct RowSums {
   float* log;            // [row]: sum of weight * log2(weight)
   float* distance;       // [row]: sum of weight * |pos - j|
   float* bin;            // [bin][row]: sum of weights, relative to
   float* bin_max;        // [bin][row]: the greatest score when the bin got its last key
-  float* picked;         // [pick][row]: masked scores; -inf where the key has not come
-  float* features;       // [feature][row], as O^T: as many rows as the block has lanes
+  float* picked;         // [pick][row]: masked scores; -inf before the tile of the key
+  float* features;       // [feature][row], like O^T: as many rows as the block has lanes
   int32_t* largest_key;  // [row]
-  int32_t* keys;         // [row]: how many may be attended; counted only where masks restrict
+  int32_t* keys;         // [row]: the number of keys that the row may attend; counted only if masks restrict them
   int32_t* pos;          // [row]: the position of the query among the keys
   int32_t pos_min, pos_max;
   int32_t *pick_min, *pick_max;  // [pick]
-  bool key_bad[kRows];           // the row may attend a key that has a NaN or Inf
+  bool key_bad[kRows];           // true if the row may attend a key that has a NaN or Inf
 };
 
-// Distances of a tile's keys to the rows. Where all keys are on one side of all rows, `edge` is the distance of a row
-// to the nearest key and step[j] that of key j to the nearest one. Else `edge` is pos - j0 and step[j] is j.
+// The distances of a tile's keys from the rows. If all keys are on one side of all rows, `edge` is the distance of a
+// row from the nearest key, and step[j] the distance of key j from that key. Otherwise `edge` is pos - j0 and step[j]
+// is j.
 struct TileDistances {
   bool across;
   float edge[kRows];
@@ -45,8 +46,8 @@ struct TileDistances {
   }
 };
 
-// The greatest score of each row, and the group of keys that has it first. `top`, unless null, has the greatest of each
-// group.
+// Finds the greatest score of each row, and the first group of keys that has it. `top`, unless null, holds the greatest
+// scores of each group.
 template <int NV>
 static inline void group_maxima(const float* x, int n, const float* top, F* peak, F* group) {
   constexpr int R = NV * W;
@@ -79,9 +80,9 @@ static inline void group_maxima(const float* x, int n, const float* top, F* peak
   }
 }
 
-// Updates `row_max`, and the first key that has it, with the scores of a tile; `rescale` is as in softmax_tile.
-// Rescales the sums to the new maximum, all but the bins. The key is searched in one group alone, to cost one compare
-// in kGroup.
+// Updates `row_max` and the first key that has this score, with the scores of a tile; `rescale` is as in softmax_tile.
+// Rescales the sums to the new maximum, except the bins. The key is searched in one group only, so that this costs one
+// comparison for kGroup keys.
 template <int NV>
 static inline void update_maxima(const float* x, int n, const float* top, float c, int64_t j0,
                                  float* HW_RESTRICT row_max, const float* HW_RESTRICT row_sum,
@@ -103,7 +104,7 @@ static inline void update_maxima(const float* x, int n, const float* top, float 
     store(t.log + v * W, mul(log, factor));
     store(t.distance + v * W, mul(load(t.distance + v * W), factor));
   }
-  // Without branches: which rows have a new maximum, and where, cannot be predicted.
+  // There are no branches here, because it cannot be predicted which rows have a new maximum, and where.
   int changed[R], count = 0;
   for (int r = 0; r < rows.n; ++r) {
     changed[count] = r;
@@ -118,14 +119,14 @@ static inline void update_maxima(const float* x, int n, const float* top, float 
   }
 }
 
-// Sums of a part of a tile, to be added to RowSums.
+// The sums of a part of a tile, to be added to RowSums.
 template <int NV>
 struct PartSums {
-  float weight[NV * W];  // of the last call of `weigh_keys`
+  float weight[NV * W];  // from the last call of `weigh_keys`
   float log[NV * W] = {0}, distance[NV * W] = {0}, mass[NV * W] = {0};
 };
 
-// Replaces the scores of the keys from <= j < to by their weights, and sums them up.
+// Replaces the scores of the keys from <= j < to by their weights, and adds these up.
 template <class N, int NV, bool Across, bool AsPairs>
 static inline void weigh_keys(float* x, int from, int to, float c, const float* HW_RESTRICT row_max,
                               const TileDistances& to_keys, PartSums<NV>& part) {
@@ -135,7 +136,7 @@ static inline void weigh_keys(float* x, int from, int to, float c, const float* 
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {
     const F now = load(row_max + v * W);
-    peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
+    peak[v] = select(not_less(none, now), zero(), now);  // there was no key so far: x is -inf and its weight 0
     sum[v] = zero();
     log[v] = load(part.log + v * W);
     distance[v] = load(part.distance + v * W);
@@ -178,7 +179,7 @@ static inline void weigh_keys(float* x, int from, int to, float c, const float* 
   }
 }
 
-// The bin of a tile's key, and the key of the tile where it ends.
+// The bin of a key of a tile, and the key of the tile where the bin ends.
 struct Bins {
   int64_t n, S, j0;
   int keys;
@@ -208,7 +209,8 @@ static inline void add_to_bin(const Bins& at, float c, const float* HW_RESTRICT 
   }
 }
 
-// Weights of two neighbouring keys, or of one, from floats to a pair; `to` may be the address of the first.
+// Converts the weights of two neighbouring keys, or of one, from floats to a pair. `to` may be the address of the
+// first.
 template <class N, int NV>
 static inline void pack_pair([[maybe_unused]] const float* first, [[maybe_unused]] bool two,
                              [[maybe_unused]] float* to) {
@@ -239,7 +241,7 @@ static inline void sum_weights(float* x, int n, float c, bool as_pairs, const fl
         j = even;
         if (j < at.end) add_to_bin<NV>(at, c, row_max, part, t);
       }
-      if (j < at.end) {  // a pair across the border of two bins, or a last key without a partner: floats first
+      if (j < at.end) {  // for a pair across the border of two bins, and for a last key without a partner: floats first
         float* first = x + j * R;
         weigh_keys<N, NV, Across, false>(x, j, j + 1, c, row_max, to_keys, part);
         const bool two = j + 1 < n;

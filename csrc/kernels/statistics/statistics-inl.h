@@ -1,5 +1,5 @@
-// Statistics of the weights in the pass that computes the output. An item has all keys of its rows, so that nothing is
-// merged.
+// Computes statistics of the weights in the pass that computes the output. An item has all keys of its rows, so that
+// nothing has to be merged.
 #pragma once
 
 #include "kernels/statistics/totals-inl.h"
@@ -15,7 +15,7 @@ struct StatisticsScratch {
   RowSums* sums;
   float* slots;  // [sum of weights of each slot, then whether it has any][row]
 
-  StatisticsScratch(Arena& arena, const Problem& p, const Statistics& s, int blocks) : block(arena, p, blocks) {
+  StatisticsScratch(Arena& arena, const Call& p, const Statistics& s, int blocks) : block(arena, p, blocks) {
     sums = arena.take<RowSums>(kMaxBlocks);
     slots = arena.take<float>(2 * s.n_slots * kRows);
     const bool counts_only = arena.base == nullptr;
@@ -41,7 +41,7 @@ HW_INLINE int64_t pick_of(const Statistics& s, int64_t b, int64_t t, int64_t col
   return s.picks[b * s.picks_stride[0] + t * s.picks_stride[1] + column * s.picks_stride[2]];
 }
 
-static inline void clear_sums(const Problem& p, const Statistics& s, int64_t b, const QueryRows& rows, RowSums& t) {
+static inline void clear_sums(const Call& p, const Statistics& s, int64_t b, const QueryRows& rows, RowSums& t) {
   for (int r = 0; r < kRows; ++r) {
     t.log[r] = t.distance[r] = 0.0f;
     t.largest_key[r] = -1;
@@ -70,8 +70,8 @@ static inline void clear_sums(const Problem& p, const Statistics& s, int64_t b, 
   }
 }
 
-// Counts the keys of a tile that each row may attend, where the bounds alone do not determine them.
-static inline void count_keys(const Problem& p, const QueryRows& rows, const KeySpan& span, const float* x, int R,
+// Counts the keys of a tile that each row may attend, if they do not follow from the bounds alone.
+static inline void count_keys(const Call& p, const QueryRows& rows, const KeySpan& span, const float* x, int R,
                               RowSums& t) {
   bool biased = false;
   for (int i = 0; i < p.n_dense; ++i) biased |= p.dense[i].dtype != Dtype::boolean;
@@ -96,9 +96,10 @@ static inline void store_picks(const Statistics& s, int64_t b, const QueryRows& 
   }
 }
 
-// Loads the keys of a tile again with only the bad keys as zeros: a NaN or Inf in a value does not change the weights.
+// Loads the keys of a tile again, with zeros only for keys that have a NaN or Inf themselves: one in a value does not
+// change the weights.
 template <class N>
-static inline void reload_keys(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile,
+static inline void reload_keys(const Call& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile,
                                BadKeys& bad_key) {
   bad_key.any = false;
   for (int j = 0; j < tile.n; ++j) {
@@ -108,9 +109,9 @@ static inline void reload_keys(const Problem& p, int64_t b, int64_t kv_head, Pre
   tile.key = tile_rows<N>(p.key, b, kv_head, tile, p.D, bad_key, true, s.key_copy);
 }
 
-// One block of rows against one tile. `bad_key` is filled where the tile has a NaN or Inf.
+// Computes one block of rows against one tile. `bad_key` is filled if the tile has a NaN or Inf.
 template <class N, int NV, class Search>
-static inline void statistics_tile(const Problem& p, const Statistics& s, int64_t b, const KeyTile& tile,
+static inline void statistics_tile(const Call& p, const Statistics& s, int64_t b, const KeyTile& tile,
                                    const BadKeys& bad_key, const KeySpan& span, int block,
                                    StatisticsScratch<N>& scratch, NextTile& next, const Search& search) {
   constexpr int R = NV * W;
@@ -119,10 +120,10 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   RowSums& t = scratch.sums[block];
   const int n = span.n;
   float* x = own.scores;
-  Noted noted(next.key);
+  ScoreMaxima maxima(next.key);
   VectorEnds of_vectors;
   const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors);
-  const float* top = searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, ends, search);
+  const float* top = searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, maxima, ends, search);
   for (int j = 0; tile.bad.any && j < n; ++j) {
     for (int r = 0; r < rows.n; ++r) t.key_bad[r] |= bad_key.is[span.j0 - tile.j0 + j] && x[j * R + r] != -kInf;
   }
@@ -147,11 +148,11 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
     add_values<Float32, NV>(x, n, features, s.features_stride[1], s.F, own.rescale, t.features);
     pack_weights<N, NV>(x, n);
   }
-  next.key = noted.next;
+  next.key = maxima.next;
   if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block], &next.value, ends);
 }
 
-// Rescales the bins to the last maximum, and turns the scores of picks into weights relative to it.
+// Rescales the bins to the final maximum, and turns the scores of picks into weights relative to it.
 template <int NV>
 static inline void finish_sums(const Statistics& s, float c, const float* row_max, RowSums& t) {
   const F scale = set1(c), none = set1(-kInf), min_log = set1(kMinLog2);
@@ -165,13 +166,13 @@ static inline void finish_sums(const Statistics& s, float c, const float* row_ma
     for (int64_t i = 0; i < s.n_picks; ++i) {
       float* score = t.picked + i * kRows + v * W;
       const F weight = exp2<6>(max(min_log, mul(sub(load(score), peak), scale)));
-      store(score, select(equal(load(score), none), set1(kNoWeight), weight));  // a NaN shows
+      store(score, select(equal(load(score), none), set1(kNoWeight), weight));  // keeps a NaN
     }
   }
 }
 
 // Writes the planes of `numbers` and the lse of one row, at index `at` of (B, H, T).
-static inline void write_numbers(const Problem& p, const Statistics& s, int64_t h, int64_t at, RowState row, float log,
+static inline void write_numbers(const Call& p, const Statistics& s, int64_t h, int64_t at, RowState row, float log,
                                  float distance) {
   const int64_t plane = p.B * p.H * p.T;
   float* to = s.numbers + at;
@@ -188,7 +189,7 @@ static inline void write_numbers(const Problem& p, const Statistics& s, int64_t 
     return;
   }
   float rescale = 1.0f, peak = row.row_max, sink_weight = 0.0f, sink_log = 0.0f;
-  if (p.sinks != nullptr) {  // one more key, which no statistic counts
+  if (p.sinks != nullptr) {  // the sink is one more key, which no statistic counts
     const float sink = p.sinks[h];
     peak = sink > row.row_max ? sink : row.row_max;
     rescale = expf(row.row_max - peak);
@@ -207,16 +208,15 @@ static inline void write_numbers(const Problem& p, const Statistics& s, int64_t 
   s.lse[at] = peak + log_whole;
 }
 
-// How many keys the bounds allow row r.
+// The number of keys that the bounds allow row r to attend.
 static inline int64_t keys_of(const QueryRows& rows, int r) {
   const int64_t prefix = min(min(rows.first_max, rows.hi[r]), rows.lo[r]) - rows.first_min;
   return max(0, int64_t{rows.hi[r]} - rows.lo[r]) + max(0, prefix);
 }
 
 template <class N, int NV>
-static inline void finish_statistics(const Problem& p, const Plan& plan, const Statistics& s, const Item& item,
-                                     int block, const Reach& reach, const Totals& totals,
-                                     StatisticsScratch<N>& scratch) {
+static inline void finish_statistics(const Call& p, const Plan& plan, const Statistics& s, const Item& item, int block,
+                                     const Reach& reach, const Totals& totals, StatisticsScratch<N>& scratch) {
   const QueryRows& rows = scratch.block.rows[block];
   RowSums& t = scratch.sums[block];
   const float* row_max = scratch.block.row_max + block * kRows;
@@ -234,7 +234,7 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
     s.places[at] = empty ? -1 : max(t.largest_key[r], 0);
     s.places[plane + at] = empty ? 0 : max(keys, 1);
     factors.largest[r] = largest;
-    factors.share[r] = empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / row_sum;
+    factors.per_mass[r] = empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / row_sum;
     factors.on_keys[r] = !empty && mass > 0.0f;
   }
   add_to_totals<NV>(p, s, rows, factors, t, scratch.slots, totals);
@@ -242,9 +242,9 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
   finish_block<N, NV>(p, plan, item.b, item.kv_head, item.first + block * kRows, 0, block, reach, scratch.block);
 }
 
-// An item. Unless `careful`, false and no result where a value may be bad.
+// Computes an item. Unless `careful`, it stops and returns false, without a result, when a value may be bad.
 template <class N>
-static bool run_statistics_of(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* memory,
+static bool run_statistics_of(const Call& p, const Plan& plan, const Statistics& s, int64_t group, char* memory,
                               bool careful) {
   Arena arena{memory};
   const Item item(p, plan, group);
@@ -278,7 +278,7 @@ static bool run_statistics_of(const Problem& p, const Plan& plan, const Statisti
       });
   bool finite = true;
   for (int i = 0; i < item.blocks && !careful; ++i) {
-    HW_BY_VECTORS(own.rows[i].n, look_at_sums, own.sums[i], p.V, finite);
+    HW_BY_VECTORS(own.rows[i].n, check_sums, own.sums[i], p.V, finite);
   }
   if (!finite) return false;
   for (int i = 0; i < item.blocks; ++i) {
@@ -287,7 +287,7 @@ static bool run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   return true;
 }
 
-static void run_statistics(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* scratch) {
+static void run_statistics(const Call& p, const Plan& plan, const Statistics& s, int64_t group, char* scratch) {
   const FlushDenormals flush;
   with_format(p, [&](auto format) {
     using N = decltype(format);

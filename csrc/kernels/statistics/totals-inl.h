@@ -1,4 +1,4 @@
-// What the rows of an item add up to: weights on picks and features, and the pooled map, in float64.
+// The totals of the rows of an item: weights on picks and features, and the pooled map, in float64.
 #pragma once
 
 #include "kernels/statistics/row_sums-inl.h"
@@ -6,20 +6,20 @@
 namespace headwise {
 namespace HW_ISA {
 
-// By what the sums of a block's rows are multiplied.
+// The factors by which the sums of a block's rows are multiplied.
 struct RowFactors {
-  float largest[kRows];  // the largest weight, which the weights of a row are relative to
-  float share[kRows];    // one over the weight on keys, relative to that
-  bool on_keys[kRows];   // the row has weight on keys
+  float largest[kRows];   // the largest weight, to which the weights of a row are relative
+  float per_mass[kRows];  // the inverse of the weight on keys, relative to the largest weight
+  bool on_keys[kRows];    // true if the row has weight on keys
 };
 
-// Where the rows of an item are added.
+// The places to which the rows of an item are added.
 struct Totals {
-  int64_t G, first_head, first, last;  // rows of the map: the item's first and last may be other items' too
-  double* part;                        // of the first head of the group
+  int64_t G, first_head, first, last;  // rows of the map; other items may add to the first and the last of them too
+  double* part;                        // the sums of the first head of the group
   double* map;
 
-  Totals(const Problem& p, const Plan& plan, const Statistics& s, int64_t group) : G(p.H / p.K) {
+  Totals(const Call& p, const Plan& plan, const Statistics& s, int64_t group) : G(p.H / p.K) {
     const Item item(p, plan, group);
     first_head = item.kv_head * G;
     first = item.first / G * s.query_bins / p.T;
@@ -45,16 +45,16 @@ struct Totals {
   }
 };
 
-// Adds n columns [column][row] to the sums of each row, `to`, times a factor of the row (1 without).
+// Adds n columns [column][row] to the sums `to` of each row, times a factor of the row (1 if there is none).
 static inline void add_columns(const float* columns, int64_t pitch, int64_t n, const float* factor, int rows,
                                double* const* to) {
   constexpr int64_t kStep = 8 * W;
-  float turned[W * kStep];
+  float by_row[W * kStep];
   for (int64_t c = 0; c < n; c += kStep) {
     const int64_t width = min(kStep, n - c);
     for (int r = 0; r < rows; ++r) {
-      if (r % W == 0) transpose_back(columns + c * pitch + r, pitch, width, turned, kStep);
-      const float* x = turned + r % W * kStep;
+      if (r % W == 0) transpose_back(columns + c * pitch + r, pitch, width, by_row, kStep);
+      const float* x = by_row + r % W * kStep;
       const float times = factor == nullptr ? 1.0f : factor[r];
       double* HW_RESTRICT sum = to[r] + c;
       for (int64_t i = 0; i < width; ++i) sum[i] += static_cast<double>(x[i] * times);
@@ -62,7 +62,7 @@ static inline void add_columns(const float* columns, int64_t pitch, int64_t n, c
   }
 }
 
-// The weights of the picks, slot by slot, and whether the row may attend one of the slot's picks.
+// Sums the weights of the picks of each slot, and finds whether the row may attend any pick of the slot.
 template <int NV>
 static inline void sum_slots(const Statistics& s, const RowFactors& factors, const RowSums& t, float* slots) {
   memset(slots, 0, static_cast<size_t>(2 * s.n_slots * kRows) * sizeof(float));
@@ -80,7 +80,7 @@ static inline void sum_slots(const Statistics& s, const RowFactors& factors, con
 }
 
 template <int NV>
-static inline void add_to_totals(const Problem& p, const Statistics& s, const QueryRows& rows, RowFactors& factors,
+static inline void add_to_totals(const Call& p, const Statistics& s, const QueryRows& rows, RowFactors& factors,
                                  const RowSums& t, float* slots, const Totals& totals) {
   for (int r = rows.n; r < NV * W; ++r) factors.largest[r] = 0.0f;
   double *sums[kRows], *features[kRows], *map[kRows];
@@ -95,7 +95,7 @@ static inline void add_to_totals(const Problem& p, const Statistics& s, const Qu
   sum_slots<NV>(s, factors, t, slots);
   add_columns(slots, kRows, 2 * s.n_slots, nullptr, rows.n, sums);
   add_columns(t.features, NV * W, s.F, factors.largest, rows.n, features);
-  add_columns(t.bin, kRows, s.bins, factors.share, rows.n, map);
+  add_columns(t.bin, kRows, s.bins, factors.per_mass, rows.n, map);
 }
 
 }  // namespace HW_ISA

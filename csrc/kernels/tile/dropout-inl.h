@@ -1,4 +1,5 @@
-// Dropout of the weights of a tile: zeroed or scaled up, as the counter-based generator decides for their places.
+// Dropout of the weights of a tile: each is zeroed or scaled up, as the counter-based generator decides for its
+// position.
 #pragma once
 
 #include "kernels/mask/query_rows-inl.h"
@@ -7,17 +8,17 @@
 namespace headwise {
 namespace HW_ISA {
 
-// What a kept weight is multiplied by.
-HW_INLINE float kept_factor(const Problem& p) { return p.dropout < 1.0f ? 1.0f / (1.0f - p.dropout) : 0.0f; }
+// The factor of a weight that is kept.
+HW_INLINE float kept_factor(const Call& p) { return p.dropout < 1.0f ? 1.0f / (1.0f - p.dropout) : 0.0f; }
 
 // Row r's plane, b * H + h.
-HW_INLINE int64_t dropout_plane(const Problem& p, int64_t b, const QueryRows& rows, int r) {
+HW_INLINE int64_t dropout_plane(const Call& p, int64_t b, const QueryRows& rows, int r) {
   return b * (p.seed.heads == 0 ? p.H : p.seed.heads) + p.seed.head + rows.h[r];
 }
 
 // x[row][key]: a row at a time.
 template <int RowStep>
-static inline void drop_rows(const Problem& p, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
+static inline void drop_rows(const Call& p, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   const uint32_t threshold = dropout_threshold(p.dropout);
   const float up = kept_factor(p);
   for (int r = 0; r < rows.n; ++r) {
@@ -49,9 +50,9 @@ HW_INLINE void philox_lanes(uint64_t seed, U* word) {
   }
 }
 
-// x[key][row]: W rows at once, four keys at a time. The copies of the last row behind it get some factor.
+// x[key][row]: W rows at once, four keys at a time. The copies of the last row behind it get arbitrary factors.
 template <int KeyStep>
-static inline void drop_columns(const Problem& p, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
+static inline void drop_columns(const Call& p, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   const U threshold = set_words(dropout_threshold(p.dropout));
   const F up = set1(kept_factor(p));
   for (int first = 0; first < rows.n; first += W) {
@@ -75,7 +76,7 @@ static inline void drop_columns(const Problem& p, int64_t b, const QueryRows& ro
 }
 
 template <int RowStep, int KeyStep>
-static void drop_tile(const Problem& p, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
+static void drop_tile(const Call& p, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   if constexpr (RowStep == 1) {
     drop_columns<KeyStep>(p, b, rows, j0, n, x);
   } else {

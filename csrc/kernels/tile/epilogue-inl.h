@@ -13,30 +13,31 @@ namespace HW_ISA {
 struct RowState {
   float raw_max;  // the greatest score, without the scale that the softmax applies
   float row_max;  // the greatest score
-  float row_sum;  // of the weights
+  float row_sum;  // the sum of the weights
   bool bad;       // the row has a NaN or Inf in its query, or may attend one
-  bool overflow;  // all scores that the row may attend are -inf
+  bool overflow;  // all scores of keys that the row may attend are -inf
 };
 
-static inline RowState row_state(const Problem& p, int64_t b, const QueryRows& rows, int r, float raw_max,
-                                 float row_sum, int64_t from, int64_t to) {
+static inline RowState row_state(const Call& p, int64_t b, const QueryRows& rows, int r, float raw_max, float row_sum,
+                                 int64_t from, int64_t to) {
   const float row_max = raw_max * softmax_scale(p);
   const bool overflow = row_max == -kInf && attends_any(p, b, rows, r, from, to);
   const bool bad = rows.key_bad[r] || (rows.query_bad[r] && (overflow || row_max != -kInf));
   return {raw_max, row_max, row_sum, bad, overflow};
 }
 
-// The factor of a row's sums, which is the weight of its greatest score, and its lse. An empty row has 0 and -inf.
+// The factor of a row's sums, which is the weight of its greatest score, and its lse. An empty row has the factor 0 and
+// the lse -inf.
 struct RowResult {
   float factor;
   float lse;
 };
 
-static inline RowResult row_result(const Problem& p, int64_t h, RowState row) {
+static inline RowResult row_result(const Call& p, int64_t h, RowState row) {
   if (row.bad || row.overflow || row.row_sum != row.row_sum) return {NAN, NAN};
   if (row.row_max == -kInf) return {0.0f, -kInf};
   float rescale = 1.0f;
-  if (p.sinks != nullptr) {  // one more key, without a value
+  if (p.sinks != nullptr) {  // the sink is one more key, without a value
     const float sink = p.sinks[h], peak = sink > row.row_max ? sink : row.row_max;
     rescale = expf(row.row_max - peak);
     row.row_sum = row.row_sum * rescale + expf(sink - peak);
@@ -47,7 +48,7 @@ static inline RowResult row_result(const Problem& p, int64_t h, RowState row) {
 }
 
 // Gates and writes the V floats of a row.
-static inline void write_row(const Problem& p, int64_t b, int64_t h, int64_t t, float* x) {
+static inline void write_row(const Call& p, int64_t b, int64_t h, int64_t t, float* x) {
   if (p.gate.data != nullptr) {
     const char* gate = at(p.gate, b, h, t);
     if (p.gate.stride[3] == 0) {
@@ -60,15 +61,14 @@ static inline void write_row(const Problem& p, int64_t b, int64_t h, int64_t t, 
   write_floats(const_cast<char*>(at(p.out, b, h, t)), p.out.dtype, x, p.V);
 }
 
-HW_INLINE float* partial_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
-                             int64_t split) {
+HW_INLINE float* partial_row(const Call& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row, int64_t split) {
   return plan.partial + ((b * p.K + kv_head) * plan.splits + split) * plan.split_floats(p) +
          row * plan.partial_floats(p);
 }
 
-// The partial result of rows that attend no key of a split: its V sums are not read.
-static inline void skip_split(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
-                              int64_t last, int64_t split) {
+// Stores the partial result of rows that attend no key of a split. Its V sums are never read.
+static inline void skip_split(const Call& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, int64_t last,
+                              int64_t split) {
   for (int64_t row = first; row < last; ++row) {
     float* to = partial_row(p, plan, b, kv_head, row, split);
     to[0] = -kInf;
@@ -77,8 +77,8 @@ static inline void skip_split(const Problem& p, const Plan& plan, int64_t b, int
   }
 }
 
-// The factor of a row's sums. What else the call wants to know of the row is written.
-static inline float note_result(const Problem& p, int64_t b, int64_t h, int64_t t, RowState state) {
+// Returns the factor of a row's sums, and writes lse and ends of the row if the call has them.
+static inline float write_softmax_state(const Call& p, int64_t b, int64_t h, int64_t t, RowState state) {
   const int64_t at = (b * p.H + h) * p.T + t;
   const RowResult result = row_result(p, h, state);
   if (p.lse != nullptr) p.lse[at] = result.lse;
@@ -90,16 +90,16 @@ static inline float note_result(const Problem& p, int64_t b, int64_t h, int64_t 
 }
 
 // Divides, gates, rounds and writes a row; x has its V sums.
-static inline void write_result(const Problem& p, int64_t b, int64_t h, int64_t t, RowState state, float* x) {
-  const float factor = note_result(p, b, h, t, state);
+static inline void write_result(const Call& p, int64_t b, int64_t h, int64_t t, RowState state, float* x) {
+  const float factor = write_softmax_state(p, b, h, t, state);
   for (int64_t d = 0; d < p.V; ++d) x[d] = factor == 0.0f ? 0.0f : x[d] * factor;
   write_row(p, b, h, t, x);
 }
 
-// Writes row `row` of its key-value head, query t of head h, or where the keys are split stores its partial result. A
-// split whose scores all overflowed stores the sum 1.
-static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
-                              int64_t split, int64_t h, int64_t t, RowState state, float* x) {
+// Writes row `row` of its key-value head, which is query t of head h. If the keys are split it stores the row's partial
+// result instead; a split whose scores all overflowed stores the sum 1.
+static inline void finish_row(const Call& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row, int64_t split,
+                              int64_t h, int64_t t, RowState state, float* x) {
   if (plan.splits == 1) {
     write_result(p, b, h, t, state, x);
     return;
@@ -111,7 +111,7 @@ static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int
   memcpy(to + 3, x, static_cast<size_t>(p.V) * sizeof(float));
 }
 
-static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, int64_t last) {
+static void merge_rows(const Call& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, int64_t last) {
   const int64_t G = p.H / p.K;
   for (int64_t row = first; row < last; ++row) {
     RowState state = {-kInf, -kInf, 0.0f, false, false};

@@ -1,5 +1,5 @@
-// int8 keys and values: an element is data * scale, with one scale for each token and head. The scale of a key
-// multiplies its score, that of a value its weight, so that an element costs one byte of memory traffic.
+// Int8 keys and values. An element is data * scale, with one scale for each token and head. The scale of a key
+// multiplies its scores and that of a value its weights, so that an element costs one byte of memory traffic.
 #pragma once
 
 #include "simd/numeric-inl.h"
@@ -13,16 +13,16 @@ HW_INLINE float scale_at(const Tensor4& scale, int64_t b, int64_t kv_head, int64
 
 HW_INLINE bool is_number(float x) { return x - x == 0.0f; }
 
-// No int8 times a scale of at most this size overflows. A NaN is beyond it, too.
+// True if no int8 times this scale overflows. A NaN is not safe.
 constexpr float kTameScale = 0x1.fffffep+127f / 128.0f;
 
-HW_INLINE bool is_tame(float scale) { return -kTameScale <= scale && scale <= kTameScale; }
+HW_INLINE bool is_safe_scale(float scale) { return -kTameScale <= scale && scale <= kTameScale; }
 
 // Whether all elements of the token j are finite: data times scale, `width` of them.
 static inline bool token_is_finite(const Tensor4& data, const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j,
                                    int64_t width) {
   const float factor = scale_at(scale, b, kv_head, j);
-  if (is_tame(factor)) return true;
+  if (is_safe_scale(factor)) return true;
   const auto* row = reinterpret_cast<const int8_t*>(at(data, b, kv_head, j));
   int peak = 0;
   for (int64_t i = 0; i < width; ++i) {
@@ -33,15 +33,15 @@ static inline bool token_is_finite(const Tensor4& data, const Tensor4& scale, in
 }
 
 // Whether the scales of n keys, as `load_key_scales` wrote them, leave every element finite.
-static inline bool scales_are_tame(const float* scales, int n) {
-  F peak = zero(), sum = zero();  // a NaN shows in the sum, which a maximum may hide
+static inline bool scales_are_safe(const float* scales, int n) {
+  F peak = zero(), sum = zero();  // a NaN shows in the sum, but not always in a maximum
   for (int j = 0; j < n; j += W) {
     const F x = abs(load(scales + j));
     peak = max(peak, x);
     sum = add(sum, x);
   }
   const float total = reduce_add(sum);
-  return is_tame(reduce_max(peak)) && total == total;
+  return is_safe_scale(reduce_max(peak)) && total == total;
 }
 
 // Multiplies the rows of n keys by their scales. A scale that is NaN or Inf counts as 0. Rows are padded to vectors.

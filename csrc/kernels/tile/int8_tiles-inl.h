@@ -1,5 +1,6 @@
-// Many rows of bfloat16 queries over int8 keys and values: bytes become bfloat16, which holds them exactly, tile by
-// tile. The scale of a key multiplies its column of scores, that of a value its weights before they are rounded.
+// Int8 keys and values for many rows of bfloat16 queries: tile by tile, int8 elements are converted to bfloat16, which
+// holds them exactly. The scale of a key multiplies its scores, and that of a value multiplies its weights before these
+// are rounded.
 #pragma once
 
 #include "kernels/tile/int8-inl.h"
@@ -12,11 +13,11 @@ namespace HW_ISA {
 struct Int8AsBfloat16 : Bfloat16 {};
 
 template <class N>
-constexpr bool kScaled = false;  // keys and values have scales, which tiles do not contain
+constexpr bool kScaled = false;  // keys and values have scales, which the converted tiles do not include
 template <>
 constexpr bool kScaled<Int8AsBfloat16> = true;
 
-// A row of n bytes, readable to `padded`: in place, or from `spare`, with zeros behind it.
+// Returns a row of n bytes that can be read up to `padded`: in place, or copied to `spare` with zeros behind it.
 HW_INLINE const int8_t* padded_bytes(const char* row, int64_t stride, int64_t n, int64_t padded, char* spare) {
   if (stride == 1 && n == padded) return reinterpret_cast<const int8_t*>(row);
   copy_bytes(reinterpret_cast<int8_t*>(spare), row, stride, n, padded);
@@ -77,7 +78,7 @@ static inline void scale_columns(float* HW_RESTRICT x, const float* HW_RESTRICT 
   }
 }
 
-// Weights of n keys times the scales of their values, in pairs of keys, in place.
+// Multiplies the weights of n keys by the scales of their values, and packs them in pairs of keys, in place.
 template <int NV>
 static inline void pack_scaled_weights(float* x, const float* HW_RESTRICT scales, int n) {
   constexpr int R = NV * W;

@@ -1,4 +1,4 @@
-// Scratch memory of a thread, and the keys and values of a tile in the layout that the micro-kernels read.
+// The scratch memory of a thread, and the keys and values of a tile in the layout that the micro-kernels read.
 #pragma once
 
 #include "kernels/tile/int8_tiles-inl.h"
@@ -6,7 +6,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Cuts a thread's scratch into aligned arrays. With a null base it only counts bytes.
+// Cuts a thread's scratch memory into aligned arrays. With a null base it only counts bytes.
 struct Arena {
   char* base;
   int64_t used = 0;
@@ -19,27 +19,27 @@ struct Arena {
   }
 };
 
-// Rows of keys or values as a kernel reads them: the caller's memory or a copy.
+// Rows of keys or values as a kernel reads them, in the caller's memory or in a copy.
 struct KeyRows {
   const char* data = nullptr;
   int64_t stride = 0;  // from key to key, in elements of the number format
 };
 
-// The call for one tile of keys. Where keys are in pages, the pointers of keys and values are moved so that key j of
-// the tile is at index j, as without pages.
+// The call for one tile of keys. If keys are in pages, the pointers of keys and values are moved so that key j of the
+// tile is at index j, as it is without pages.
 class PageTable {
  public:
-  explicit PageTable(const Problem& p) : call_(p) {
-    if (p.table != nullptr) memcpy(moved_, &p, sizeof(Problem));
+  explicit PageTable(const Call& p) : call_(p) {
+    if (p.table != nullptr) memcpy(moved_, &p, sizeof(Call));
   }
-  const Problem& tile(int64_t b, int64_t j) {
+  const Call& tile(int64_t b, int64_t j) {
     if (call_.table == nullptr) return call_;
     const int64_t page = call_.table[b * call_.table_stride + j / call_.page];
     const auto move = [&](Tensor4& to, const Tensor4& from) {
       const int64_t elements = (page - b) * from.stride[0] - j / call_.page * call_.page * from.stride[2];
       to.data = static_cast<char*>(from.data) + elements * size_of(from.dtype);
     };
-    Problem& moved = *reinterpret_cast<Problem*>(moved_);
+    Call& moved = *reinterpret_cast<Call*>(moved_);
     move(moved.key, call_.key);
     move(moved.value, call_.value);
     if (call_.bytes()) {
@@ -50,19 +50,19 @@ class PageTable {
   }
 
  private:
-  const Problem& call_;
-  alignas(Problem) char moved_[sizeof(Problem)];  // a copy of the call, filled only where there are pages
+  const Call& call_;
+  alignas(Call) char moved_[sizeof(Call)];  // a copy of the call, filled only if there are pages
 };
 
-// The keys of a tile that hold a NaN or Inf, in themselves or in their value. Kernels read them as zeros from a copy:
+// The keys of a tile that have a NaN or Inf, in themselves or in their value. Kernels read them as zeros from a copy:
 // rows that may attend one become NaN, and no other row changes.
 struct BadKeys {
   bool any = false;
   bool is[kTile];
 
   // For the keys j0 <= j < j0 + n.
-  void find(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
-    if (p.bytes()) {  // an int8 is finite; its product with a scale need not be
+  void find(const Call& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
+    if (p.bytes()) {  // an int8 is finite, but its product with a scale need not be
       any = false;
       for (int j = 0; j < n; ++j) {
         is[j] = !token_is_finite(p.key, p.key_scale, b, kv_head, j0 + j, p.D) ||
@@ -80,12 +80,12 @@ struct BadKeys {
     }
   }
 
-  // Flags of the keys behind the first `skip`; null where none is bad.
+  // The flags of the keys behind the first `skip`; null if no key is bad.
   const bool* from(int64_t skip) const { return any ? is + skip : nullptr; }
 };
 
-// Elements from row to row of a copy. Rows a power of two apart share a few lines of the L1 cache, and a micro-kernel
-// that walks down a column of V would evict what it needs next.
+// The distance between rows of a copy, in elements. Rows that are a power of two apart share a few lines of the L1
+// cache, so that a micro-kernel that walks down a column of V would evict the lines it needs next.
 HW_INLINE int64_t pitch_of(int64_t width) {
   const int64_t padded = round_up(width, W);
   return padded % 64 == 0 ? padded + 16 : padded;
@@ -93,7 +93,7 @@ HW_INLINE int64_t pitch_of(int64_t width) {
 
 HW_INLINE bool collides(const Tensor4& x) { return x.stride[2] * size_of(x.dtype) % 1024 == 0; }
 
-// Rows of x as floats: in place where `in_place` allows it, x is float32 and no key is bad; else a copy.
+// Returns rows of x as floats: in place if `in_place` allows it, x is float32 and no key is bad; otherwise in a copy.
 static inline KeyRows float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                  const BadKeys& bad, bool in_place, float* copy) {
   if (in_place && x.dtype == Dtype::f32 && x.stride[3] == 1 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
@@ -106,7 +106,7 @@ static inline KeyRows float_rows(const Tensor4& x, int64_t b, int64_t kv_head, i
   return {reinterpret_cast<const char*>(copy), pitch};
 }
 
-// Rows of x as bfloat16 of even width: in place where they are contiguous, else a copy.
+// Returns rows of x as bfloat16 of even width: in place if they are contiguous, otherwise in a copy.
 static inline KeyRows half_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                 const BadKeys& bad, uint16_t* copy) {
   if (x.stride[3] == 1 && width % 2 == 0 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
@@ -145,8 +145,8 @@ struct KeyTile {
   int n;
   KeyRows key, value;
   BadKeys bad;
-  bool searched;                                             // for bad keys; else there seem to be none
-  const float *key_scale = nullptr, *value_scale = nullptr;  // where `kScaled`
+  bool searched;                                             // true if bad keys were searched; otherwise none has shown
+  const float *key_scale = nullptr, *value_scale = nullptr;  // only if `kScaled`
 };
 
 // Columns of x by keys, [column][key]. `spare` has room for W rows of floats.
@@ -199,8 +199,8 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors as they lie, others from a copy.
-// Bad rows become zeros.
+// Computes X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors from their place, others
+// from a copy. Bad rows become zeros.
 template <class N, int NV>
 static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {
@@ -240,7 +240,7 @@ static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
   }
 }
 
-// Whether a packed block of rows is free of NaN and Inf: all rows at once, without a sum for each.
+// True if a packed block of rows has no NaN or Inf. Looks at all rows at once, without a sum for each.
 template <class N, int NV>
 static inline bool packed_is_finite(const typename N::Query* packed, int64_t width) {
   constexpr bool kWide = N::kPair == 1;
@@ -249,9 +249,9 @@ static inline bool packed_is_finite(const typename N::Query* packed, int64_t wid
   return is_finite(peak_of_row(no_peak(), elements, N::depth(width) * NV * W * N::kPair, mask), mask, kWide);
 }
 
-// Packs queries. Only where there is a NaN or Inf, it is looked for row by row.
+// Packs queries. Rows are searched one by one only if the block has a NaN or Inf.
 template <class N, int NV>
-static inline void pack_query(const Problem& p, int64_t b, QueryRows& rows, typename N::Query* out, char* spare) {
+static inline void pack_query(const Call& p, int64_t b, QueryRows& rows, typename N::Query* out, char* spare) {
   pack_transposed<N, NV>(p.query, b, rows, p.D, out, spare);
   if (packed_is_finite<N, NV>(out, p.D)) return;
   mark_bad(p.query, b, rows, p.D);

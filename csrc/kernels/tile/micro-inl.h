@@ -15,9 +15,9 @@ struct Float32 {
   using Weight = float;
   using Value = float;
   static constexpr int kPair = 1;        // elements in a step of the depth
-  static constexpr int kStep = 1;        // keys are weighed in groups of so many, from multiples of it
-  static constexpr bool kTiles = false;  // products are those of micro_amx-inl.h
-  static constexpr int kDegree = 6;      // of the polynomial for 2^x
+  static constexpr int kStep = 1;        // weights of keys are multiplied in groups of this many, from multiples of it
+  static constexpr bool kTiles = false;  // products are computed by micro_amx-inl.h
+  static constexpr int kDegree = 6;      // degree of the polynomial for 2^x
 
   HW_INLINE int64_t depth(int64_t D) { return D; }
   HW_INLINE F times(F acc, const float* lanes, F b) { return fma(load(lanes), b, acc); }
@@ -43,7 +43,7 @@ struct Bfloat16 {
 
 // Calls run(format) with the number format in which a call is computed.
 template <class Run>
-static inline void with_format(const Problem& p, const Run& run) {
+static inline void with_format(const Call& p, const Run& run) {
   if constexpr (kHasBf16) {
     if (p.dtype() == Dtype::bf16 && !p.bytes()) {
       [[maybe_unused]] const TileUnit tiles;
@@ -55,12 +55,12 @@ static inline void with_format(const Problem& p, const Run& run) {
 
 // A number that a function takes as a type.
 template <int N>
-struct Number {
+struct Constant {
   static constexpr int value = N;
 };
 
-// Steps of the depth in a turn of a loop. Intel's CPUs do not foresee the end of so long a loop with 1; with the narrow
-// vectors of AVX2 more are slower.
+// The steps of the depth in an iteration of a loop. With 1, Intel's CPUs mispredict the end of so long a loop; with the
+// narrow vectors of AVX2, more than 1 are slower.
 constexpr int kDepthUnroll = W >= 16 ? 8 : 1;
 
 // acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
@@ -88,13 +88,13 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
   for (int64_t d = whole; d < depth; ++d) step(d);
 }
 
-// Rows that are read next: a few lines are prefetched beside each few products. Many at once would wait for one
+// Prefetches rows that are read next, a few lines with each few products. Many prefetches at once would wait for one
 // another.
-class RowsAhead {
+class RowPrefetcher {
  public:
-  RowsAhead() = default;
-  // The rows from <= j < to of x, in so many steps.
-  RowsAhead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t from, int64_t to, int64_t width, int64_t steps) {
+  RowPrefetcher() = default;
+  // The rows from <= j < to of x, prefetched in `steps` steps.
+  RowPrefetcher(const Tensor4& x, int64_t b, int64_t kv_head, int64_t from, int64_t to, int64_t width, int64_t steps) {
     row_ = at(x, b, kv_head, from);
     pitch_ = x.stride[2] * size_of(x.dtype);
     lines_ = x.stride[3] == 1 ? (width * size_of(x.dtype) + 63) / 64 : 0;
@@ -119,22 +119,23 @@ class RowsAhead {
   int64_t pitch_ = 0, lines_ = 0, line_ = 0, left_ = 0, each_ = 0;
 };
 
-constexpr int kGroup = 8;  // keys whose greatest score is noted
+constexpr int kGroup = 8;  // keys of a group, whose greatest score is recorded
 
-// What is noted of a tile's scores while they are in registers: each row's greatest of a group of keys, and the sum
-// over all keys of W rows each, which is not finite where a key is not.
-struct Noted {
+// What is recorded of a tile's scores while they are in registers: each row's greatest score in each group of keys, and
+// for W rows the sum over all keys, which is not finite if a key is not.
+struct ScoreMaxima {
   alignas(64) float top[kTile / kGroup * kRows];  // [group][row]
   alignas(64) float sum[W];
-  RowsAhead next;  // keys
+  RowPrefetcher next;  // keys
 
-  explicit Noted(const RowsAhead& keys) : next(keys) {
+  explicit ScoreMaxima(const RowPrefetcher& keys) : next(keys) {
     for (int r = 0; r < W; ++r) sum[r] = 0.0f;
   }
   bool finite() const { return floats_are_finite(sum, W); }
-  // Again, of stored scores that a mask has changed: those of the keys from <= j < to, of `keys`.
+  // Recomputes the maxima of the groups with the keys from <= j < to, of `keys`, after a mask has changed stored
+  // scores.
   template <int NV>
-  void again(const float* x, int64_t from, int64_t to, int64_t keys) {
+  void update(const float* x, int64_t from, int64_t to, int64_t keys) {
     for (int64_t g = from / kGroup; g * kGroup < to; ++g) {
       const float* first = x + g * kGroup * NV * W;
       for (int v = 0; v < NV; ++v) {
@@ -146,7 +147,7 @@ struct Noted {
       }
     }
   }
-  // Of the scores of U keys from the j-th on, all in one group; of NV vectors of rows those from `Skip` on.
+  // Adds the scores of U keys from the j-th on, all in one group, and of NV vectors of rows from `Skip` on.
   template <int NV, int U, int Skip = 0>
   HW_MEMBER void add(int64_t j, const F (*x)[NV - Skip]) {
     F all = load(sum);
@@ -164,30 +165,30 @@ struct Noted {
   }
 };
 
-// The same of scores that have been stored.
+// The same for scores that have been stored.
 template <int NV>
-static inline void note_stored(const float* x, int64_t keys, Noted& noted) {
+static inline void add_stored_scores(const float* x, int64_t keys, ScoreMaxima& maxima) {
   constexpr int R = NV * W;
   int64_t j = 0;
   for (; j + kGroup <= keys; j += kGroup) {
     F rows[kGroup][NV];
     HW_UNROLL
     for (int i = 0; i < kGroup * NV; ++i) rows[i / NV][i % NV] = load(x + j * R + i * W);
-    noted.template add<NV, kGroup>(j, rows);
+    maxima.template add<NV, kGroup>(j, rows);
   }
   for (; j < keys; ++j) {
     F row[1][NV];
     for (int v = 0; v < NV; ++v) row[0][v] = load(x + j * R + v * W);
-    noted.template add<NV, 1>(j, row);
+    maxima.template add<NV, 1>(j, row);
   }
 }
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and NV vectors of rows but the first
-// `Skip`; added to x unless `First`. What becomes of x is noted if `Notes`.
-template <class N, int NV, int U, bool First, bool Notes, int Skip = 0>
+// Computes x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and the NV vectors of rows from
+// `Skip` on; added to x unless `First`. Records the maxima of x if `TrackMaxima`.
+template <class N, int NV, int U, bool First, bool TrackMaxima, int Skip = 0>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
                       int64_t stride, float* HW_RESTRICT x, [[maybe_unused]] int64_t j,
-                      [[maybe_unused]] Noted* HW_RESTRICT noted) {
+                      [[maybe_unused]] ScoreMaxima* HW_RESTRICT maxima) {
   constexpr int R = NV * W, kLeft = NV - Skip;
   F acc[U][kLeft];
   multiply<N, kLeft, U>(acc, q + Skip * W, R, depth, k, stride);
@@ -200,21 +201,21 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
       store(to, acc[u][v]);
     }
   }
-  if constexpr (Notes) noted->template add<NV, U, Skip>(j, acc);
+  if constexpr (TrackMaxima) maxima->template add<NV, U, Skip>(j, acc);
 }
 
-// Where the keys of a tile end for the first vectors of a block of rows: none of the vectors 0 to v attends keys from
-// end[v] on. In a tile on the diagonal of a causal mask they are fewer than those of the block.
+// The ends of a tile's keys for the first vectors of a block of rows: none of the vectors 0 to v attends keys from
+// end[v] on. In a tile on the diagonal of a causal mask these vectors attend fewer keys than the block.
 struct VectorEnds {
   int64_t end[kVectors];
 };
 
-// Calls part(how many vectors are left out, where the keys of the next one end) in the order of the keys. Without
-// `ends`, and for the last of NV vectors, they end behind the last key.
+// Calls part(number of vectors left out, end of the keys of the next vector) in the order of the keys. Without `ends`,
+// and for the last of NV vectors, that end is behind the last key.
 template <int NV, int Skip = 0, class Part>
 HW_INLINE void by_ends(const VectorEnds* ends, int64_t keys, const Part& part) {
-  if (ends == nullptr) return part(Number<Skip>{}, keys);
-  part(Number<Skip>{}, Skip == NV - 1 ? keys : ends->end[Skip]);
+  if (ends == nullptr) return part(Constant<Skip>{}, keys);
+  part(Constant<Skip>{}, Skip == NV - 1 ? keys : ends->end[Skip]);
   if constexpr (Skip < NV - 1) by_ends<NV, Skip + 1>(ends, keys, part);
 }
 
@@ -232,9 +233,9 @@ HW_INLINE void add_weighted(F acc[U][NV], const typename N::Weight* HW_RESTRICT 
   }
 }
 
-// O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns.
-// A tile is summed on its own before it joins the tiles before it: errors grow with the number of tiles, not of keys.
-// If `Ends`, keys behind a vector's end are left out: their weights are 0.
+// Computes O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns. A
+// tile is summed on its own before it is added to the earlier tiles, so that errors grow with the number of tiles and
+// not of keys. If `Ends`, keys behind a vector's end are left out, because their weights are 0.
 template <class N, int NV, int U, bool Ends = false>
 static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t keys,
                       const typename N::Value* HW_RESTRICT value, int64_t stride, const float* HW_RESTRICT rescale,
@@ -255,7 +256,7 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
   if constexpr (Ends) {
     by_ends<NV>(ends, keys * N::kPair, part);
   } else {
-    part(Number<0>{}, keys * N::kPair);
+    part(Constant<0>{}, keys * N::kPair);
   }
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
@@ -267,56 +268,58 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
   }
 }
 
-template <class N, int NV, bool First, bool Notes>
+template <class N, int NV, bool First, bool TrackMaxima>
 static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
-                                     int64_t stride, int64_t keys, float* x, Noted* noted, const VectorEnds* ends) {
+                                     int64_t stride, int64_t keys, float* x, ScoreMaxima* maxima,
+                                     const VectorEnds* ends) {
   constexpr int R = NV * W;
   const auto products = [&](auto u, int64_t j, auto skip) {
-    if constexpr (Notes) noted->next.step();
-    qk<N, NV, decltype(u)::value, First, Notes, decltype(skip)::value>(q, depth, k + j * stride, stride, x + j * R, j,
-                                                                       noted);
+    if constexpr (TrackMaxima) maxima->next.step();
+    qk<N, NV, decltype(u)::value, First, TrackMaxima, decltype(skip)::value>(q, depth, k + j * stride, stride,
+                                                                             x + j * R, j, maxima);
   };
   int64_t j = 0;
   by_ends<NV>(ends, keys, [&](auto skip, int64_t end) {
     const int64_t last = min(round_up(end, kUnroll), keys);
-    for (; j + kUnroll <= last; j += kUnroll) products(Number<kUnroll>{}, j, skip);
+    for (; j + kUnroll <= last; j += kUnroll) products(Constant<kUnroll>{}, j, skip);
   });
   if constexpr (kUnroll > 4) {
-    for (; j + 4 <= keys; j += 4) products(Number<4>{}, j, Number<0>{});
+    for (; j + 4 <= keys; j += 4) products(Constant<4>{}, j, Constant<0>{});
   }
-  for (; j + 2 <= keys; j += 2) products(Number<2>{}, j, Number<0>{});
-  if (j < keys) products(Number<1>{}, j, Number<0>{});
+  for (; j + 2 <= keys; j += 2) products(Constant<2>{}, j, Constant<0>{});
+  if (j < keys) products(Constant<1>{}, j, Constant<0>{});
 }
 
-// The head dim is summed in pieces: a long chain of additions rounds more, and a piece of Q^T stays in the L1 cache.
+// The head dim is summed in pieces, because a long chain of additions rounds more and a piece of Q^T stays in the L1
+// cache.
 constexpr int64_t kPiece = 128;
 
 template <class N, int NV>
 static inline void key_products(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                                int64_t keys, float* x, int64_t piece = kPiece, Noted* noted = nullptr,
+                                int64_t keys, float* x, int64_t piece = kPiece, ScoreMaxima* maxima = nullptr,
                                 const VectorEnds* ends = nullptr) {
   if constexpr (N::kTiles) {
     tile_key_products<NV>(q, depth, k, stride, keys, x);
-    if (noted != nullptr) note_stored<NV>(x, keys, *noted);
+    if (maxima != nullptr) add_stored_scores<NV>(x, keys, *maxima);
     return;
   }
   const auto add_piece = [&](auto first, int64_t d) {
     constexpr bool kFirst = decltype(first)::value == 0;
     const int64_t n = min(depth - d, piece);
-    if (noted != nullptr && d + piece >= depth) {
-      products_of_piece<N, NV, kFirst, true>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, noted, ends);
+    if (maxima != nullptr && d + piece >= depth) {
+      products_of_piece<N, NV, kFirst, true>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, maxima, ends);
     } else {
       products_of_piece<N, NV, kFirst, false>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, nullptr, ends);
     }
   };
-  add_piece(Number<0>{}, 0);
-  for (int64_t d = piece; d < depth; d += piece) add_piece(Number<1>{}, d);
+  add_piece(Constant<0>{}, 0);
+  for (int64_t d = piece; d < depth; d += piece) add_piece(Constant<1>{}, d);
 }
 
 template <class N, int NV>
 static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                              int64_t stride, int64_t V, const float* rescale, float* out, RowsAhead* next = nullptr,
-                              const VectorEnds* ends = nullptr) {
+                              int64_t stride, int64_t V, const float* rescale, float* out,
+                              RowPrefetcher* next = nullptr, const VectorEnds* ends = nullptr) {
   constexpr int R = NV * W;
   int64_t u = 0;
   for (; u + kUnroll <= V; u += kUnroll) {

@@ -1,10 +1,10 @@
-// The products of the transposed tiles by matrix instructions: sums of 16 x 16 floats, 32 products each at a time. Q^T
-// and the weights are second factors as they are, pairs by rows; K is a first factor as it lies, and V^T, columns by
-// keys, is another (transpose_amx-inl.h). What is short of a tile is filled up with zeros in a copy: so the sums of an
-// element have one order, whatever tile it is in.
+// The products of the transposed tiles by matrix instructions: sums of 16 x 16 floats, with 32 products each at a time.
+// Q^T and the weights are second factors, because they are pairs by rows. K is a first factor without conversion, and
+// V^T, which is columns by keys, another one (transpose_amx-inl.h). Whatever does not fill a tile is padded with zeros
+// in a copy, so that the sums of an element have one order in any tile.
 //
-// Six registers hold sums, of two first factors with three second ones: a store takes as long as a product, and runs
-// beside those of other sums.
+// Six registers hold sums, of two first factors with three second ones. A store takes as long as a product, and runs at
+// the same time as products of other sums.
 #pragma once
 
 #include "simd/numeric-inl.h"
@@ -26,8 +26,8 @@ struct TileCopy {
   }
 };
 
-// Sums of U x NV tiles, those of the second first factor in the registers from 3 on: += U first factors, 16 rows each,
-// times NV second ones side by side.
+// Computes the sums of U x NV tiles; those of the second first factor are in the registers from 3 on. Adds U first
+// factors of 16 rows each times NV second ones, which lie side by side.
 template <int U, int NV>
 HW_INLINE void add_tiles(const uint16_t* first, int64_t stride, const uint32_t* second, int64_t pitch) {
   const int64_t rows = stride * 2, pairs = pitch * 4;
@@ -88,11 +88,11 @@ HW_INLINE void store_tiles(float* to, int64_t pitch) {
   if constexpr (NV > 2) tile_store<5>(to + W * pitch + 2 * W, pitch * 4);
 }
 
-// Q^T of a block, and what it has behind its last whole step, with zeros.
+// Q^T of a block, with zeros behind its last whole step.
 template <int NV>
 struct TileQuery {
   const uint32_t* q;
-  int64_t steps, rest;  // of 16 pairs, and the pairs behind them
+  int64_t steps, rest;  // whole steps of 16 pairs, and the pairs behind them
   alignas(64) uint32_t last[W * NV * W];
 
   TileQuery(const uint32_t* query, int64_t depth) : q(query), steps(depth / W), rest(depth % W) {
@@ -103,7 +103,7 @@ struct TileQuery {
   }
 };
 
-// x[key][row] = sum over d of k[key][d] * Q^T[d][row], for 16 U keys, or fewer of 16 where U is 1.
+// Computes x[key][row] = sum over d of k[key][d] * Q^T[d][row], for 16 U keys; if U is 1, also for fewer than 16.
 template <int U, int NV>
 static inline void scores_of_keys(const TileQuery<NV>& q, const uint16_t* k, int64_t stride, int64_t keys, float* x) {
   constexpr int R = NV * W;
@@ -148,8 +148,8 @@ static inline const uint32_t* whole_steps(float* weights, int n) {
   return reinterpret_cast<const uint32_t*>(weights);
 }
 
-// O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * columns[u][key], for `width` columns,
-// at most 16 U. A tile of keys is summed on its own before it joins those before it.
+// Computes O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * columns[u][key], for `width`
+// columns, at most 16 U. A tile of keys is summed on its own before it is added to the earlier ones.
 template <int U, int NV>
 static inline void add_columns_of(const uint32_t* weights, int64_t steps, const uint16_t* columns, int64_t pitch,
                                   int64_t width, const float* rescale, float* out) {

@@ -1,4 +1,4 @@
-// The walk over the tiles of keys, and the scores of a tile. Prefill, decode, statistics and the gradient share both.
+// The walk over the tiles of keys, and the scores of a tile. Prefill, decode, statistics and the gradient use both.
 #pragma once
 
 #include "kernels/tile/key_tiles-inl.h"
@@ -7,14 +7,15 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kMaxBlocks = kHasAmx ? 8 : 4;  // of an item: they use a tile of keys while it is in the cache
+// the most blocks of an item; they use a tile of keys while it is in the cache
+constexpr int kMaxBlocks = kHasAmx ? 8 : 4;
 
 // The rows of an item: the blocks of one key-value head of one batch row.
 struct Item {
   int64_t b, kv_head, first, last;  // rows first <= row < last
   int blocks;
 
-  Item(const Problem& p, const Plan& plan, int64_t group)
+  Item(const Call& p, const Plan& plan, int64_t group)
       : b(group / plan.row_items / p.K),
         kv_head(group / plan.row_items % p.K),
         first(group % plan.row_items * plan.rows_per_item),
@@ -23,12 +24,12 @@ struct Item {
   int rows_of(int block) const { return static_cast<int>(min(kRows, last - first - block * kRows)); }
 };
 
-// The keys from <= j < to that some row of an item may attend. None attends gap_min <= j < gap_max, between a prefix
+// The keys from <= j < to that some row of an item may attend. No row attends gap_min <= j < gap_max, between a prefix
 // and the windows.
 struct Reach {
   int64_t from, to, gap_min, gap_max;
 
-  explicit Reach(const Problem& p) : from(p.S), to(0), gap_min(0), gap_max(p.S) {}
+  explicit Reach(const Call& p) : from(p.S), to(0), gap_min(0), gap_max(p.S) {}
   Reach(int64_t first, int64_t last) : from(first), to(last), gap_min(0), gap_max(0) {}
   void add(const QueryRows& rows) {
     from = min(from, rows.lo_min);
@@ -63,34 +64,34 @@ struct TileSpans {
   KeySpan block[kMaxBlocks];
 };
 
-// A block's share of the next tile, to be prefetched.
+// Prefetches a part of the next tile while a block is computed.
 struct NextTile {
-  RowsAhead key, value;
+  RowPrefetcher key, value;
 
-  // All of it at once.
+  // Prefetches what is left of it.
   void rest() {
     key.rest();
     value.rest();
   }
 };
 
-// The same for several blocks of rows: span_of(i, j0, n) is the part of a tile that block i attends, load(j0, n) reads
-// a tile that some block attends, and visit(i, span, next) computes a block that does and prefetches its share of the
-// next such tile.
+// The same for several blocks of rows. span_of(i, j0, n) returns the part of a tile that block i attends, and load(j0,
+// n) reads a tile that some block attends. visit(i, span, next) computes a block that attends the tile, and prefetches
+// a part of the next such tile.
 template <int Step, int Pair, class Span, class Load, class Visit>
-static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, const Reach& reach, int blocks,
+static inline void walk_blocks(const Call& p, int64_t b, int64_t kv_head, const Reach& reach, int blocks,
                                const Span& span_of, const Load& load_tile, const Visit& visit) {
   const auto compute = [&](const TileSpans& tile, const TileSpans* next) {
     load_tile(tile.j0, tile.n);
     for (int i = 0; i < blocks; ++i) {
-      NextTile share;
-      if (next != nullptr && p.table == nullptr) {  // with pages the next tile may be anywhere
+      NextTile prefetch;
+      if (next != nullptr && p.table == nullptr) {  // with pages the next tile may be anywhere in memory
         const int64_t first = next->j0 + i * next->n / blocks, last = next->j0 + (i + 1) * next->n / blocks;
-        share.key = RowsAhead(p.key, b, kv_head, first, last, p.D, max(tile.block[i].n / kUnroll, 1));
-        share.value = RowsAhead(p.value, b, kv_head, first, last, p.V, max(p.V / kUnroll, 1));
+        prefetch.key = RowPrefetcher(p.key, b, kv_head, first, last, p.D, max(tile.block[i].n / kUnroll, 1));
+        prefetch.value = RowPrefetcher(p.value, b, kv_head, first, last, p.V, max(p.V / kUnroll, 1));
       }
-      if (tile.block[i].kind != TileKind::empty) visit(i, tile.block[i], share);
-      share.rest();
+      if (tile.block[i].kind != TileKind::empty) visit(i, tile.block[i], prefetch);
+      prefetch.rest();
     }
   };
   TileSpans tiles[2];
@@ -111,17 +112,17 @@ static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, con
   if (count > 0) compute(tiles[(count - 1) % 2], nullptr);
 }
 
-// Where the scores of a tile lie: `runs` times n floats, a multiple of W, from one run to the next `stride` of them.
+// The layout of a tile's scores: `runs` runs of n floats, a multiple of W, which are `stride` floats apart.
 struct Cells {
   int64_t n;
   int runs = 1;
   int64_t stride = 0;
 };
 
-// The scores of a tile as the softmax takes them, in x: products() writes Q K^T there, then scale, softcap, biases and
-// the mask follow. `capped`, unless null, gets the scores of one run before biases and mask.
+// Computes the scores of a tile in x, as the softmax takes them: products() writes Q K^T, and then scale, softcap,
+// biases and the mask are applied. `capped`, unless null, gets the scores of one run before biases and mask.
 template <class L, class Products>
-static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, const KeySpan& span, const bool* bad,
+static inline void tile_scores(const Call& p, int64_t b, QueryRows& rows, const KeySpan& span, const bool* bad,
                                float* x, Cells cells, float* capped, const Products& products) {
   products();
   const bool scaled = scales_first(p);
@@ -132,29 +133,29 @@ static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, con
   }
 }
 
-// The scores of a block of rows, [key][row], on the transposed micro-kernel. Rows that may attend a bad key are marked
-// if `marks`. The head dim is summed in pieces of `piece`.
+// Computes the scores of a block of rows, [key][row], by the transposed micro-kernel. If `marks`, rows that may attend
+// a bad key are marked. The head dim is summed in pieces of `piece`.
 template <class N, int NV>
-static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
+static inline void block_scores(const Call& p, int64_t b, const KeyTile& tile, const KeySpan& span,
                                 const typename N::Query* query, QueryRows& rows, bool marks, float* x,
-                                float* capped = nullptr, int64_t piece = kPiece, Noted* noted = nullptr,
+                                float* capped = nullptr, int64_t piece = kPiece, ScoreMaxima* maxima = nullptr,
                                 const VectorEnds* ends = nullptr) {
   constexpr int R = NV * W;
   const int64_t skip = span.j0 - tile.j0;
   const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
   tile_scores<ScoreLayout<1, R>>(
       p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, {int64_t{span.n} * R}, capped, [&] {
-        key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, noted, ends);
+        key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, maxima, ends);
         if constexpr (kScaled<N>) scale_columns<NV>(x, tile.key_scale + skip, span.n);
       });
 }
 
-// out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V. `weights` has room for
-// the keys up to a multiple of N::kStep.
+// Computes out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V. `weights` needs
+// room for the keys up to a multiple of N::kStep.
 template <class N, int NV>
 static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, float* weights,
                                 int64_t width, const float* rescale, float* out,
-                                [[maybe_unused]] RowsAhead* next = nullptr,
+                                [[maybe_unused]] RowPrefetcher* next = nullptr,
                                 [[maybe_unused]] const VectorEnds* ends = nullptr) {
   if constexpr (N::kTiles) {
     const auto* columns = reinterpret_cast<const uint16_t*>(value.data) + (span.j0 - tile.j0);

@@ -6,9 +6,9 @@
 namespace headwise {
 namespace HW_ISA {
 
-// The greatest x of each row so far, in `row_max` and `peak`; 0 in `peak` while no key has come (x is -inf then, its
-// weight 0). `rescale` is the factor from the old maximum to the new one; `top`, unless null, has the greatest x of
-// each group of keys.
+// Updates the greatest x of each row so far, in `row_max` and `peak`. `peak` is 0 before the first key, because x is
+// then -inf and its weight 0. `rescale` is the factor from the old maximum to the new one. `top`, unless null, holds
+// the greatest x of each group of keys.
 template <int NV>
 static inline void raise_maxima(const float* x, int64_t keys, F scale, const float* top, float* HW_RESTRICT row_max,
                                 float* HW_RESTRICT rescale, F* peak) {
@@ -32,10 +32,10 @@ static inline void raise_maxima(const float* x, int64_t keys, F scale, const flo
 }
 
 // The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - row_max)). `row_max` is the
-// greatest x so far, `row_sum` the sum of weights; `rescale` is the factor from the old maximum to the new one. `c` > 0
-// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. `top`,
-// unless null, has the greatest x of each group of keys. The difference is taken first, so that the greatest score has
-// the weight 1 exactly.
+// greatest x so far, and `row_sum` the sum of weights. `rescale` is the factor from the old maximum to the new one. `c`
+// > 0 is log2(e) times the scale that x still lacks. With `as_pairs` the weights are stored in the format N, otherwise
+// as floats. `top`, unless null, holds the greatest x of each group of keys. The difference is taken first, so that the
+// greatest score has the weight 1 exactly.
 template <class N, int NV>
 static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT row_max, float* HW_RESTRICT row_sum,
                                 float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs, const float* top) {
@@ -58,7 +58,7 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
       uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
       for (; kAtOnce > 1 && j + kAtOnce <= keys; j += kAtOnce) {
         F w[kAtOnce][NV];
-        weigh(Number<kAtOnce>{}, j, w[0]);
+        weigh(Constant<kAtOnce>{}, j, w[0]);
         HW_UNROLL
         for (int i = 0; i + 1 < kAtOnce; i += 2) {
           HW_UNROLL
@@ -70,9 +70,9 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
       }
       for (; j < keys; j += 2) {
         F a[NV], b[NV];
-        weigh(Number<1>{}, j, a);
+        weigh(Constant<1>{}, j, a);
         if (j + 1 < keys) {
-          weigh(Number<1>{}, j + 1, b);
+          weigh(Constant<1>{}, j + 1, b);
         } else {
           HW_UNROLL
           for (int v = 0; v < NV; ++v) b[v] = zero();
@@ -85,10 +85,10 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
       }
     }
   }
-  constexpr int kFloatsAtOnce = kAtOnce > 2 ? 2 : 1;  // a degree of 6 has more constants in registers
+  constexpr int kFloatsAtOnce = kAtOnce > 2 ? 2 : 1;  // with degree 6 more registers hold constants
   for (; kFloatsAtOnce > 1 && j + kFloatsAtOnce <= keys; j += kFloatsAtOnce) {
     F w[kFloatsAtOnce][NV];
-    weigh(Number<kFloatsAtOnce>{}, j, w[0]);
+    weigh(Constant<kFloatsAtOnce>{}, j, w[0]);
     HW_UNROLL
     for (int i = 0; i < kFloatsAtOnce * NV; ++i) {
       sum[i % NV] = add(sum[i % NV], w[i / NV][i % NV]);
@@ -97,7 +97,7 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
   }
   for (; j < keys; ++j) {
     F a[NV];
-    weigh(Number<1>{}, j, a);
+    weigh(Constant<1>{}, j, a);
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
       sum[v] = add(sum[v], a[v]);

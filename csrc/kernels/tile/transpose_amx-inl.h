@@ -1,4 +1,4 @@
-// V^T of a tile of keys, as the matrix instructions take it: [column][key].
+// V^T of a tile of keys in the layout of the matrix instructions: [column][key].
 #pragma once
 
 #include "kernels/tile/micro_amx-inl.h"
@@ -6,7 +6,8 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Elements from column to column of a tile of so many keys: an odd number of cache lines, lest columns share a few.
+// The distance between columns of a tile with this many keys, in elements: an odd number of cache lines, so that the
+// columns do not share a few lines of the cache.
 HW_INLINE constexpr int64_t column_pitch(int64_t keys) { return (keys + 63) / 64 * 64 + 32; }
 
 // The columns of 32 keys, a row each; null is a row of zeros. Writes `width` columns, rounded up to vectors.

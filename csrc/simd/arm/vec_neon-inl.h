@@ -10,9 +10,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int W = 4;         // float lanes of a vector
-constexpr int kVectors = 4;  // of query rows in a micro-kernel: 4 x 4 accumulators, 4 of Q, 1 broadcast of 32 registers
-constexpr int kUnroll = 4;   // keys (or columns of V) in a micro-kernel
+constexpr int W = 4;  // float lanes of a vector
+// vectors of query rows in a micro-kernel: 4 x 4 accumulators, 4 of Q, 1 broadcast of 32 registers
+constexpr int kVectors = 4;
+constexpr int kUnroll = 4;  // keys (or columns of V) in a micro-kernel
 
 using F = float32x4_t;
 using M = uint32x4_t;
@@ -90,7 +91,8 @@ HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   odd = vreinterpretq_f32_u32(vandq_u32(x, vdupq_n_u32(0xffff0000u)));
 }
 
-// The greatest exponent so far in each lane, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
+// The greatest exponent so far in each lane, for W floats or 2 W numbers of 16 bits at once; `mask` has the bits of the
+// exponent set.
 using Peak = uint32x4_t;
 HW_INLINE Peak no_peak() { return vdupq_n_u32(0); }
 HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
@@ -100,14 +102,14 @@ HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   const uint16x8_t x = vandq_u16(vld1q_u16(p), vdupq_n_u16(static_cast<uint16_t>(mask)));
   return vreinterpretq_u32_u16(vmaxq_u16(vreinterpretq_u16_u32(peak), x));
 }
-// Whether no exponent was that of NaN and Inf; `wide`: of floats.
+// True if no exponent was that of NaN and Inf; `wide` for floats.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
   return wide ? vmaxvq_u32(peak) != mask : vmaxvq_u16(vreinterpretq_u16_u32(peak)) != mask;
 }
 
 // Four vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
 HW_INLINE F reduce_each(const F* x) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
-// Called for vectors of 16 lanes alone, so without a body here.
+// Declared without a body, because it is called only for vectors of 16 lanes.
 F sums_of_four(const F* x);
 F join_fours_by_vector(const F* fours);
 

@@ -1,6 +1,6 @@
-// Dot products of bytes: USDOT, of Armv8.6's integer matrix instructions. An instruction set without them includes
-// vnni_none-inl.h. An `I` holds 16 bytes, or 4 integers of 32 bits. A product takes 128 + x of one factor and x of the
-// other, as on x86, where one of the factors is unsigned.
+// Dot products of bytes: USDOT, of Armv8.6's integer matrix instructions. Instruction sets without them include
+// vnni_none-inl.h. An `I` holds 16 bytes, or 4 integers of 32 bits. A product takes 128 + x for one factor and x for
+// the other, as on x86, where one factor is unsigned.
 #pragma once
 
 namespace headwise {
@@ -46,7 +46,7 @@ HW_INLINE void transpose_four(I* x) {
   HW_UNROLL
   for (int i = 0; i < W; ++i) x[i] = vreinterpretq_s32_f32(r[i]);
 }
-// On vectors of several times 16 bytes, sums of their parts.
+// For vectors of several times 16 bytes this sums their parts.
 HW_INLINE I sum_fours(const I* x) { return x[0]; }
 // Interleaves four rows of 16 bytes: a lane holds the four bytes of a column. Lane i of vector m is column 4 m + i.
 // Makes `Count` of the four vectors, from `First` on.
@@ -61,9 +61,9 @@ HW_INLINE void interleave_bytes(const I* row, I* out) {
   }
 }
 HW_INLINE int place_of_column(int c) { return c; }
-// Rounds W floats below 127.5 * 256^(Digits - 1) in size to integers and stores their digits to the base 256, from -128
-// to 127: for each four floats the lowest digits, then the next ones, then filler. Takes 128 times the sum of the
-// digits from `bias`.
+// Rounds W floats below 127.5 * 256^(Digits - 1) in magnitude to integers and stores their digits in base 256, from
+// -128 to 127: for each four floats first the lowest digits, then the next ones, then filler. Subtracts 128 times the
+// sum of the digits from `bias`.
 template <int Digits>
 HW_INLINE void store_digits(int8_t* p, I& bias, F x) {
   static const uint8_t order[kBytes] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 255, 255, 255, 255};

@@ -1,4 +1,4 @@
-// The vector layer in plain C++17: four lanes, which compilers map to the vectors of their machine.
+// The vector layer in plain C++17: four lanes, which compilers turn into the vectors of the machine.
 #pragma once
 
 #include <math.h>
@@ -10,9 +10,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int W = 4;         // float lanes of a vector
-constexpr int kVectors = 2;  // of query rows in a micro-kernel: 2 x 4 accumulators, 2 of Q, 1 broadcast of 16 registers
-constexpr int kUnroll = 4;   // keys (or columns of V) in a micro-kernel
+constexpr int W = 4;  // float lanes of a vector
+// vectors of query rows in a micro-kernel: 2 x 4 accumulators, 2 of Q, 1 broadcast of 16 registers
+constexpr int kVectors = 2;
+constexpr int kUnroll = 4;  // keys (or columns of V) in a micro-kernel
 
 #if defined(__GNUC__)  // vector extensions of GCC and Clang
 typedef float F __attribute__((vector_size(16)));
@@ -184,7 +185,8 @@ HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   odd = each([&](int i) { return from_bits(static_cast<uint32_t>(p[2 * i + 1]) << 16); });
 }
 
-// The greatest exponent so far, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
+// The greatest exponent so far, for W floats or 2 W numbers of 16 bits at once; `mask` has the bits of the exponent
+// set.
 using Peak = uint32_t;
 HW_INLINE Peak no_peak() { return 0; }
 HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
@@ -195,14 +197,14 @@ HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   for (int i = 0; i < 2 * W; ++i) peak = peak > (p[i] & mask) ? peak : p[i] & mask;
   return peak;
 }
-// Whether no exponent was that of NaN and Inf.
+// True if no exponent was that of NaN and Inf.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool) { return peak != mask; }
 
 // Four vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
 HW_INLINE F reduce_each(const F* x) {
   return each([&](int i) { return reduce_add(x[i]); });
 }
-// Called for vectors of 16 lanes alone, so without a body here.
+// Declared without a body, because it is called only for vectors of 16 lanes.
 F sums_of_four(const F* x);
 F join_fours_by_vector(const F* fours);
 

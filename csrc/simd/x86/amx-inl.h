@@ -1,7 +1,8 @@
-// Tiles of bfloat16 products: AMX. An instruction set without them includes amx_none-inl.h.
+// Products of tiles of bfloat16: AMX. Instruction sets without them include amx_none-inl.h.
 //
-// A tile register has 16 rows of 64 bytes: sums are 16 x 16 floats, a first factor 16 rows of 32 numbers, a second one
-// 16 rows of pairs for 16 columns. Inline assembly, because g++'s intrinsics do not say that they read memory.
+// A tile register has 16 rows of 64 bytes. As sums it has 16 x 16 floats, as a first factor 16 rows of 32 numbers, and
+// as a second factor 16 rows of pairs for 16 columns. The instructions are inline assembly, because g++'s intrinsics do
+// not declare that they read memory.
 #pragma once
 
 namespace headwise {
@@ -9,8 +10,8 @@ namespace HW_ISA {
 
 constexpr bool kHasAmx = true;
 
-// The tile registers are in use during its lifetime. At its end they are clean, so that no switch of threads saves them
-// and other code may set them up.
+// The tile registers are in use during the lifetime of this object. Its destructor releases them, so that the system
+// need not save them when it switches threads, and other code may configure them.
 class TileUnit {
  public:
   TileUnit() {
@@ -35,7 +36,7 @@ template <int Tile>
 HW_INLINE void tile_load(const void* p, int64_t bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(bytes), "i"(Tile) : "memory");
 }
-// The same of data that is not read again soon: it does not push other data out of the L1 cache.
+// The same for data that is not read again soon: it does not push other data out of the L1 cache.
 template <int Tile>
 HW_INLINE void tile_load_once(const void* p, int64_t bytes) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(bytes), "i"(Tile) : "memory");
@@ -55,7 +56,8 @@ HW_INLINE F load_halves(const uint16_t* p, int64_t n) {
   const __mmask32 some = static_cast<__mmask32>((uint64_t{1} << n) - 1);
   return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(some, p));
 }
-// From pairs of columns in each lane of two keys: pairs of the keys of the one column, and of the other.
+// Turns pairs of columns, one in each lane of two keys, into pairs of the two keys: for the first columns, and for the
+// second ones.
 HW_INLINE void exchange_halves(F& first, F& second) {
   const __m512i a = _mm512_castps_si512(first), b = _mm512_castps_si512(second);
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
@@ -82,8 +84,8 @@ HW_INLINE void columns_of_sums(const float* x, F* column) {
   column[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d));
   column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
-// Weights as the sums of two bfloat16, each paired with 0: to[0] has (first, 0), to[1] (0, first), to[2] and to[3] the
-// same of the second, `pitch` words apart.
+// Stores weights as sums of two bfloat16 numbers, each paired with 0: to[0] gets (first, 0) and to[1] (0, first), to[2]
+// and to[3] the same of the second number, `pitch` words apart.
 HW_INLINE void split_weights(F weights, uint32_t* to, int64_t pitch) {
   const __m512i up = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   for (int part = 0; part < 2; ++part) {

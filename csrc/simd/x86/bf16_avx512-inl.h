@@ -1,4 +1,4 @@
-// Products of bfloat16 pairs: AVX512_BF16. An instruction set without them includes bf16_none-inl.h.
+// Products of bfloat16 pairs: AVX512_BF16. Instruction sets without them include bf16_none-inl.h.
 #pragma once
 
 namespace headwise {
@@ -23,7 +23,8 @@ HW_INLINE F pairs_of(F first, F second) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i low = _mm512_add_epi32(_mm512_castps_si512(first), half);
   const __m512i high = _mm512_add_epi32(_mm512_castps_si512(second), half);
-  // Bytes are shuffled where a shift would do: on Intel's CPUs shifts take the one port that multiplies beside AMX.
+  // Bytes are shuffled where a shift would do, because on Intel's CPUs shifts take the only port that multiplies
+  // besides AMX.
   const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
   return _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, upper));
 }

@@ -10,9 +10,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int W = 8;         // float lanes of a vector
-constexpr int kVectors = 3;  // of query rows in a micro-kernel: 3 x 4 accumulators, 3 of Q, 1 broadcast of 16 registers
-constexpr int kUnroll = 4;   // keys (or columns of V) in a micro-kernel
+constexpr int W = 8;  // float lanes of a vector
+// vectors of query rows in a micro-kernel: 3 x 4 accumulators, 3 of Q, 1 broadcast of 16 registers
+constexpr int kVectors = 3;
+constexpr int kUnroll = 4;  // keys (or columns of V) in a micro-kernel
 
 using F = __m256;
 using M = __m256;
@@ -107,7 +108,8 @@ HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// The greatest exponent so far in each lane, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
+// The greatest exponent so far in each lane, for W floats or 2 W numbers of 16 bits at once; `mask` has the bits of the
+// exponent set.
 using Peak = __m256i;
 HW_INLINE Peak no_peak() { return _mm256_setzero_si256(); }
 HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
@@ -118,7 +120,7 @@ HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm256_max_epu16(peak, _mm256_and_si256(x, _mm256_set1_epi16(static_cast<short>(mask))));
 }
-// Whether no exponent was that of NaN and Inf; `wide`: of floats.
+// True if no exponent was that of NaN and Inf; `wide` for floats.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
   const __m256i hit = wide ? _mm256_cmpeq_epi32(peak, _mm256_set1_epi32(static_cast<int>(mask)))
                            : _mm256_cmpeq_epi16(peak, _mm256_set1_epi16(static_cast<short>(mask)));
@@ -131,7 +133,7 @@ HW_INLINE F reduce_each(const F* x) {
   const F b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
-// Called for vectors of 16 lanes alone, so without a body here.
+// Declared without a body, because it is called only for vectors of 16 lanes.
 F sums_of_four(const F* x);
 F join_fours_by_vector(const F* fours);
 

@@ -10,9 +10,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int W = 16;        // float lanes of a vector
-constexpr int kVectors = 3;  // of query rows in a micro-kernel: 3 x 8 accumulators, 3 of Q, 1 broadcast of 32 registers
-constexpr int kUnroll = 8;   // keys (or columns of V) in a micro-kernel
+constexpr int W = 16;  // float lanes of a vector
+// vectors of query rows in a micro-kernel: 3 x 8 accumulators, 3 of Q, 1 broadcast of 32 registers
+constexpr int kVectors = 3;
+constexpr int kUnroll = 8;  // keys (or columns of V) in a micro-kernel
 
 using F = __m512;
 using M = __mmask16;
@@ -91,7 +92,8 @@ HW_INLINE void multiply_wide(U x, U m, U& low, U& high) {
   high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
 }
 
-// The greatest exponent so far in each lane, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
+// The greatest exponent so far in each lane, for W floats or 2 W numbers of 16 bits at once; `mask` has the bits of the
+// exponent set.
 using Peak = __m512i;
 HW_INLINE Peak no_peak() { return _mm512_setzero_si512(); }
 HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
@@ -100,7 +102,7 @@ HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
 HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   return _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(static_cast<short>(mask))));
 }
-// Whether no exponent was that of NaN and Inf; `wide`: of floats.
+// True if no exponent was that of NaN and Inf; `wide` for floats.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
   return wide ? _mm512_cmpeq_epi32_mask(peak, _mm512_set1_epi32(static_cast<int>(mask))) == 0
               : _mm512_cmpeq_epi16_mask(peak, _mm512_set1_epi16(static_cast<short>(mask))) == 0;

@@ -1,6 +1,6 @@
-// Dot products of bytes: AVX512_VNNI. An instruction set without them includes vnni_none-inl.h.
-// An `I` holds 64 bytes, or 16 integers of 32 bits. A product takes 128 + x of one factor and x of the other, as
-// VPDPBUSD does: one of its factors is unsigned.
+// Dot products of bytes: AVX512_VNNI. Instruction sets without them include vnni_none-inl.h. An `I` holds 64 bytes, or
+// 16 integers of 32 bits. A product takes 128 + x for one factor and x for the other, because one factor of VPDPBUSD is
+// unsigned.
 #pragma once
 
 namespace headwise {
@@ -25,8 +25,8 @@ HW_INLINE I broadcast_bytes(const int8_t* p) {
   memcpy(&x, p, sizeof(x));
   return _mm512_set1_epi32(x);
 }
-// acc[i] + the sum over the four bytes of lane i of (128 + x) * digit. Inline assembly, because GCC 12 copies the
-// accumulators of the intrinsic, which takes twice the time.
+// Returns acc[i] + the sum over the four bytes of lane i of (128 + x) * digit. It is inline assembly, because with the
+// intrinsic GCC 12 copies the accumulators, which takes twice the time.
 HW_INLINE I dot_bytes(I acc, I x_plus_128, I digits) {
 #if defined(__GNUC__)
   asm volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x_plus_128), "v"(digits));
@@ -65,9 +65,9 @@ HW_INLINE void interleave_bytes(const I* row, I* out) {
   }
 }
 HW_INLINE int place_of_column(int c) { return c % 16 / 4 * 16 + c / 16 * 4 + c % 4; }
-// Rounds W floats below 127.5 * 256^(Digits - 1) in size to integers and stores their digits to the base 256, from -128
-// to 127: for each four floats the lowest digits, then the next ones, then filler. Takes 128 times the sum of the
-// digits from `bias`.
+// Rounds W floats below 127.5 * 256^(Digits - 1) in magnitude to integers and stores their digits in base 256, from
+// -128 to 127: for each four floats first the lowest digits, then the next ones, then filler. Subtracts 128 times the
+// sum of the digits from `bias`.
 template <int Digits>
 HW_INLINE void store_digits(int8_t* p, I& bias, F x) {
   const I middle = _mm512_set1_epi32(Digits == 2 ? 0x8080 : 0x808080);
