@@ -1,6 +1,6 @@
-"""What the packaged model loses when its heads are reshaped, and what repair and healing win back.
+"""What the packaged model loses when its heads are reshaped, and what reconstruction and distillation win back.
 
-    python benchmarks/reshape.py [--only regroup heal prune choices] [--heal 150] [--json] [--out FILE]
+    python benchmarks/reshape.py [--only regroup distill prune choices] [--distill 150] [--json] [--out FILE]
     python benchmarks/reshape.py --model runs/encoder --only prune
     python benchmarks/reshape.py --draw RESULTS.json ... --figures docs/images
 
@@ -33,8 +33,8 @@ from headwise import hf, look, reshape
 from headwise.models import tiny_path
 from headwise.reshape import Projections
 from headwise.reshape.calibrate import family_in_memory, loss_of, projections_of
-from headwise.reshape.heal import Recipe, heal
-from headwise.reshape.recover import recover
+from headwise.reshape.distill import DistillConfig, distill
+from headwise.reshape.reconstruct_modules import reconstruct_modules
 from headwise.reshape.regroup import Regrouping, plan_regroup
 from scripts import tiny_data, train_encoder
 
@@ -42,14 +42,14 @@ KV_HEADS = (4, 2, 1)
 METHODS = ("fitted", "aligned", "mean", "first")
 KEEP = (7, 6, 5, 4, 3)  # of 8 heads a layer
 CRITERIA = ("gradient", "zero", "contribution", "redundancy")
-SECTIONS = ("regroup", "heal", "prune", "choices")
+SECTIONS = ("regroup", "distill", "prune", "choices")
 BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 COLOURS = ("#b51d14", "#4053d3", "#00b25d", "#ddb310", "#00beff")
 HELD, CALIBRATION, LENGTH = 24, 64, 512
 ALONE = 8
 """Rows of the calibration that heads are ranked on."""
 VALUE_STEPS = 12
-HEALED = ((4, "fitted", True), (1, "fitted", True), (4, "mean", False), (1, "mean", False))
+DISTILLED = ((4, "fitted", True), (1, "fitted", True), (4, "mean", False), (1, "mean", False))
 
 
 class Text:
@@ -151,20 +151,20 @@ class Bench:
         else:  # the sizes of its heads are not in its config any more; no value is solved, so none is needed
             known = projections_of(family_in_memory(self.model, hf.layouts()))
             layers = {name: Projections(where.output) for name, where in known.items()}
-        recover(changed, self.model, self.text.calibration, layers, call=call, **options)
+        reconstruct_modules(changed, self.model, self.text.calibration, layers, call=call, **options)
         return self.loss(changed)
 
-    def heal(self, kv_heads: int, method: str, recovered: bool, steps: int, lr: float) -> None:
-        """Regrouped, repaired or not, then healed for so many steps of 4,096 tokens, as a training step has."""
+    def distill(self, kv_heads: int, method: str, recovered: bool, steps: int, lr: float) -> None:
+        """Regrouped, reconstructed or not, then distilled for so many steps of 4,096 tokens, as a training step has."""
         plan = self.plan(kv_heads, method, self.text.calibration)
         student = self.built(plan)
         if recovered:
             self.recovered(student, value_steps=0)
         row = {"kv_heads": kv_heads, "method": method, "recovered": recovered, "steps": steps, "lr": lr}
         row["before"] = self.loss(student)
-        recipe = Recipe(steps, rows=8, length=LENGTH, lr=lr, warmup=max(1, steps // 10))
-        curve = heal(student, self.model, self.text.training, recipe, first=tiny_data.BOS_ID)
-        self.add("heal", row | {"after": self.loss(student), "curve": curve.steps})
+        config = DistillConfig(steps, rows=8, length=LENGTH, lr=lr, warmup=max(1, steps // 10))
+        curve = distill(student, self.model, self.text.training, config, first=tiny_data.BOS_ID)
+        self.add("distill", row | {"after": self.loss(student), "curve": curve.steps})
 
     def prune(self) -> None:
         """Fewer and fewer heads by each criterion, before and after W_O is solved anew."""
@@ -228,9 +228,9 @@ def run(bench: Bench, sections: list[str], steps: int) -> None:
         elif section == "choices":
             for method in METHODS[:2]:
                 bench.choices(KV_HEADS[0], method)
-        elif section == "heal":
-            for kv_heads, method, recovered in HEALED:
-                bench.heal(kv_heads, method, recovered, steps, lr=1e-3)
+        elif section == "distill":
+            for kv_heads, method, recovered in DISTILLED:
+                bench.distill(kv_heads, method, recovered, steps, lr=1e-3)
         else:
             bench.prune()
         bench.report["seconds"][section] = round(time.perf_counter() - started)
@@ -252,20 +252,20 @@ def show(report: dict[str, Any]) -> None:
 
 
 def draw(reports: list[dict[str, Any]], folder: Path) -> None:
-    """The tables as pictures: loss after pruning, after regrouping, and while healing."""
+    """The tables as pictures: loss after pruning, after regrouping, and during distillation."""
     from matplotlib.figure import Figure
 
-    for section, panel in (("prune", draw_prune), ("regroup", draw_regroup), ("heal", draw_heal)):
+    for section, panel in (("prune", draw_prune), ("regroup", draw_regroup), ("distill", draw_distill)):
         for report in reports:
             if section in report:
                 figure = Figure(figsize=(8.4, 4.2), layout="constrained")
                 axes = figure.subplots()
                 panel(axes, report[section])
                 kind = "-encoder" if report.get("model", {}).get("type") == "bert" else ""
-                if section != "heal":
+                if section != "distill":
                     axes.axhline(report["original"], color="#777777", linewidth=1, linestyle=":", label="original")
                     axes.set_ylabel("held-out loss, nats a word" if kind else "held-out loss, nats a token")
-                axes.legend(fontsize=8, **({} if section == "heal" else BESIDE))
+                axes.legend(fontsize=8, **({} if section == "distill" else BESIDE))
                 figure.savefig(folder / f"reshape-{section}{kind}.png", dpi=110, metadata={"Software": None})
 
 
@@ -288,12 +288,12 @@ def draw_regroup(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_xlabel("key-value heads, of 8")
 
 
-def draw_heal(axes: Any, rows: list[dict[str, Any]]) -> None:
+def draw_distill(axes: Any, rows: list[dict[str, Any]]) -> None:
     for row, colour in zip(rows, COLOURS, strict=False):
         repaired = ", recovered" if row["recovered"] else ""
         name = f"{row['kv_heads']} key-value heads, {row['method']}{repaired}: loss {row['before']} to {row['after']}"
         axes.plot(range(1, len(row["curve"]) + 1), row["curve"], color=colour, label=name)
-    axes.set_xlabel("step of healing")
+    axes.set_xlabel("step of distillation")
     axes.set_ylabel("divergence from the original, nats a token")
 
 
@@ -301,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=tiny_path(), help="its folder; the packaged model by default")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--heal", type=int, metavar="STEPS", help="5 %% of the model's training by default")
+    parser.add_argument("--distill", type=int, metavar="STEPS", help="5 %% of the model's training by default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--draw", type=Path, nargs="+", help="results to draw; nothing is measured")
     parser.add_argument("--figures", type=Path, default=Path("docs/images"), help="where pictures are written")
@@ -321,7 +321,7 @@ def main() -> None:
         if masked and options.only != ["prune"]:
             parser.error("an encoder is pruned (--only prune): BERT's config has no number of key-value heads")
         bench = Bench(source, loaded, (Words if masked else Text)(options.model), keep)
-        run(bench, options.only, options.heal or bench.report["model"]["steps"] // 20)
+        run(bench, options.only, options.distill or bench.report["model"]["steps"] // 20)
     table.deliver(bench.report, show, options, "reshape")
 
 

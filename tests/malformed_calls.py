@@ -292,9 +292,9 @@ NN: dict[str, Callable[[], Call]] = {
     ),
     "MultiHeadAttention.from_heads matrices": lambda: (fused, {n: normal(*size) for n, size in MATRICES.items()}),
     "MultiHeadAttention.from_torch": lambda: of(
-        MultiHeadAttention.from_torch, module=torch.nn.MultiheadAttention(M, 3)
+        MultiHeadAttention.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)
     ),
-    "from_torch": lambda: of(nn.from_torch, module=torch.nn.MultiheadAttention(M, 3)),
+    "from_torch": lambda: of(nn.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)),
     "to_torch": lambda: of(nn.to_torch, mha=mha()),
     "mask_from_torch": lambda: of(
         nn.mask_from_torch, attn_mask=torch.ones(T, S) > 0, key_padding_mask=torch.ones(B, S) > 0

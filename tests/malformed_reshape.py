@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,38 +52,28 @@ def new() -> str:
     return f"new{next(NUMBERS)}"
 
 
-def old() -> hf.Checkpoint:
-    """The checkpoint of an old model whose layers lost the same heads, as transformers 4 wrote it."""
-    folder, tiny = Path(new()), PACKAGE / "models/tiny"
-    folder.mkdir()
-    shutil.copy(tiny / "model.safetensors", folder)
-    config = json.loads((tiny / "config.json").read_text()) | {"pruned_heads": {"0": [1], "1": [0]}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return hf.checkpoint(folder)
-
-
 def pair(**arguments: Any) -> Any:
-    """A recovery of one attention module by another."""
-    return reshape.recover(MultiHeadAttention(12, 3), MultiHeadAttention(12, 3), **arguments)
+    """A reconstruction of one attention module by another."""
+    return reshape.reconstruct_modules(MultiHeadAttention(12, 3), MultiHeadAttention(12, 3), **arguments)
 
 
-def healing(**arguments: Any) -> Any:
+def distillation(**arguments: Any) -> Any:
     teacher, student = (nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)) for _ in range(2))
     stream = torch.arange(9) % 7  # of what the model reads, its embedding speaks
-    return reshape.heal(student, teacher, stream, recipe=RECIPE, call=lambda model, ids: model(ids), **arguments)
+    return reshape.distill(student, teacher, stream, config=CONFIG, call=lambda model, ids: model(ids), **arguments)
 
 
-RECIPE = reshape.Recipe(1, rows=2, length=3, lr=0.1, warmup=1)
+CONFIG = reshape.DistillConfig(1, rows=2, length=3, lr=0.1, warmup=1)
 CURVE = {"steps": [0.5], "held": [[0, 0.5, 0.7]]}
 ROWS = [torch.arange(1, 9).view(1, 8) + row for row in range(2)]
 RESHAPE: dict[str, Callable[[], Call]] = {
     "Budget": lambda: of(reshape.Budget, megabytes=7.5, context=9),
     "Proof": lambda: of(reshape.Proof, ids=(1, 2), mask_id=3, speed=True),
-    "Recipe": lambda: of(
-        reshape.Recipe, steps=3, rows=2, length=5, lr=0.1, warmup=1, weight_decay=0.1, text=0.5, seed=1
+    "DistillConfig": lambda: of(
+        reshape.DistillConfig, steps=3, rows=2, length=5, lr=0.1, warmup=1, weight_decay=0.1, text=0.5, seed=1
     ),
-    "Recipe.rate": lambda: of(RECIPE.rate, step=0),
-    "Recipe.batch": lambda: of(RECIPE.batch, stream=torch.arange(9), step=0, first=1),
+    "DistillConfig.rate": lambda: of(CONFIG.rate, step=0),
+    "DistillConfig.batch": lambda: of(CONFIG.batch, stream=torch.arange(9), step=0, first=1),
     "Pruning.facts": lambda: of(pruning().facts, context=9),
     "Regrouping.facts": lambda: of(reshape.plan_regroup(opened(), 4, method="first").facts, context=9),
     "random_scores": lambda: of(reshape.random_scores, seed=1),
@@ -106,36 +93,33 @@ RESHAPE: dict[str, Callable[[], Call]] = {
     "write_pruned": lambda: of(
         reshape.write_pruned, plan=pruning(), destination=new(), proof=None, progress=print, remark=str
     ),
-    "mend": lambda: of(reshape.mend, plan=pruning(), model=model(), rows=ROWS, progress=print),
-    "plan_migrate": lambda: of(reshape.plan_migrate, source=old()),
-    "migrate": lambda: of(reshape.migrate, source=old(), destination=new(), proof=None, progress=print),
-    "Migration.facts": lambda: of(reshape.plan_migrate(old()).facts, context=9),
+    "reconstruct pruning": lambda: of(reshape.reconstruct, plan=pruning(), model=model(), rows=ROWS, progress=print),
     "plan_regroup": lambda: of(
         reshape.plan_regroup, source=opened(), num_kv_heads=4, method="mean", model=model(), rows=ROWS, seed=1
     ),
     "plan_regroup groups": lambda: of(
         reshape.plan_regroup, source=opened(), num_kv_heads=2, groups={"0": [[0, 2, 4, 6], [1, 3, 5, 7]]}
     ),
-    "repair": lambda: of(
-        reshape.repair, plan=regrouping(), model=model(), rows=ROWS, inputs="own", value_steps=0, progress=print
+    "reconstruct regrouping": lambda: of(
+        reshape.reconstruct, plan=regrouping(), model=model(), rows=ROWS, inputs="own", value_steps=0, progress=print
     ),
     "regroup": lambda: of(
-        reshape.regroup, source=opened(), destination=new(), num_kv_heads=4, recovering=False, proof=None
+        reshape.regroup, source=opened(), destination=new(), num_kv_heads=4, proof=None
     ),
     "write_regrouped": lambda: of(
         reshape.write_regrouped, plan=regrouping(), destination=new(), proof=None, progress=print, remark=str
     ),
-    "recover": lambda: of(
+    "reconstruct_modules": lambda: of(
         pair, batches=[torch.randn(1, 5, 12) for _ in range(2)], layers={"": reshape.Projections("o_proj", "v_proj")},
         inputs="own", value_steps=1, progress=print,
     ),
-    "heal": lambda: of(healing, first=1, every=1, state=new(), progress=print),
-    "facts_of": lambda: of(
-        reshape.facts_of, source=opened(), teacher="it", recipe=RECIPE, curve=reshape.Curve(**CURVE), context=9
+    "distill": lambda: of(distillation, first=1, every=1, state=new(), progress=print),
+    "distill_facts": lambda: of(
+        reshape.distill_facts, source=opened(), teacher="it", config=CONFIG, curve=reshape.LossCurve(**CURVE), context=9
     ),
-    "write_healed": lambda: of(
-        reshape.write_healed, source=opened(), student=model(), destination=new(),
-        facts=reshape.facts_of(opened(), "it", RECIPE, reshape.Curve(**CURVE)), proof=None, progress=print,
+    "write_distilled": lambda: of(
+        reshape.write_distilled, source=opened(), student=model(), destination=new(),
+        facts=reshape.distill_facts(opened(), "it", CONFIG, reshape.LossCurve(**CURVE)), proof=None, progress=print,
     ),
     "prune_module": lambda: of(reshape.prune_module, module=MultiHeadAttention(12, 3), heads=[1]),
     "prune_module model": lambda: of(

@@ -88,7 +88,7 @@ def write_seen(root: Path) -> None:
             "hop_length": 160, "sampling_rate": 16000,
         },
     }  # fmt: skip
-    special = {"bos_token": "<s>", "sep_token": {"content": "[SEP]"}}
+    special = {"bos_token": "<s>", "sep_token": {"__type": "AddedToken", "content": "[SEP]"}}
     for name, model in models.items():
         quiet(lambda model=model, name=name: model.save_pretrained(root / name))
         if name in settings:

@@ -288,7 +288,7 @@ def test_reshaping_measures_a_row_and_draws_it(tmp_path: Path, monkeypatch: pyte
     with hf.checkpoint(tiny_path()) as source:
         bench = reshape.Bench(source, hf.load(tiny_path()), reshape.Text(tiny_path(), files=2), kept.append)
         bench.regroup(1, "mean", values=False)
-        bench.heal(1, "mean", recovered=False, steps=1, lr=1e-3)
+        bench.distill(1, "mean", recovered=False, steps=1, lr=1e-3)
     [row] = kept[-1]["regroup"]
     assert row["W_O"] > kept[-1]["original"] and row["loss"] > kept[-1]["original"]
     assert kept[-1]["model"]["type"] == "llama" and kept[-1]["model"]["seed"] == 0
@@ -296,7 +296,7 @@ def test_reshaping_measures_a_row_and_draws_it(tmp_path: Path, monkeypatch: pyte
     reshape.draw([kept[-1] | {"prune": [pruned]}], tmp_path)
     reshape.draw([{"model": {"type": "bert"}, "original": 2.0, "prune": [pruned]}], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"reshape-{n}.png" for n in ("heal", "prune-encoder", "prune", "regroup")
+        f"reshape-{n}.png" for n in ("distill", "prune-encoder", "prune", "regroup")
     ]
 
 

@@ -21,7 +21,7 @@ def shapes(a: Float[Tensor, "N M"], /, b: Float[Tensor, " M"], *, c: int = 0, **
 
 
 @checker.checked
-def types(a: int, *rest: int, b: Missing | None = None) -> str:  # type: ignore[name-defined]
+def types(a: int, *rest: int, b: Missing | None = None) -> str:  # type: ignore[name-defined]  # noqa: F821
     return "b" if a else None  # type: ignore[return-value]
 
 

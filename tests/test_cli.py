@@ -332,16 +332,16 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "d_model is at most 1,000,000,000,000,000; got a larger number" in refused("trace", *sizes)
 
 
-@pytest.mark.parametrize("command", ["look", "importance", "circuits", "plan", "prune", "regroup", "heal", "migrate"])
+@pytest.mark.parametrize("command", ["look", "importance", "circuits", "plan", "prune", "regroup", "distill"])
 def test_an_empty_name_is_not_the_folder_one_stands_in(command: str, tiny: Path, here: Path) -> None:
     """As a shell gives of a variable that is not set; a Path would make "." of it, which here holds a model."""
     for file in tiny.iterdir():
         shutil.copy(file, here)
     (here / "text.txt").write_text("a b c d e f g h " * 99)
-    more = {"prune": "--keep-fraction 0.5 --by random", "regroup": "--kv-heads 4", "plan": "", "migrate": "--dry-run"}
-    more |= {"heal": f"--teacher {tiny} --steps 1 --file text.txt"}
+    more = {"prune": "--keep-fraction 0.5 --by random", "regroup": "--kv-heads 4", "plan": ""}
+    more |= {"distill": f"--teacher {tiny} --steps 1 --file text.txt"}
     options = more.get(command, "--text abc").split()
-    out = ["--out", "new"] if command in ("prune", "regroup", "heal") else []
+    out = ["--out", "new"] if command in ("prune", "regroup", "distill") else []
     line = refused(command, "", *options, *out)
     assert re.search("^headwise: the (model|config|checkpoint)'s name is empty; give", line)
     assert "the config's name is empty; give a config.json" in refused("trace", "--config", "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import random
 import shutil
@@ -20,7 +19,7 @@ from typer.testing import CliRunner
 
 from headwise import cli, look, models, reshape
 from headwise.look.state import load
-from headwise.reshape.heal import Curve
+from headwise.reshape.distill import LossCurve
 
 pytestmark = pytest.mark.unchecked
 runner = CliRunner()
@@ -31,8 +30,7 @@ TINY = str(Path(models.__file__).parent / "tiny")
 PLAIN |= {
     "prune": {"model": TINY, "keep_fraction": "0.5", "by": "random", "out": "new"},
     "regroup": {"model": TINY, "kv_heads": "4", "out": "new"},
-    "heal": {"folder": TINY, "teacher": TINY, "steps": "7", "length": "3", "file": "text.txt", "out": "new"},
-    "migrate": {"folder": "old", "out": "new"},
+    "distill": {"folder": TINY, "teacher": TINY, "steps": "7", "length": "3", "file": "text.txt", "out": "new"},
 }
 # What else an option needs, or (None) what must not stand beside it.
 BESIDE: dict[tuple[str, str], dict[str, str | None]] = {
@@ -43,7 +41,7 @@ BESIDE: dict[tuple[str, str], dict[str, str | None]] = {
     ("prune", "budget_mb"): {"keep_fraction": None},
     ("prune", "context"): {"keep_fraction": None, "budget_mb": "9"},
     ("prune", "by"): {"text": "a b c d e"},
-    ("heal", "corpus"): {"file": None},
+    ("distill", "corpus"): {"file": None},
 }
 EACH = {"look": 16, "trace": 16, "plan": 16} | dict.fromkeys(PLAIN.keys() - {"look", "trace", "plan"}, 3)
 
@@ -73,9 +71,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
-    shutil.copytree(TINY, tmp_path / "old")
-    config = json.loads((tmp_path / "old/config.json").read_bytes()) | {"pruned_heads": {"0": [1]}}
-    (tmp_path / "old/config.json").write_text(json.dumps(config))
     (tmp_path / "link").symlink_to("nowhere/x")
     (tmp_path / "loop").symlink_to("loop")
     yield tmp_path
@@ -119,15 +114,14 @@ def without_the_reshaping(monkeypatch: pytest.MonkeyPatch) -> None:
     def regrouping(source: Any, kv_heads: int, *, method: Any, seed: int, **_: Any) -> reshape.Regrouping:
         return plan(source, kv_heads, method=method, seed=seed)
 
-    monkeypatch.setattr(reshape, "mend", lambda plan, *_, **__: plan)
+    monkeypatch.setattr(reshape, "reconstruct", lambda plan, *_, **__: plan)
     monkeypatch.setattr(reshape, "write_pruned", lambda plan, *_, **__: plan.facts())
     monkeypatch.setattr(reshape, "plan_regroup", regrouping)
     monkeypatch.setattr(
         reshape, "regroup", lambda source, out, *some, **wish: regrouping(source, *some, **wish).facts()
     )
-    monkeypatch.setattr(reshape, "heal", lambda *_, **__: Curve([0.5], [[0, 0.5, 1.5]]))
-    monkeypatch.setattr(reshape, "write_healed", lambda source, student, out, facts, **_: facts)
-    monkeypatch.setattr(reshape, "migrate", lambda source, *_, **__: reshape.plan_migrate(source).facts())
+    monkeypatch.setattr(reshape, "distill", lambda *_, **__: LossCurve([0.5], [[0, 0.5, 1.5]]))
+    monkeypatch.setattr(reshape, "write_distilled", lambda source, student, out, facts, **_: facts)
     monkeypatch.setattr(cli.regroup, "_accelerator", lambda: None)
 
 

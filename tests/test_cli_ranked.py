@@ -86,9 +86,9 @@ def test_what_is_lost_is_the_next_word_or_what_the_model_says_itself(folder: Pat
     assert reading.Reading((), torch.zeros(1, 1), call=values).many and not reading.Reading((), said, call=patches).many
 
 
-def test_an_encoder_decoder_is_pruned_and_recovered_on_a_text(folder: Path, tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_pruned_and_reconstructed_on_a_text(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("the cat sat on the mat and the dog lay by the door " * 40)
-    wish = ["--keep-fraction", "0.67", "--file", str(tmp_path / "text"), "--recover", "--dry-run"]
+    wish = ["--keep-fraction", "0.67", "--file", str(tmp_path / "text"), "--reconstruct", "--dry-run"]
     report = prune(str(folder / "t5"), *wish)
     assert set(report["gone"]) == {"encoder.0", "0", "cross.0"} and 0 < report["losses"]["recovered"] < 99
 
@@ -101,7 +101,11 @@ def test_what_heads_cannot_be_ranked_on_is_told_in_one_line(folder: Path) -> Non
         ("vit", picture, "what ViTModel gives has no logits"),
         ("bert", picture, "does not read a picture"),
         ("t5", ["--target", " "], "--target: the text is empty"),
-        ("vit", [*picture, "--recover", "--text", "a b"], "--recover is of texts alone; give it without --image"),
+        (
+            "vit",
+            [*picture, "--reconstruct", "--text", "a b"],
+            "--reconstruct is of texts alone; give it without --image",
+        ),
         ("vit", [*picture, "--corpus", "."], "--corpus is of texts alone; give it without --image"),
     ]
     for name, options, text in cases:

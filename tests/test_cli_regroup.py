@@ -1,4 +1,4 @@
-"""`headwise regroup` and `headwise heal`: what they write and print, and one line for what a user gets wrong."""
+"""`headwise regroup` and `headwise distill`: what they write and print, and one line for what a user gets wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headwise import cli, hf, models, reshape
-from headwise.reshape import healed
+from headwise.reshape.distill import LossCurve
+from headwise.reshape.distilled_checkpoint import distill_facts, picture_of
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
 runner = CliRunner()
@@ -44,9 +45,9 @@ def invoke(*arguments: object) -> Any:
     return runner.invoke(cli.app, [str(argument) for argument in arguments], terminal_width=200)
 
 
-def test_regrouped_repaired_and_proved(folder: Path, tmp_path: Path) -> None:
+def test_regrouped_reconstructed_and_proved(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "new"
-    command = ["regroup", folder, "--kv-heads", 1, "--file", folder.parent / "text.txt", "--recover", "--out", out]
+    command = ["regroup", folder, "--kv-heads", 1, "--file", folder.parent / "text.txt", "--reconstruct", "--out", out]
     done = invoke(*command, "--json")
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
@@ -84,32 +85,32 @@ def test_a_dry_run_shows_and_writes_nothing(folder: Path, tmp_path: Path) -> Non
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_healed_and_started_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distilled_and_started_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is stopped on the way: its state is there; the next start goes on, writes the folder and cleans up."""
     invoke("regroup", folder, "--kv-heads", 1, "--method", "first", "--out", tmp_path / "small", "--no-verify")
-    command = ["heal", tmp_path / "small", "--teacher", folder, "--steps", 6, "--corpus", folder.parent / "text.txt"]
-    command += ["--rows", 2, "--length", 9, "--lr", 0.01, "--every", 2, "--out", tmp_path / "healed"]
-    stopped = healed.facts_of
+    command = ["distill", tmp_path / "small", "--teacher", folder, "--steps", 6, "--corpus", folder.parent / "text.txt"]
+    command += ["--rows", 2, "--length", 9, "--lr", 0.01, "--every", 2, "--out", tmp_path / "distilled"]
+    stopped = distill_facts
 
     def stop(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headwise.reshape.facts_of", stop)
+    monkeypatch.setattr("headwise.reshape.distill_facts", stop)
     assert invoke(*command).exit_code == 130
-    assert sorted(os.listdir(tmp_path)) == ["healed.heal-state", "small"]
-    monkeypatch.setattr("headwise.reshape.facts_of", stopped)
+    assert sorted(os.listdir(tmp_path)) == ["distilled.distill-state", "small"]
+    monkeypatch.setattr("headwise.reshape.distill_facts", stopped)
     done = invoke(*command, "--json")
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
-    assert sorted(os.listdir(tmp_path)) == ["healed", "small"]
-    files = set(os.listdir(tmp_path / "healed"))
-    assert {"heal.json", "RESHAPE.md", "config.json", "model.safetensors", "tokenizer.json"} <= files
-    curve = json.loads((tmp_path / "healed" / "heal.json").read_text())
+    assert sorted(os.listdir(tmp_path)) == ["distilled", "small"]
+    files = set(os.listdir(tmp_path / "distilled"))
+    assert {"distill.json", "RESHAPE.md", "config.json", "model.safetensors", "tokenizer.json"} <= files
+    curve = json.loads((tmp_path / "distilled" / "distill.json").read_text())
     assert len(curve["steps"]) == 6 and [point[0] for point in curve["held"]] == [0, 2, 4, 6]
     assert facts["curve"]["steps"] == curve["steps"]
     assert facts["proof"]["class"] == "Qwen2ForCausalLM" and facts["proof"]["missing"] == []
-    assert "Verified: transformers" in (tmp_path / "healed" / "RESHAPE.md").read_text()
-    old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "healed"))
+    assert "Verified: transformers" in (tmp_path / "distilled" / "RESHAPE.md").read_text()
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "distilled"))
     assert old.keys() == new.keys()
     assert all(old[name].dtype == part.dtype and old[name].shape == part.shape for name, part in new.items())
     assert not torch.equal(old["model.layers.0.self_attn.q_proj.weight"], new["model.layers.0.self_attn.q_proj.weight"])
@@ -117,17 +118,17 @@ def test_healed_and_started_again(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_the_curve_has_a_picture_where_matplotlib_is() -> None:
     pytest.importorskip("matplotlib")
-    picture = healed.picture_of(healed.Curve([2.0, 1.0], [[0, 1.0, 3.0], [2, 0.5, 2.5]]))
+    picture = picture_of(LossCurve([2.0, 1.0], [[0, 1.0, 3.0], [2, 0.5, 2.5]]))
     assert picture is not None and picture.startswith(b"\x89PNG")
-    assert picture == healed.picture_of(healed.Curve([2.0, 1.0], [[0, 1.0, 3.0], [2, 0.5, 2.5]]))
+    assert picture == picture_of(LossCurve([2.0, 1.0], [[0, 1.0, 3.0], [2, 0.5, 2.5]]))
 
 
 def test_without_matplotlib_the_curve_is_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert healed.picture_of(healed.Curve([2.0], [])) is None
+    assert picture_of(LossCurve([2.0], [])) is None
 
 
-HEAL = "heal FOLDER --teacher FOLDER --steps"
+DISTILL = "distill FOLDER --teacher FOLDER --steps"
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,10 @@ HEAL = "heal FOLDER --teacher FOLDER --steps"
     [
         ("regroup FOLDER --kv-heads 1", "give --out, the folder to write, or --dry-run"),
         ("regroup FOLDER --kv-heads 1 --out FOLDER", "is there already; give a new name"),
-        ("regroup FOLDER --kv-heads 1 --recover --dry-run", "--recover needs a text to fit to"),
+        ("regroup FOLDER --kv-heads 1 --reconstruct --dry-run", "--reconstruct needs a text to fit to"),
         (
-            "regroup FOLDER --kv-heads 1 --recover --file SHORT --dry-run",
-            "--recover fits to some of the text and",
+            "regroup FOLDER --kv-heads 1 --reconstruct --file SHORT --dry-run",
+            "--reconstruct fits to some of the text and",
         ),
         ("regroup FOLDER --kv-heads 3 --dry-run", "2 key-value heads share 1, 2 in equal groups; got num_kv_heads 3"),
         ("regroup FOLDER --kv-heads 1 --method best --dry-run", "method is one of first, mean, aligned, fitted; got"),
@@ -146,16 +147,16 @@ HEAL = "heal FOLDER --teacher FOLDER --steps"
         ("regroup nowhere --kv-heads 1 --dry-run", "nowhere"),
         ("regroup FOLDER --kv-heads 1 --corpus gone --dry-run", "--corpus gone: no such file or folder"),
         ("regroup FOLDER --kv-heads 1 --out none/new", "cannot write none/new: its folder does not exist"),
-        (f"{HEAL} 1 --file TEXT --out none/new", "cannot write none/new: its folder does not exist"),
-        (f"{HEAL} 1 --file TEXT --out NEW --every 0", "--every 0: at least 1 step"),
-        (f"{HEAL} 1 --file TEXT --out NEW --text-weight -1", "--text-weight -1.0: a number of at least 0"),
-        (f"{HEAL} 1 --file TEXT --out NEW --text-weight nan", "--text-weight nan: a number of at least 0"),
-        ("heal FOLDER --teacher no/such/one --steps 1 --file TEXT --out NEW", "no/such/one: no such folder"),
-        (f"{HEAL} 1 --file TEXT", "give --out, the folder"),
-        (f"{HEAL} 1 --out NEW", "give --file or --corpus, the text to learn on"),
-        (f"{HEAL} 0 --corpus TEXT --out NEW", "steps is at least 1; got 0"),
-        (f"{HEAL} 1 --file gone --out NEW", "cannot be read"),
-        (f"{HEAL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
+        (f"{DISTILL} 1 --file TEXT --out none/new", "cannot write none/new: its folder does not exist"),
+        (f"{DISTILL} 1 --file TEXT --out NEW --every 0", "--every 0: at least 1 step"),
+        (f"{DISTILL} 1 --file TEXT --out NEW --text-weight -1", "--text-weight -1.0: a number of at least 0"),
+        (f"{DISTILL} 1 --file TEXT --out NEW --text-weight nan", "--text-weight nan: a number of at least 0"),
+        ("distill FOLDER --teacher no/such/one --steps 1 --file TEXT --out NEW", "no/such/one: no such folder"),
+        (f"{DISTILL} 1 --file TEXT", "give --out, the folder"),
+        (f"{DISTILL} 1 --out NEW", "give --file or --corpus, the text to learn on"),
+        (f"{DISTILL} 0 --corpus TEXT --out NEW", "steps is at least 1; got 0"),
+        (f"{DISTILL} 1 --file gone --out NEW", "cannot be read"),
+        (f"{DISTILL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, tmp_path: Path) -> None:
@@ -175,12 +176,12 @@ def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, 
         ("regroup FOLDER --kv-heads 0 --file TEXT --dry-run", "num_kv_heads is at least 1; got 0"),
         ("regroup FOLDER --kv-heads 1 --method best --file TEXT --dry-run", "method is one of first, mean, aligned"),
         (
-            f"{HEAL} 1 --corpus TEXT --out NEW --length 999",
+            f"{DISTILL} 1 --corpus TEXT --out NEW --length 999",
             "--length 999: FOLDER takes 64 tokens; give as many or fewer",
         ),
-        (f"{HEAL} 1 --corpus TEXT --out NEW --length 1", "length is at least 2; got 1"),
-        (f"{HEAL} 1 --corpus TEXT --out NEW --rows 0", "rows is at least 1; got 0"),
-        (f"{HEAL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
+        (f"{DISTILL} 1 --corpus TEXT --out NEW --length 1", "length is at least 2; got 1"),
+        (f"{DISTILL} 1 --corpus TEXT --out NEW --rows 0", "rows is at least 1; got 0"),
+        (f"{DISTILL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
         ("regroup FOLDER --kv-heads 1 --file TEXT --seed -1 --dry-run", "--seed -1: at least 0"),
     ],
 )
@@ -200,6 +201,6 @@ def test_a_teacher_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path
     small = Path(__file__).parents[1] / "src" / "headwise" / "models" / "tiny"
     text = folder.parent / "text.txt"
     done = invoke(
-        "heal", folder, "--teacher", small, "--steps", 1, "--corpus", text, "--out", tmp_path / "new", "--length", 9
+        "distill", folder, "--teacher", small, "--steps", 1, "--corpus", text, "--out", tmp_path / "new", "--length", 9
     )
     assert done.exit_code == 2 and "both are decoders of one vocabulary" in done.stderr

@@ -1,10 +1,9 @@
-"""`headwise prune` and `headwise migrate`: what they print where, and one line with exit code 2 for what is wrong."""
+"""`headwise prune`: what they print where, and one line with exit code 2 for what is wrong."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from hf_folders import answer_here, tokenizer
 from reshape_models import FAMILIES, saved
-from test_reshape_migrate import UNEVEN, old
 from typer.testing import CliRunner
 
 from headwise import cli, hf, models
@@ -127,10 +125,18 @@ def test_a_corpus_is_read_in_rows_to_a_limit(tiny: str, tmp_path: Path) -> None:
     assert len(facts["gone"]) == 4
 
 
-def test_recovery_is_measured_on_text_that_nothing_was_fitted_to(tmp_path: Path) -> None:
+def test_reconstruction_is_measured_on_text_that_nothing_was_fitted_to(tmp_path: Path) -> None:
     source = saved(FAMILIES["llama odd"], tmp_path / "source")
     (source / "tokenizer.json").write_text(tokenizer())
-    arguments = ["prune", str(source), "--heads", "0.1,1.2", "--text", "a b, c. d! e? f: g; h\n i\n" * 20, "--recover"]
+    arguments = [
+        "prune",
+        str(source),
+        "--heads",
+        "0.1,1.2",
+        "--text",
+        "a b, c. d! e? f: g; h\n i\n" * 20,
+        "--reconstruct",
+    ]
     losses = json.loads(ran(*arguments, "--dry-run", "--json"))["losses"]
     assert losses.keys() == {"original", "pruned", "recovered", "tokens"} and losses["pruned"] != losses["recovered"]
 
@@ -162,15 +168,6 @@ def test_zeroed_heads_say_so_everywhere(tiny: str, tmp_path: Path) -> None:
         assert "as large and as slow" in (tmp_path / "new" / name).read_text()
 
 
-def test_migrate_makes_an_old_checkpoint_load(tmp_path: Path) -> None:
-    source, _ = old("bert", UNEVEN, tmp_path / "old")
-    shutil.rmtree(source / "smaller")
-    text = ran("migrate", str(source), "--dry-run")
-    assert "pruned_heads in config.json counted 3 heads out" in text and not (tmp_path / "new").exists()
-    facts = json.loads(ran("migrate", str(source), "--out", str(tmp_path / "new"), "--json"))
-    assert facts["proof"]["class"] == "BertForMaskedLM" and facts["gone"] == {"0": [1, 3], "1": [0]}
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -184,10 +181,10 @@ def test_migrate_makes_an_old_checkpoint_load(tmp_path: Path) -> None:
             "--by is importance, ablation, redundancy or random; got",
         ),
         (
-            ["--keep-fraction", "0.5", "--by", "random", "--text", "a b c", "--recover", "--dry-run"],
+            ["--keep-fraction", "0.5", "--by", "random", "--text", "a b c", "--reconstruct", "--dry-run"],
             "tokens are one row of 256; give a",
         ),
-        (["--heads", "0.1", "--recover", "--dry-run"], "--recover needs a text to fit to; give --file"),
+        (["--heads", "0.1", "--reconstruct", "--dry-run"], "--reconstruct needs a text to fit to; give --file"),
         (["--heads", "x", "--dry-run"], "heads are LAYER.HEAD with commas between"),
         (["--heads", "0.8", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--heads", "0.1", "--dry-run"], "layer 1 must lose 1 more, layer 2 must lose 1 more"),
@@ -222,8 +219,8 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
         (["--keep-fraction", "0.5", "--corpus", "/none", "--dry-run"], "--corpus /none: no such file or folder"),
         (["--keep-fraction", "0.5", "--target", " ", "--dry-run"], "--target: the text is empty; give a few words"),
         (
-            ["--heads", "0.1", "--zero", "--recover", "--text", "a b c", "--dry-run"],
-            "zeroed heads stay 0, so --recover",
+            ["--heads", "0.1", "--zero", "--reconstruct", "--text", "a b c", "--dry-run"],
+            "zeroed heads stay 0, so --reconstruct",
         ),
     ],
 )
@@ -236,7 +233,7 @@ def test_what_is_wrong_is_told_before_a_model_is_read(
     assert not read
 
 
-@pytest.mark.parametrize("command", [["prune", "--heads", "0.0,1.0"], ["regroup", "--kv-heads", "1"], ["migrate"]])
+@pytest.mark.parametrize("command", [["prune", "--heads", "0.0,1.0"], ["regroup", "--kv-heads", "1"]])
 def test_where_nothing_can_be_written_is_told_in_our_words(command: list[str], tmp_path: Path) -> None:
     source = str(saved(FAMILIES["llama"], tmp_path / "source"))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -248,10 +245,7 @@ def test_where_nothing_can_be_written_is_told_in_our_words(command: list[str], t
 
 def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     assert "no such folder" in refused("prune", str(tmp_path / "none"), "--heads", "0.1", "--dry-run")
-    assert "no such folder" in refused("migrate", str(tmp_path / "none"), "--dry-run")
-    assert "give --out" in refused("migrate", str(tmp_path))
-    source = saved(FAMILIES["bert"], tmp_path / "bert")
-    assert "there is nothing to migrate" in refused("migrate", str(source), "--dry-run")
-    assert "no class of transformers loads this: bert has no field" in refused(
+    source = saved(FAMILIES["gpt2"], tmp_path / "gpt2")
+    assert "no class of transformers loads this: gpt2 has no field" in refused(
         "prune", str(source), "--heads", "0.1,1.1", "--dry-run"
     )

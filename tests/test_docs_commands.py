@@ -10,10 +10,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import hf_folders
 import pytest
+from hf_folders import prove_here
 from pages import FENCE
-from reshape_models import FAMILIES
 from seen_folders import write_seen
 from test_docs import PAGES, ROOT
 from typer.testing import CliRunner
@@ -85,12 +84,11 @@ SHOWN = {page: listed for page, listed in EVERY.items() if listed}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files and checkpoints of the names that the pages use; the proof of a checkpoint is asked in this process."""
     monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
-    monkeypatch.setattr("headwise.hf.checkpoints.prove", hf_folders.prove_here)
+    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove_here)
     monkeypatch.chdir(tmp_path)
     for name in ("path/to/checkpoint", "path/to/model", "before", "after", "model", "pruned", PACKAGED):
         shutil.copytree(models.tiny_path(), tmp_path / name)
     shutil.copy(tmp_path / "model/config.json", tmp_path / "path/to/config.json")
-    hf_folders.written(FAMILIES["bert"], tmp_path / "path/to/encoder")
     (tmp_path / "texts").mkdir()
     shutil.copy(Path(annotate.__file__).parent / "sentences.conllu", tmp_path / "treebank.conllu")
     (tmp_path / "notes.txt").write_text(TEXT)
@@ -103,7 +101,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_commands_of_a_page_run_and_print_what_it_says(page: Path, folder: Path) -> None:
     runner = CliRunner()
-    if any(SEEN.search(command) for command, _ in SHOWN[page]):
+    texts = " ".join(command for command, _ in SHOWN[page])
+    if "path/to/encoder" in texts:
+        (folder / "seen").mkdir()
+        write_seen(folder / "seen")
+        encoder = (folder / "seen/bert").rename(folder / "path/to/encoder")
+        (encoder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    if SEEN.search(texts):
         write_seen(folder / "path/to")
         (folder / "path/to/p.png").rename("photo.png")
         (folder / "path/to/s.wav").rename("speech.wav")

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import headwise
-from headwise.hf import ModelError, decoding, make_cache
+from headwise.hf import ModelError, make_cache
 from headwise.hf.attention import headwise_attention
 from headwise.hf.masks import StructuralMask
 from headwise.hf.tokens import encode
@@ -117,20 +117,21 @@ def test_a_crop_of_all_tokens_or_more_leaves_none(kind: Any) -> None:
 
 @pytest.mark.unchecked
 def test_a_step_is_for_heads_that_fit_the_groups_of_the_module() -> None:
-    """As `check_heads` has it, a step is refused where a query would read another head's keys."""
-    module = SimpleNamespace(training=False, num_key_value_groups=2, config=SimpleNamespace(num_attention_heads=4))
+    """One token is refused where a query would read another head's keys, as any number of tokens is."""
+    module = SomeAttention()
+    module.num_key_value_groups, module.config = 2, SimpleNamespace(num_attention_heads=4)
 
-    def alone(H: int, K: int) -> bool:
-        return decoding.nobody_takes_part(module, torch.zeros(1, H, 1, 6), torch.zeros(1, K, 1, 6))
+    def attend(H: int, K: int) -> Tensor:
+        key = torch.zeros(1, K, 3, 6)
+        return headwise_attention(module, torch.zeros(1, H, 1, 6), key, key, None)[0]
 
-    assert alone(4, 2) and alone(6, 3)
-    assert not any(alone(H, K) for H, K in ((4, 1), (4, 4), (8, 2), (2, 2), (6, 2)))
+    for H, K in ((4, 2), (6, 3), (4, 4)):  # the last: a model that repeats its keys for all heads itself
+        assert attend(H, K).shape == (1, 1, H, 6)
+    for H, K in ((4, 1), (8, 2), (2, 2), (6, 2)):
+        with pytest.raises(ModelError, match=f"passes {H} query heads and {K} key-value heads, and the model has 2 q"):
+            attend(H, K)
     module.num_key_value_groups = None
-    assert alone(4, 1) and alone(4, 4)
-    other = SomeAttention()
-    other.num_key_value_groups, other.config = 2, module.config
-    with pytest.raises(ModelError, match="passes 4 query heads and 1 key-value heads, and the model has 2 query"):
-        headwise_attention(other, torch.zeros(1, 4, 1, 6), torch.zeros(1, 1, 3, 6), torch.zeros(1, 1, 3, 6), None)
+    assert attend(4, 1).shape == attend(4, 4).shape == (1, 1, 4, 6)
 
 
 SEQUENCES = {

@@ -9,7 +9,6 @@ import math
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(planted.to_dict()) == planted
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(planted, seconds=math.nan).to_json()
-    with pytest.raises(ValueError, match=re.escape("a look is read from format 1 to 2, got 99; write it again")):
+    with pytest.raises(ValueError, match=re.escape("a look is read from format 2, got 99; write it again")):
         Look.from_dict(planted.to_dict() | {"format": 99})
 
 
@@ -81,23 +80,6 @@ def test_a_field_of_another_kind_is_refused_wherever_it_stands(planted: Look) ->
         with pytest.raises(ValueError, match="what to_dict\\(\\) wrote"):
             Look.from_dict(data)
             pytest.fail(f"{path} = {value}")
-
-
-OLD = Path(__file__).with_name("look_format_1.json")
-
-
-def test_a_look_of_format_1_is_read() -> None:
-    old = json.loads(OLD.read_text("utf8"))
-    seen = Look.from_dict(old)
-    assert (seen.num_layers, seen.num_heads, seen.length, seen.texts) == (4, 8, 128, 1) and len(seen.heads) == 32
-    for head, was in zip(seen.heads, old["heads"], strict=True):
-        assert [(score.name, score.value, score.threshold, score.null) for score in head.roles] == [
-            (role["name"], role["score"], role["threshold"], role["baseline"]) for role in was["roles"]
-        ]
-        assert head.value("first-token sink") == was["sink"] and head.value("broad") == was["evenness"]
-        assert head.value("induction") == was["induction"] and head.offsets == tuple(was["offsets"])
-        assert head.part == "decoder" and head.map == tuple(map(tuple, was["map"]))
-    assert Look.from_dict(seen.to_dict()) == seen
 
 
 def test_records_are_plain_numbers(planted: Look) -> None:

@@ -168,7 +168,7 @@ RECORDED = """
     Explanation HeadStatistics RowStatistics TopKeys AttentionCall Stage Trace Probe QuantizationError HeadRecord Look
     Score Evidence Passage Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner
     LatentCache Comparison HeadChange Curve Point Ablation Circuits Composition HeadImportance HeadWrites Importance
-    Redundancy Twin Vocabulary Migration Pruning Regrouping Repaired Processes
+    Redundancy Twin Vocabulary Migration Pruning Regrouping Reconstruction Processes
     Projections ModelOverRanks
 """
 RECORDS = RECORDED.split()
@@ -190,7 +190,7 @@ HANDED_ON = {
     "KVCache.takes_steps": "by modules, after their projections",
     "Rotary.turn": "by modules, for a step of a cache",
     "Proof.request": "by what writes a checkpoint",
-    **{f"Processes.{name}": "by heal" for name in ("share", "add", "add_gradients")},
+    **{f"Processes.{name}": "by distill" for name in ("share", "add", "add_gradients")},
     **{f"Processes.{name}": "by look.over" for name in ("of", "together", "exchange")},
 }
 

@@ -9,8 +9,6 @@ import re
 import pytest
 from test_architecture import Tree, real_tree, with_planted
 
-TWO_PUBLIC = {"Curve"}  # what training measured, and what healing did: `headwise.look.Curve`, `headwise.reshape.Curve`
-
 
 @functools.cache
 def types_in(source: str) -> list[str]:
@@ -34,7 +32,7 @@ def one_meaning(tree: Tree) -> list[str]:
     return [
         f"{name} is defined in {' and '.join(paths)}; name one of them more precisely"
         for name, paths in places.items()
-        if len(paths) > 1 and name not in TWO_PUBLIC
+        if len(paths) > 1
     ]
 
 

@@ -77,9 +77,8 @@ def test_a_plan_of_heads_and_tokens_is_what_ranks_send_and_hold(case: Planned) -
     results = ranks.pool(4).run(grid_cases.planned, case)
     at = spread(model_of(case.config()), Grid(2, 2, Link(1e9)), grid_cases.TOKENS, batch=2, kv_dtype="fp32")
     [layer] = at.layers
-    served = [cost for cost in layer.costs if cost.layout != "pass_q"]
-    assert len(served) == 3
-    for cost in served:
+    assert len(layer.costs) == 3
+    for cost in layer.costs:
         forward, backward, *sums = map(max, *(each[cost.layout] for each in results))
         assert (cost.bytes, layer.backward[cost.layout]) == (forward, backward), cost.layout
         assert sums[0] == layer.tensor_bytes // 2  # the other half is that of the feed-forward layers

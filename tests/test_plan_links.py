@@ -26,7 +26,6 @@ from headwise.plan.places import (
     shares,
     shown,
     stretches,
-    toured,
 )
 
 pytestmark = pytest.mark.unchecked
@@ -103,35 +102,13 @@ def test_keys_go_to_each_rank_that_sees_them() -> None:
     assert differences(both) == []
 
 
-def test_queries_on_the_way_go_as_far_as_keys_that_they_see() -> None:
-    def both(call: MeshCall, ranks: int, order: Any) -> tuple[Any, Any]:
-        if call.bounded:
-            return 0, 0
-        of_query, of_key = owners(call, ranks, order)
-        sends, answers = [0] * ranks, [0] * ranks
-        for i, owner in enumerate(of_query):
-            who = {k for j, k in enumerate(of_key) if k != owner and sees(call, i, j)}
-            if call.cached and call.cached < ranks:  # a rank without cached keys passes on and answers all the same
-                who = set(range(ranks)) - {owner}
-            for r in who:
-                answers[r] += 1
-            for hop in range(max(((owner - r) % ranks for r in who), default=0)):
-                sends[(owner - hop) % ranks] += 1
-        return toured(call, ranks, order), (tuple(sends), tuple(answers))
-
-    assert differences(both) == []
-
-
 def test_the_work_of_each_rank_is_counted_pair_by_pair() -> None:
     def both(call: MeshCall, ranks: int, order: Any) -> tuple[Any, Any]:
         of_query, of_key = owners(call, ranks, order)
         seen = [(r, k) for i, r in enumerate(of_query) for j, k in enumerate(of_key) if sees(call, i, j)]
-        by_query, by_key = Counter(r for r, _ in seen), Counter(k for _, k in seen)
+        by_query = Counter(r for r, _ in seen)
         ours = [links.pairs(call, ranks, "ring", order)]
         slow = [tuple(6 * by_query[r] for r in range(ranks))]
-        if not call.bounded:
-            ours.append(links.pairs(call, ranks, "pass_q", order))
-            slow.append(tuple(6 * by_key[r] for r in range(ranks)))
         heads = [share.heads for share in head_shares(6, 3, ranks)]
         ours.append(links.pairs(call, ranks, "ulysses"))
         slow.append(tuple(count * len(seen) for count in heads))
@@ -193,13 +170,6 @@ def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
     assert sum(own) == 31
     assert sent(call, "gather", 4) == tuple(3 * 2 * kv * 3 * n for n in own)
     assert sent(call, "gather", 4, backward=True) == tuple(3 * kv * (2 * 3 * n + 4 * (31 - n)) for n in own)
-    goes, answers = toured(call, 4)
-    assert sent(call, "pass_q", 4) == tuple(
-        3 * 6 * (n * 5 * 2 + m * (7 * 4 + 4)) for n, m in zip(goes, answers, strict=True)
-    )
-    assert sent(call, "pass_q", 4, backward=True) == tuple(
-        3 * 6 * (n * ((5 + 7) * 2 + 8) + m * 5 * 4) for n, m in zip(goes, answers, strict=True)
-    )
     latent = MeshCall(32, 32, **SIZES, latent=11)
     assert sent(latent, "gather", 4) == (8 * 3 * 11 * 2,) * 4
     assert sent(latent, "ulysses", 2)[0] == 2 * (16 * 3 * 5 + 16 * 11 + 16 * 3 * 7) - 2 * 16 * (4 - 3) * (5 - 7)
@@ -214,8 +184,6 @@ def test_the_formulas_of_the_field_are_met_where_all_divides() -> None:
         call = MeshCall(T, T, H, K, D, D, e, right=None)
         assert set(sent(call, "ring", N)) == set(sent(call, "gather", N)) == {(N - 1) * T // N * 2 * K * D * e}
         assert set(sent(call, "ulysses", N)) == {(N - 1) * (T // N) * (2 * H + 2 * max(K, N)) * D * e // N}
-        ways = (N - 1) * T // N
-        assert set(sent(call, "pass_q", N)) == {ways * H * D * e + ways * H * (D * 4 + 4)}
         assert set(links.all_reduce(T * 96, N)) == {2 * (N - 1) * T * 96 // N}
         window = MeshCall(T, T, H, K, D, D, e, left=5)
         assert max(sent(window, "ring", N)) == 5 * 2 * K * D * e  # whatever N
@@ -249,7 +217,6 @@ def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     back = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14, backward=True)
     assert back.compute_seconds == 2 * back.pairs * 5 * 128 / 1e14
     assert price(call, "ring", 4).seconds is None and price(call, "ring", 1).bytes == 0
-    assert "pass_q" not in {cost.layout for cost in prices(MeshCall(64, 64, 8, 2, 4, 4, left=3), 4)}
     assert prices(call, 4)[0].bytes == min(cost.bytes for cost in prices(call, 4))
 
 
@@ -297,17 +264,13 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: MeshCall(5, 5, 4, 2, 8, 8, left=-1), "left is at least 1; got -1"),
     (
         lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "star", 2),
-        "layout is one of ring, gather, ulysses, pass_q; got 'star'",
+        "layout is one of ring, gather, ulysses; got 'star'",
     ),  # type: ignore[arg-type]
     (lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 0), "ranks is at least 1; got 0"),
     (lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 2, order="x"), "order is contiguous or zigzag; got 'x'"),  # type: ignore[arg-type]
     (
         lambda: sent(MeshCall(5, 5, 4, 2, 8, 8, left=2), "ring", 2, order="zigzag"),
         "zigzag is for causal attention without",
-    ),
-    (
-        lambda: sent(MeshCall(5, 5, 4, 2, 8, 8, left=2), "pass_q", 2),
-        'layout "pass_q" is for masks without bound; a window',
     ),
     (lambda: decode_sent(MeshCall(1, 5, 4, 2, 8, 8), 2, owners=3), "owners is at most ranks; got 3 of 2"),
     (
@@ -359,10 +322,10 @@ def test_messages_one_after_another() -> None:
     """Of one rank none; N - 1 in a ring or as many as a halo reaches, log2 N in a gather, one in each all-to-all."""
     call = MeshCall(64, 64, 4, 2, 10, 10)
     halo = replace(call, left=9)
-    for ranks, ring, gather, there, back in ((1, 0, 0, 0, 0), (2, 1, 1, 2, 2), (5, 4, 3, 2, 5), (8, 7, 3, 2, 8)):
+    for ranks, ring, gather, there in ((1, 0, 0, 0), (2, 1, 1, 2), (5, 4, 3, 2), (8, 7, 3, 2)):
         assert [links.messages(call, "ring", ranks, backward=more) for more in (False, True)] == [ring, 2 * ring]
         assert links.messages(call, "gather", ranks) == gather
-        assert links.messages(call, "ulysses", ranks) == there and links.messages(call, "pass_q", ranks) == back
+        assert links.messages(call, "ulysses", ranks) == there
         assert links.messages(halo, "ring", ranks) == min(ranks - 1, 2 if ranks == 8 else 1)
 
 

@@ -110,7 +110,7 @@ def test_every_kind_of_layer_sends_what_its_own_mask_needs(name: str) -> None:
         for cost in layer.costs:
             assert cost.bytes == max(links.sent(call, cost.layout, 4))
             assert layer.backward[cost.layout] == max(links.sent(call, cost.layout, 4, backward=True))
-        assert layer.choose.seconds == min(cost.seconds or 0.0 for cost in layer.costs if cost.layout != "pass_q")
+        assert layer.choose.seconds == min(cost.seconds or 0.0 for cost in layer.costs)
         assert layer.tensor_bytes == 2 * (2 * (2 - 1) * 16 * batch * 48 // 2) * 2  # 16 of 61 tokens on the fullest
     assert at.sent() == sum(layer.count * (layer.tensor_bytes + layer.choose.bytes) for layer in at.layers)
 
@@ -128,7 +128,7 @@ def test_a_window_needs_a_halo_however_many_ranks() -> None:
         [window] = [layer for layer in at.layers if layer.kind == "window 13"]
         ring = next(cost for cost in window.costs if cost.layout == "ring")
         assert ring.bytes == 12 * 2 * 2 * 10 * 2  # W - 1 keys and values of 2 heads of 10 numbers of 2 bytes
-        assert window.choose.layout == "ring" and "pass_q" not in window.backward
+        assert window.choose.layout == "ring"
     assert call_of(made("chunks").layers[0], 64, 2).chunk == 16
     assert call_of(made("encoder").layers[1], 64, 2) == MeshCall(64, 64, 6, 6, 8, 8, 2, left=6, right=6)
 
@@ -305,7 +305,7 @@ def test_what_one_layer_needs_at_once() -> None:
     """The stream and what is added to it, queries with outputs and keys with values, and what travels.
 
     In a ring three messages of both heads, or of what a window needs of others; in a gather two heads of all keys; in
-    an all-to-all a share of all; with queries on the way they and their outputs twice.
+    an all-to-all a share of all.
     """
     queries, keys, width, each = 6 * (10 + 10), 2 * (10 + 10), 48, 10 + 10
 
@@ -319,7 +319,6 @@ def test_what_one_layer_needs_at_once() -> None:
     for batch in (1, 3):
         byte = 2 * batch
         expected = {"ring": 3 * 2 * each * 16, "gather": 2 * each * 64, "ulysses": (queries + keys) * 64 // 4}
-        expected["pass_q"] = 2 * 16 * queries
         many = of("plain", 4, batch)["causal"]
         assert many == {layout: byte * numbers(16, extra) for layout, extra in expected.items()}
         assert set(of("plain", 1, batch)["causal"].values()) == {byte * numbers(64, 0)}

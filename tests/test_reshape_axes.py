@@ -1,4 +1,4 @@
-"""How a tensor's axes divide into heads: what is kept, zeroed and spread, against the same by hand."""
+"""How a tensor's axes divide into heads: what is kept and zeroed, against the same by hand."""
 
 from __future__ import annotations
 
@@ -69,18 +69,6 @@ def test_zeros_stand_where_o_proj_reads_what_goes_and_nowhere_else(text: str) ->
             if not stay:
                 expected.select(axis, n).zero_()
     assert torch.equal(form(text).zero(tensor, SIZES, KEPT), expected)
-
-
-@pytest.mark.parametrize("text", FORMS)
-def test_spread_is_the_way_back_with_zeros(text: str) -> None:
-    axis, tensor, stays = case(text)
-    expected = tensor.clone()
-    for n, stay in enumerate(stays):
-        if not stay:
-            expected.select(axis, n).zero_()
-    kept = form(text).keep(tensor, SIZES, KEPT)
-    assert torch.equal(form(text).spread(kept, SIZES, KEPT), expected)
-    assert form(text).full(kept.shape, SIZES) == tuple(tensor.shape)
 
 
 def test_two_axes_of_heads_are_cut_both() -> None:

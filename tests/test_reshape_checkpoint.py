@@ -115,13 +115,15 @@ def test_settings_are_handed_on_without_keys_that_name_code(tmp_path: Path) -> N
     table = {
         "auto_map": {"AutoTokenizer": ["evil.Tok", None]},
         "bos_token": "\u00e9",
-        "more": [{"auto_map": 1, "x": 2}],
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
+        "more": [{"auto_map": 1, "x": 2, "__type": "evil.Tok"}],
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(table))
     (folder / "generation_config.json").write_text('{"eos_token_id":3}')
     (folder / "vocab.json").write_text('{"_map": 3, "auto_map": 4}')
     with hf.checkpoint(folder) as opened:
-        assert json.loads(b"".join(opened.copy("tokenizer_config.json"))) == {"bos_token": "\u00e9", "more": [{"x": 2}]}
+        rest = {"bos_token": "\u00e9", "eos_token": table["eos_token"], "more": [{"x": 2}]}
+        assert json.loads(b"".join(opened.copy("tokenizer_config.json"))) == rest
         for same in ("generation_config.json", "vocab.json", "tokenizer.json"):
             assert b"".join(opened.copy(same)) == (folder / same).read_bytes()
 

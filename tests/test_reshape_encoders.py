@@ -201,8 +201,8 @@ def test_values_and_outputs_are_solved_anew_for_layers_of_different_numbers(fold
     rows = [torch.randint(2, 53, (1, 31)) for _ in range(6)]
     model = hf.load(folder("bert")).model
     with hf.checkpoint(folder("bert")) as opened:
-        plan = reshape.mend(reshape.plan_prune(opened, heads=UNEVEN), model, rows)
-        result = put(plan, tmp_path / "mended")
+        plan = reshape.reconstruct(reshape.plan_prune(opened, heads=UNEVEN), model, rows)
+        result = put(plan, tmp_path / "reconstructed")
         plain = put(reshape.plan_prune(opened, heads=UNEVEN), tmp_path / "plain")
     wanted = model(rows[0])[0]
     off = [(loaded(transformers.AutoModel, one)(rows[0])[0] - wanted).norm().item() for one in (plain, result)]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from reshape_cases import TURNS, layer, orthogonal, output, project, text
+from reshape_cases import ROTATIONS, layer, orthogonal, output, project, text
 from torch import Tensor
 
-from headwise.reshape.align import KeyFrame, aligned_differences, orthogonal_turns, phases, unlike
+from headwise.reshape.align import KeyBasis, aligned_differences, orthogonal_rotations, phases, unlike
 from headwise.reshape.fit import basis, fitted_differences
 from headwise.reshape.grouping import MOST_PARTITIONS, contiguous, cost, grouped, partitions
 from headwise.reshape.heads import HeadWeights
@@ -53,12 +53,12 @@ def far(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("turns", TURNS)
-def test_turning_heads_into_one_frame_changes_no_output(turns: str, norm: str) -> None:
-    weights = layer(6, 3, turns=TURNS[turns], **norms(NORMS[norm], 3))
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_turning_heads_into_one_frame_changes_no_output(rotation: str, norm: str) -> None:
+    weights = layer(6, 3, rotation=ROTATIONS[rotation], **norms(NORMS[norm], 3))
     x = text()
     known = moments(weights, x)
-    turned = mapped(weights, KeyFrame(weights).turns(known.key), orthogonal_turns(known.value))
+    turned = mapped(weights, KeyBasis(weights).rotations(known.key), orthogonal_rotations(known.value))
     assert far(output(turned, x), output(weights, x)) < 1e-12
     assert far(turned.value, weights.value) > 0.1, "nothing was turned"
     moved = far(turned.key, weights.key)
@@ -66,23 +66,23 @@ def test_turning_heads_into_one_frame_changes_no_output(turns: str, norm: str) -
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("turns", TURNS)
-def test_two_heads_agree_as_far_as_turning_them_reaches(turns: str, norm: str) -> None:
-    weights = layer(8, 4, turns=TURNS[turns], **norms(NORMS[norm], 4))
-    frame, known = KeyFrame(weights), moments(weights, text()).key
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_two_heads_agree_as_far_as_turning_them_reaches(rotation: str, norm: str) -> None:
+    weights = layer(8, 4, rotation=ROTATIONS[rotation], **norms(NORMS[norm], 4))
+    frame, known = KeyBasis(weights), moments(weights, text()).key
     agreement = frame.agreement(known)
     for pair in itertools.combinations(range(4), 2):
         of_pair = known[list(pair)][:, :, list(pair)]
-        one, other = frame.turns(of_pair)
+        one, other = frame.rotations(of_pair)
         reached = (one.T @ of_pair[0, :, 1] @ other).trace()
         torch.testing.assert_close(reached, agreement[pair])
 
 
 @pytest.mark.parametrize("plant", ["turns", "scales"])
-@pytest.mark.parametrize("turns", TURNS)
-def test_planted_maps_are_undone(turns: str, plant: str) -> None:
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_planted_maps_are_undone(rotation: str, plant: str) -> None:
     """Heads that are turns of one head in keys and values: aligned loses nothing; that are any map of it: fitted."""
-    base = layer(6, 3, turns=TURNS[turns])
+    base = layer(6, 3, rotation=ROTATIONS[rotation])
     names = ("key", "value", "key_bias", "value_bias")
     weights = replace(base, **{name: getattr(base, name)[[0, 0, 0]] for name in names})
     keys = torch.stack([planted(weights, plant) for _ in range(3)])
@@ -99,7 +99,7 @@ def test_planted_maps_are_undone(turns: str, plant: str) -> None:
 def planted(weights: HeadWeights, plant: str) -> Tensor:
     """A map of D numbers that the layer's rotary positions commute with: of turns alone, or of any size."""
     made = torch.eye(14, dtype=torch.float64)
-    frame = KeyFrame(weights)
+    frame = KeyBasis(weights)
     pairs, rest = len(frame.first), len(frame.rest)
     size = torch.ones(pairs) if plant == "turns" else torch.rand(pairs) + 0.3
     frame.put_pairs(made[None], torch.polar(size.double(), 6.3 * torch.rand(pairs).double())[None])
@@ -110,7 +110,7 @@ def planted(weights: HeadWeights, plant: str) -> Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_that_are_the_same_become_one_without_a_trace(method: Any) -> None:
-    weights = layer(8, 2, turns=TURNS["halves"]).to(torch.float32)
+    weights = layer(8, 2, rotation=ROTATIONS["halves"]).to(torch.float32)
     x = text().float()
     double = weights.expanded().select([0, 1, 2, 3, 4, 5, 6, 7])
     merged = merge(double, 2, method=method, moments=moments(double, x))
@@ -124,7 +124,9 @@ def test_heads_that_are_the_same_become_one_without_a_trace(method: Any) -> None
 @pytest.mark.parametrize("norm", ["rms", "across"])
 def test_the_first_head_brings_the_weights_of_its_own_norm(norm: str) -> None:
     """What stands for the group is its first head's key as queries meet it: normed by its own weights, no mean."""
-    weights = layer(6, 6, turns=TURNS["partial"], **norms({"query_norm": "alike", "key_norm": "own", "norm": norm}, 6))
+    weights = layer(
+        6, 6, rotation=ROTATIONS["partial"], **norms({"query_norm": "alike", "key_norm": "own", "norm": norm}, 6)
+    )
     x = text()
     firsts = [0, 0, 0, 3, 3, 3]
     names = ("key", "value", "key_bias", "value_bias", "key_norm")
@@ -143,7 +145,7 @@ def test_as_many_heads_as_before_change_nothing() -> None:
 
 def test_query_heads_go_with_their_keys() -> None:
     """Heads 0 and 2 are alike, and 1 and 3: neighbours after merging, sinks and output with them."""
-    base = layer(8, 4, turns=TURNS["partial"])
+    base = layer(8, 4, rotation=ROTATIONS["partial"])
     weights = replace(base, **{
         name: getattr(base, name)[[0, 1, 0, 1]] for name in ("key", "value", "key_bias", "value_bias")
     })  # fmt: skip
@@ -175,9 +177,9 @@ def test_what_is_lost_is_what_the_shared_heads_miss() -> None:
         assert float((every - got).square().sum() / every.square().sum()) == pytest.approx(merged.lost[0], rel=1e-9)
 
 
-@pytest.mark.parametrize("turns", TURNS)
-def test_the_better_method_loses_less(turns: str) -> None:
-    weights = layer(8, 8, turns=TURNS[turns])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_the_better_method_loses_less(rotation: str) -> None:
+    weights = layer(8, 8, rotation=ROTATIONS[rotation])
     known, groups = moments(weights, text()), contiguous(8, 2)
     lost = {method: merge(weights, 2, method=method, moments=known, groups=groups).lost for method in METHODS}
     for n in (0, 1):
@@ -185,7 +187,7 @@ def test_the_better_method_loses_less(turns: str) -> None:
 
 
 def test_a_norm_leaves_keys_to_be_aligned() -> None:
-    weights = layer(6, 3, turns=TURNS["partial"], **norms(NORMS["rms, weights of pairs alike"], 3))
+    weights = layer(6, 3, rotation=ROTATIONS["partial"], **norms(NORMS["rms, weights of pairs alike"], 3))
     known = moments(weights, text())
     aligned, fitted = (merge(weights, 1, method=method, moments=known) for method in ("aligned", "fitted"))
     assert torch.equal(aligned.apply(weights).key, fitted.apply(weights).key)
@@ -216,10 +218,10 @@ def test_the_basis_is_the_best_of_many() -> None:
 
 def test_phases_and_turns_are_the_best_of_many() -> None:
     """No other turn of one head does better: a stationary point in each head."""
-    weights = layer(3, 3, turns=TURNS["halves"])
+    weights = layer(3, 3, rotation=ROTATIONS["halves"])
     known = moments(weights, text())
     blocks = known.value.transpose(1, 2)
-    Q = orthogonal_turns(known.value)
+    Q = orthogonal_rotations(known.value)
     reached = torch.einsum("ivx,ijvw,jwx->", Q, blocks, Q)
     for i in range(3):
         for _ in range(20):
@@ -278,7 +280,7 @@ def all_pairs(heads: list[int]) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize(("differences", "plant"), [(aligned_differences, "turns"), (fitted_differences, "scales")])
 def test_differences_are_zero_for_mapped_copies_alone(differences: Any, plant: str) -> None:
-    base = layer(3, 3, turns=TURNS["partial"])
+    base = layer(3, 3, rotation=ROTATIONS["partial"])
     weights = replace(base, key=base.key[[0, 1, 0]], value=base.value[[0, 1, 0]], key_bias=None, value_bias=None)
     keys, values = (torch.eye(n, dtype=torch.float64).repeat(3, 1, 1) for n in (14, 11))
     keys[2], values[2] = planted(weights, plant), orthogonal(11) * (3 if plant == "scales" else 1)
@@ -300,7 +302,7 @@ def test_what_the_text_does_not_tell_stays_as_it_is() -> None:
     """Values that never differ from 0 in some numbers: those are not turned."""
     few = torch.randn(7, 3, dtype=torch.float64)
     products = (few @ few.T)[None, :, None].expand(2, 7, 2, 7)
-    assert torch.allclose(orthogonal_turns(products)[1], torch.eye(7, dtype=torch.float64), atol=1e-5)
+    assert torch.allclose(orthogonal_rotations(products)[1], torch.eye(7, dtype=torch.float64), atol=1e-5)
 
 
 @pytest.mark.unchecked

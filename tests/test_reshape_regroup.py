@@ -24,7 +24,8 @@ from headwise.reshape.classes import Target
 from headwise.reshape.layers import head_weights, layer_tensors
 from headwise.reshape.merge import METHODS
 from headwise.reshape.prune import as_stored
-from headwise.reshape.regroup import plan_regroup, repair
+from headwise.reshape.reconstruct import reconstruct
+from headwise.reshape.regroup import plan_regroup
 from headwise.reshape.write import Planned
 
 KEEPS = [
@@ -167,7 +168,7 @@ def test_as_many_as_there_are_is_the_same_to_the_last_bit() -> None:
     assert all(torch.equal(made[name], part) for name, part in source.state.items())
 
 
-def test_text_decides_and_the_repair_helps_on_other_text() -> None:
+def test_text_decides_and_reconstruction_helps_on_other_text() -> None:
     source = opened("llama")
     model = source.build(source.config, source.state)
     with torch.no_grad():
@@ -182,7 +183,7 @@ def test_text_decides_and_the_repair_helps_on_other_text() -> None:
     assert calls == [*reading, ("choosing which heads share", 1, 2), ("choosing which heads share", 2, 2)]
     blind = plan_regroup(source, 2, method="aligned")
     assert sum(sum(one.lost) for one in plan.merges.values()) > 0 and blind.merges["0"].lost != plan.merges["0"].lost
-    fixed = repair(plan, model, rows, value_steps=2)
+    fixed = reconstruct(plan, model, rows, value_steps=2)
     for before, after in fixed.measured["errors"].values():  # on the rows that nothing was fitted to
         assert after < before
     old, new = result(plan), result(fixed)
@@ -245,14 +246,18 @@ def test_what_cannot_be_is_refused(kv_heads: Any, options: dict[str, Any], kind:
 
 
 @pytest.mark.unchecked
-def test_to_recover_takes_a_model_and_text() -> None:
+def test_reconstruction_needs_text_and_a_checkpoint_that_builds_models() -> None:
+    plan = plan_regroup(decoder(6, 6, D=6), 2)
+    with pytest.raises(TypeError, match=r"reconstruct\(\) needs a checkpoint opened with headwise.hf.checkpoint\(\)"):
+        reconstruct(plan, torch.nn.Linear(2, 2), [])
+    source = InMemory(plan.source.config, decoder(6, 6, D=6).state)
     for rows in (5, torch.ones(2, 3, dtype=torch.long), "text"):
         with pytest.raises(TypeError, match=r"rows are a list of tensors of ids \(B, T\); got"):
-            reshape.regroup(decoder(6, 6, D=6), "nowhere", 2, recovering=True, rows=rows)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"to recover takes the model and a text of at least two rows; give both"):
-        reshape.regroup(decoder(6, 6, D=6), "nowhere", 2, recovering=True)
-    with pytest.raises(TypeError, match=r"repair builds the changed model, for which headwise.hf.checkpoint is needed"):
-        repair(plan_regroup(decoder(6, 6, D=6), 2), torch.nn.Linear(2, 2), [])
+            reconstruct(plan_regroup(source, 2), torch.nn.Linear(2, 2), rows)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows are 2 at least"):
+        reconstruct(plan_regroup(source, 2), torch.nn.Linear(2, 2), [torch.ones(2, 3, dtype=torch.long)])
+    with pytest.raises(TypeError, match="plan is a Pruning or a Regrouping, as plan_prune and plan_regroup make it"):
+        reconstruct(source, torch.nn.Linear(2, 2), [])  # type: ignore[type-var]
 
 
 def test_a_model_with_towers_is_counted_whole_before_and_after() -> None:

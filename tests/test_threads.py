@@ -194,31 +194,6 @@ def test_what_is_measured_is_not_changed_by_what_runs_beside_it(kind: str) -> No
             assert one.result(120) == expected
 
 
-def test_a_bias_of_a_step_is_the_tensors_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's may have been the last one asked for between the question and the answer."""
-    from headwise.hf import own_steps
-
-    x, y = torch.zeros(2, 1, 5), torch.ones(2, 1, 5)
-
-    class Asked:
-        """Of the tensor that was last: while it is asked which one, another thread asks for another's."""
-
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-
-        def __call__(self) -> Tensor:
-            monkeypatch.undo()
-            own_steps._bias_of(y, 1.0, 2, 5)
-            return self.tensor
-
-    own_steps._bias_of(x, 1.0, 2, 5)
-    monkeypatch.setattr(own_steps, "_last", (Asked(x), *own_steps._last[1:]))
-    first = own_steps._bias_of(x, 1.0, 2, 5)
-    assert torch.equal(first.added(1, 5), x[None]) and torch.equal(
-        own_steps._bias_of(y, 1.0, 2, 5).added(1, 5), y[None]
-    )
-
-
 def test_an_answer_is_for_the_thread_that_asked(other: Any) -> None:
     """Another thread calls the inner part between this one's question and its computing."""
     model, ids, theirs = Reader(), torch.tensor([IDS]), list[Tensor]()

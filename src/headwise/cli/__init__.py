@@ -63,9 +63,16 @@ for command, name, example in (
     (importance.circuits, "circuits", "circuits path/to/checkpoint --json"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
-    (regroup._regroup, "regroup", "regroup path/to/checkpoint --kv-heads 4 --file notes.txt --recover --out smaller"),
-    (regroup._heal, "heal", "heal smaller --teacher path/to/checkpoint --steps 200 --corpus text.txt --out healed"),
-    (reshape._migrate, "migrate", "migrate path/to/old-checkpoint --out migrated"),
+    (
+        regroup._regroup,
+        "regroup",
+        "regroup path/to/checkpoint --kv-heads 4 --reconstruct --file text.txt --out new",
+    ),
+    (
+        regroup._distill,
+        "distill",
+        "distill smaller --teacher path/to/checkpoint --steps 200 --corpus texts --out new",
+    ),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):
     app.command(name, epilog=f"Example: headwise {example}")(command)

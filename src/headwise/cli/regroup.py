@@ -1,10 +1,11 @@
-"""``headwise regroup`` and ``headwise heal``."""
+"""``headwise regroup`` and ``headwise distill``."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from .reshaped import (
     texts_of,
 )
 
-MOST_HELD = 16  # windows that healing measures on
+MOST_HELD = 16  # windows that distillation measures on
 Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
 
 
@@ -36,11 +37,11 @@ def _regroup(
     method: Annotated[
         str, typer.Option(help="What a group shares: first, mean, aligned or fitted keys and values.")
     ] = "fitted",
-    text: Annotated[str | None, typer.Option(help="The text to compare heads on, and to recover on.")] = None,
+    text: Annotated[str | None, typer.Option(help="The text to compare heads on, and to reconstruct on.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
     corpus: Corpus = None,
-    recover: Annotated[
-        bool, typer.Option("--recover", help="Solve W_O and the values anew on the text, in closed form.")
+    reconstruct: Annotated[
+        bool, typer.Option("--reconstruct", help="Solve W_O and the values anew on the text, in closed form.")
     ] = False,
     seed: Annotated[int, typer.Option(help="For the search for groups, where there are many heads.")] = 0,
     out: OutOption = None,
@@ -53,9 +54,9 @@ def _regroup(
     if seed < 0:
         raise typer.BadParameter(f"--seed {seed}: at least 0")
     has_text = (text, file, corpus) != (None,) * 3
-    if recover and not has_text:
+    if reconstruct and not has_text:
         raise typer.BadParameter(
-            "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
+            "--reconstruct needs a text to fit to; give --file, some thousand words of the model's kind"
         )
     texts = texts_of(text, file, corpus) if has_text else None
     with progress() as show:
@@ -72,13 +73,13 @@ def _regroup(
             if texts is not None:
                 show("reading the model")
                 loaded = hf.load(folder)
-                read = rows_of(hf, loaded, texts, recover=recover)
+                read = rows_of(hf, loaded, texts, reconstruct=reconstruct)
             rows = tensors(read)
-            wish: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
+            request: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
             tell = _told(show)
-            plan = reshape.plan_regroup(source, kv_heads, **wish, progress=tell)
-            if recover and loaded is not None:
-                plan = reshape.repair(plan, loaded.model, rows, progress=tell)
+            plan = reshape.plan_regroup(source, kv_heads, **request, progress=tell)
+            if reconstruct and loaded is not None:
+                plan = reshape.reconstruct(plan, loaded.model, rows, progress=partial(tell, "reconstructing"))
             if dry_run or out is None:
                 facts = plan.facts()
             else:
@@ -89,8 +90,8 @@ def _regroup(
     _show(facts, None if dry_run else out, as_json)
 
 
-def _heal(
-    folder: Annotated[str, typer.Argument(help="The checkpoint folder to heal.")],
+def _distill(
+    folder: Annotated[str, typer.Argument(help="The checkpoint folder to distill.")],
     teacher: Annotated[str, typer.Option(help="The original: a checkpoint folder or hub name.")],
     steps: Annotated[int, typer.Option(help="Updates of the weights.")],
     file: Annotated[str | None, typer.Option(help="A text file to learn on (UTF-8); - is stdin.")] = None,
@@ -120,10 +121,10 @@ def _heal(
     texts = texts_of(None, file, corpus)
     with progress() as show:
         show("loading the libraries")
-        hf = libraries("headwise heal")
+        hf = libraries("headwise distill")
         from headwise import reshape
 
-        recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
+        training = reshape.DistillConfig(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
         checked = [hf.loading.checked(name) for name in (folder, teacher)]
         with hf.checkpoint(folder) as source:
             check_place(out, source)
@@ -132,18 +133,18 @@ def _heal(
             show("reading the text")
             stream, first = _stream(hf, checked[0][0], checked[0][2], texts)
             cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
-            recipe.batch(stream[: len(stream) - cut], 0, first)  # raises where the text is too short for a window
+            training.batch(stream[: len(stream) - cut], 0, first)  # raises where the text is too short for a window
             show("reading the models")
             student, original = hf.load(folder), hf.load(teacher)
             _check_pair(student, original)
             held_out = stream[len(stream) - cut :].view(-1, length) if cut else None
-            state = Path(out).with_name(f"{Path(out).name}.heal-state")
-            show("healing")
-            curve = reshape.heal(
+            state = Path(out).with_name(f"{Path(out).name}.distill-state")
+            show("distillation")
+            curve = reshape.distill(
                 student.model,
                 original.model,
                 stream[: len(stream) - cut],
-                recipe,
+                training,
                 held=held_out,
                 first=first,
                 state=state,
@@ -153,10 +154,10 @@ def _heal(
             )
             if reshape.Processes.here().rank:  # one of several processes writes
                 return
-            facts = reshape.facts_of(source, teacher, recipe, curve)
+            facts = reshape.distill_facts(source, teacher, training, curve)
             show("writing")
             proof = reshape.Proof(tuple(held_out[0].tolist()) if held_out is not None else ()) if verify else None
-            facts = reshape.write_healed(source, student.model, out, facts, proof=proof)
+            facts = reshape.write_distilled(source, student.model, out, facts, proof=proof)
             with contextlib.suppress(OSError):
                 state.unlink()
     _show(facts, out, as_json)
@@ -194,7 +195,7 @@ def _check_pair(student: Any, teacher: Any) -> None:
     sizes = [loaded.model.get_input_embeddings().num_embeddings for loaded in (student, teacher)]
     if sizes[0] != sizes[1] or {student.kind, teacher.kind} != {"decoder"}:
         raise typer.BadParameter(
-            f"--teacher {teacher.name}: a {teacher.kind} of {sizes[1]} tokens, and the model to heal is "
+            f"--teacher {teacher.name}: a {teacher.kind} of {sizes[1]} tokens, and the model to distill is "
             f"a {student.kind} of {sizes[0]}; both are decoders of one vocabulary"
         )
 
@@ -219,7 +220,7 @@ def _told(show: Any) -> Any:
 
 
 def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
-    """The tables of a regrouping or a healing, then those that every reshaped checkpoint has."""
+    """The tables of a regrouping or a distillation, then those that every reshaped checkpoint has."""
     if not as_json:
         from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""``headwise prune`` and ``headwise migrate``."""
+"""``headwise prune``."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _prune(  # private, for a command has as many options as its users need, and
     zero: Annotated[
         bool, typer.Option("--zero", help="Write zeros instead: any heads, any model, the same size.")
     ] = False,
-    recover: Annotated[
-        bool, typer.Option("--recover", help="Solve W_O and the values anew on the text, in closed form.")
+    reconstruct: Annotated[
+        bool, typer.Option("--reconstruct", help="Solve W_O and the values anew on the text, in closed form.")
     ] = False,
     dry_run: DryRun = False,
     verify: Verify = True,
@@ -77,15 +77,15 @@ def _prune(  # private, for a command has as many options as its users need, and
     Encoders keep a number of heads for each layer, and load once headwise.hf is imported.
     """
     check_out(out, dry_run)
-    if recover and (text, file, corpus) == (None,) * 3:
+    if reconstruct and (text, file, corpus) == (None,) * 3:
         raise typer.BadParameter(
-            "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
+            "--reconstruct needs a text to fit to; give --file, some thousand words of the model's kind"
         )
     by = _criterion(by, heads, keep_fraction, budget_mb, context)
-    beside = Beside.opened(image, audio, target, corpus=corpus, recover=recover)
-    if recover and zero:
+    beside = Beside.opened(image, audio, target, corpus=corpus, reconstruct=reconstruct)
+    if reconstruct and zero:
         raise typer.BadParameter(
-            "zeroed heads stay 0, so --recover solves nothing anew for them; leave out one of them"
+            "zeroed heads stay 0, so --reconstruct solves nothing anew for them; leave out one of them"
         )
     with progress() as show:
         show("loading the libraries")
@@ -97,16 +97,16 @@ def _prune(  # private, for a command has as many options as its users need, and
             check_place(out, source)
             reads = beside is not None or (text, file, corpus) != (None,) * 3 or by in MEASURED
             texts = texts_of(text, file, corpus, beside) if reads else None
-            wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "zero": zero}
+            request: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "zero": zero}
             if budget_mb is not None:
-                wish["budget"] = reshape.Budget(budget_mb, context or 0)
+                request["budget"] = reshape.Budget(budget_mb, context or 0)
             else:  # what no ranking makes possible is said before one is measured
-                reshape.plan_prune(source, **wish, scores=None if by is None else reshape.random_scores(seed))
-            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show, recover=recover)
-            plan = reshape.plan_prune(source, **wish, scores=scores)
-            if recover:
+                reshape.plan_prune(source, **request, scores=None if by is None else reshape.random_scores(seed))
+            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show, reconstruct=reconstruct)
+            plan = reshape.plan_prune(source, **request, scores=scores)
+            if reconstruct:
                 show("solving anew")
-                plan = reshape.mend(plan, loaded.model, tensors(rows), progress=show)
+                plan = reshape.reconstruct(plan, loaded.model, tensors(rows), progress=show)
             if dry_run or out is None:
                 facts = plan.facts(context or 8192)
             else:
@@ -115,31 +115,6 @@ def _prune(  # private, for a command has as many options as its users need, and
                 proof = _proof(reshape, loaded, rows) if verify else None
                 facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
                 facts |= {} if roles is None else {"roles": roles.record}
-    print_facts(facts, None if dry_run else out, as_json)
-
-
-def _migrate(
-    folder: Annotated[str, typer.Argument(help="A checkpoint folder whose config.json has pruned_heads.")],
-    out: OutOption = None,
-    dry_run: DryRun = False,
-    verify: Verify = True,
-    as_json: AsJson = False,
-) -> None:
-    """Make an old checkpoint with pruned_heads, which transformers no longer loads, one that it does."""
-    check_out(out, dry_run)
-    with progress() as show:
-        show("loading the libraries")
-        hf = libraries("headwise migrate")
-        from headwise import reshape
-
-        with hf.checkpoint(folder) as source:
-            check_place(out, source)
-            if dry_run or out is None:
-                facts = reshape.plan_migrate(source).facts()
-            else:
-                show("writing")
-                proof = reshape.Proof() if verify else None
-                facts = reshape.migrate(source, out, proof=proof, progress=show)
     print_facts(facts, None if dry_run else out, as_json)
 
 
@@ -171,7 +146,7 @@ def _read(
     seed: int,
     show: Any,
     *,
-    recover: bool,
+    reconstruct: bool,
 ) -> tuple[Any, list[Any], Any]:
     """The model and what it reads, where there is anything: the texts' tokens in rows, or what its processor makes.
 
@@ -185,7 +160,7 @@ def _read(
     show("reading the model")
     loaded = hf.load(folder, any_input=True)
     if beside is None and loaded.model.main_input_name == "input_ids":
-        rows: list[Any] = rows_of(hf, loaded, texts, recover=recover)
+        rows: list[Any] = rows_of(hf, loaded, texts, reconstruct=reconstruct)
         read: Any = rows
     else:
         read = (beside or Beside()).values(hf, loaded, (fitting(loaded, text) for text in texts))

@@ -90,14 +90,14 @@ class Beside(NamedTuple):
 
     @classmethod
     def opened(
-        cls, image: str | None, audio: str | None, target: str | None, *, corpus: str | None, recover: bool
+        cls, image: str | None, audio: str | None, target: str | None, *, corpus: str | None, reconstruct: bool
     ) -> Beside | None:
         """The files of the options; None where there are none."""
         named = [("image", image), ("audio", audio), ("target", target)]
         options = [f"--{name}" for name, value in named if value is not None]
         if not options:
             return None
-        for other, there in (("--corpus", corpus is not None), ("--recover", recover)):
+        for other, there in (("--corpus", corpus is not None), ("--reconstruct", reconstruct)):
             if there:
                 raise typer.BadParameter(f"{other} is of texts alone; give it without {options[0]}")
         if target is not None and not target.strip():
@@ -125,7 +125,7 @@ def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Bes
     return documents(corpus)
 
 
-def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, recover: bool = False) -> list[list[int]]:
+def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool = False) -> list[list[int]]:
     """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
     length = min(ROW, loaded.max_positions or ROW)
     rows: list[list[int]] = []
@@ -137,10 +137,10 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, recover: bool = Fa
     long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
     if not long:
         raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
-    if recover and len(long) < 2:
+    if reconstruct and len(long) < 2:
         raise typer.BadParameter(
-            f"--recover fits to some of the text and checks by the rest, and {sum(map(len, rows))} tokens are one row "
-            f"of {length}; give a longer text, some thousand words of the model's kind"
+            f"--reconstruct fits to some of the text and checks by the rest, and {sum(map(len, rows))} tokens are one "
+            f"row of {length}; give a longer text, some thousand words of the model's kind"
         )
     return long
 

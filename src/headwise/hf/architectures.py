@@ -107,19 +107,6 @@ UNDECLARED: dict[str, frozenset[str]] = {
 }
 """model_type -> what its models read from their config, and the class of the config does not declare."""
 
-UNSTEPPED: frozenset[str] = frozenset(
-    {"AXK1Attention", "AXK2Attention", "BailingHybridAttention", "DeepseekV2Attention", "DeepseekV32Attention"}
-    | {"DeepseekV3Attention", "DeepseekV4Attention", "DiffLlamaAttention", "DogeAttention", "DoryAttention"}
-    | {"Dots3NoteTextAttention", "Glm4MoeLiteAttention", "Glm5NextTextAttention", "GlmMoeDsaAttention"}
-    | {"HYV4Attention", "HYV4VLAttention", "Inkling2FullAttention", "Inkling2LoopFullAttention"}
-    | {"Inkling2LoopSlidingAttention", "Inkling2SlidingAttention", "InklingAttention", "JetMoeAttention"}
-    | {"KimiLinearAttention", "MiniCPM3Attention", "MiniMaxM3VLAttention", "Mistral4Attention"}
-    | {"MistralLarge4TextAttention", "NemotronAsrStreamingEncoderAttention", "T5Gemma2MergedAttention"}
-    | {"UMT5Attention", "YoutuAttention"}
-)
-"""Classes of attention that never decode in one call: they change their keys after the cache, or expand latents. Of any
-other whose code is not known, `decoding.prepare` warns: then transformers has changed it, or the model is new."""
-
 BOTH_WAYS: frozenset[str] = frozenset({"xlnet"})
 """Counted among the models that write text, and every token sees all others unless a permutation says otherwise."""
 

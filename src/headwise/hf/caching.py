@@ -14,7 +14,6 @@ from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ..nn.unwrap import unwrap
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE
-from .decoding import prepare
 from .errors import ModelError
 from .interface import NAME, caches_memory, require_interface, title
 from .lazy import to_model
@@ -111,11 +110,6 @@ class FullLayer(CacheLayerMixin):
         self.cache.append(key, value)
         self.input_dtype = key.dtype
         return self._for_model()
-
-    def stepped(self) -> KVCache | None:
-        """Its cache where that has tokens and room for one more; None otherwise."""
-        cache: KVCache | None = self.cache
-        return cache if cache is not None and 0 < self.get_seq_length() < self.max_length else None
 
     def _check_room(self, count: int) -> None:
         length = self.get_seq_length() + count
@@ -255,11 +249,6 @@ class HeadwiseCache(Cache):
         """Bytes of all keys, values and scales."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, FullLayer))
 
-    def stepped(self, layer_idx: int) -> KVCache | None:
-        """The cache of a layer that is ours and can take one token more; None otherwise."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) and not self.offloading else None
-        return layer.stepped() if isinstance(layer, FullLayer) else None
-
 
 class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
     """The same beside an encoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
@@ -332,7 +321,6 @@ def make_cache(
     if kind != "static" or dtype is not None or any(isinstance(layer, SlidingLayer) for layer in layers):
         _require_headwise(model, kind, dtype)
     cache = HeadwiseCache(layers=layers)
-    prepare(model)
     if not (model.config.is_encoder_decoder or caches_memory(model)):
         return cache
     return HeadwiseEncoderDecoderCache(cache, DynamicCache())

@@ -33,6 +33,7 @@ CHOOSES = ("_implementation", "_map", "_plan", "_path", "_file", "kernels", "ker
 WORD = re.compile(r"[A-Za-z0-9_.+-]{1,80}")
 SPECIAL = re.compile(r"[a-z_]{1,40}_token_id")
 LABELS = ("id2label", "label2id")  # their keys are a user's words
+ADDED_TOKEN = ("__type", "AddedToken")  # marks a special token; without it transformers refuses a tokenizer's settings
 
 
 def known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
@@ -61,7 +62,7 @@ def harmless(value: Any) -> Any:
     return {
         key: item if key in LABELS else harmless(item)
         for key, item in value.items()
-        if key in LABELS or not chooses(key)
+        if key in LABELS or not chooses(key) or (key, item) == ADDED_TOKEN
     }
 
 
@@ -97,7 +98,7 @@ def _sizes(raw: dict[str, Any], config_class: Any, where: str) -> dict[str, Any]
 
 
 def _words(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """What names the model and its numbers; and `pruned_heads`, which old checkpoints have and `migrate` reads."""
+    """What names the model and its numbers; and `pruned_heads`, by which reshape refuses old checkpoints."""
     values = {key: raw[key] for key in ("pruned_heads",) if isinstance(raw.get(key), dict)}
     names = raw.get("architectures")
     if isinstance(names, list):

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import positions
-from .own_steps import stepped
 from .running import Seam
 from .seams import Switched, family_of, is_seam, is_switched, methods_of
 
@@ -53,10 +52,7 @@ def _prepare(cls: type[nn.Module]) -> None:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not _runs_here(self):
             return theirs(self, *args, **kwargs)
-        if not attends:
-            return ours(self, *args, **kwargs)
-        out = stepped(self, args, kwargs)
-        return _run(ours, self, *args, **kwargs) if out is None else out
+        return _run(ours, self, *args, **kwargs) if attends else ours(self, *args, **kwargs)
 
     attends = is_seam(cls)
     if attends or ours is not theirs:

@@ -17,7 +17,6 @@ from . import inputs
 from .excerpts import around
 from .finish import records
 from .measure import MapSizes
-from .memory import kept
 from .passes import OnProgress, Reader, Steps, batches, numbered, random_copies
 from .processed import source_of
 from .records import Look
@@ -110,7 +109,7 @@ def at(
     reader = Reader(
         model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
     )
-    with resting(model), kept(len(row)):
+    with resting(model):
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         maps, neurons = reader.maps, reader.neurons
         copies = read_more(reader, repeats, others)

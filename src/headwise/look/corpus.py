@@ -20,7 +20,6 @@ from . import inputs
 from .collect import BATCH, REPEATS, Ids, look_of, read_more
 from .identity import fingerprint, of_model
 from .measure import MapSizes
-from .memory import kept
 from .passes import OnProgress, Reader, Steps
 from .records import Look
 from .repeats import Repeats
@@ -107,7 +106,7 @@ def over(
     shared = Shared(reader, processes, about, state, progress)
     shared.begin()
     stream = itertools.islice(stream, shared.done, None)
-    with resting(model), kept(batch):
+    with resting(model):
         while shared.block(lambda: [inputs.as_row(ids) for ids in itertools.islice(stream, BLOCK)], batch):
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))

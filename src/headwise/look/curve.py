@@ -165,8 +165,6 @@ class Curve:
         """A Matplotlib figure: the best score of each role by step."""
         return figures.plot_formation(self)
 
-    figure = plot_formation
-
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)

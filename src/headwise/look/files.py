@@ -95,9 +95,11 @@ def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str
 
 
 def endings_of(what: object) -> tuple[str, ...]:
-    """The forms that an object has: `rows`, `to_json`, `card` and `figure` are what they are made with."""
-    has = {".csv": "rows", ".parquet": "rows", ".json": "to_json", ".md": "card", ".svg": "figure", ".png": "figure"}
-    endings = tuple(ending for ending in ENDINGS if hasattr(what, has[ending]))
+    """Return the file endings that an object can be written as, by the methods that it has."""
+    plots = ("plot_roles", "plot_formation")
+    ways = {".csv": ("rows",), ".parquet": ("rows",), ".json": ("to_json",), ".md": ("card",)}
+    ways |= {".svg": plots, ".png": plots}
+    endings = tuple(ending for ending in ENDINGS if any(hasattr(what, way) for way in ways[ending]))
     if not endings:
         raise TypeError(f"a look, a comparison or a curve is written; got {type(what).__name__}")
     return endings
@@ -139,9 +141,8 @@ def _figure(what: Any, ending: str) -> bytes:
 
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none"}):
-        what.figure().savefig(
-            file, format=ending[1:], dpi=150, **({"metadata": {"Date": None}} if ending == ".svg" else {})
-        )
+        figure = what.plot_roles() if isinstance(what, Look) else what.plot_formation()
+        figure.savefig(file, format=ending[1:], dpi=150, **({"metadata": {"Date": None}} if ending == ".svg" else {}))
     return file.getvalue()
 
 

@@ -18,7 +18,6 @@ from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check
 from . import card, figures, notebook, tables
 from .axes import Axis
 from .fields import Damaged, Inside, check_fields, each, entries, fields_of, listed, one_error
-from .legacy import upgraded
 from .neurons import Neurons
 from .pictures import Picture
 from .scores import Score
@@ -310,15 +309,15 @@ class Look:
         """The look that :meth:`to_dict` wrote.
 
         Raises:
-            ValueError: the dictionary is of a later format than this version reads, or incomplete.
+            ValueError: the dictionary is of another format than this version reads, or incomplete.
         """
         number = data.get("format") if isinstance(data, dict) else data
-        if type(number) is not int or number not in (1, FORMAT):
+        if type(number) is not int or number != FORMAT:
             raise ValueError(
-                f"a look is read from format 1 to {FORMAT}, got {shown(number)}; write it again with this version"
+                f"a look is read from format {FORMAT}, got {shown(number)}; write it again with this version"
             )
         with one_error("a look is", data):
-            return cls._from_dict(upgraded(data) if number == 1 else data)
+            return cls._from_dict(data)
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Look:
@@ -359,8 +358,6 @@ class Look:
     def plot_roles(self) -> Figure:
         """A Matplotlib figure of all heads by role; MissingExtra where Matplotlib is not installed."""
         return figures.plot_roles(self)
-
-    figure = plot_roles
 
     def plot_head(self, layer: int, head: int) -> Figure:
         """A Matplotlib figure of one head: its map, and what it scored."""

@@ -23,7 +23,6 @@ from ..shapes.kinds import check_counts, shown, whole_numbers
 from . import curve, inputs
 from .collect import REPEATS, Ids, at
 from .curve import Curve, Point
-from .memory import left_alone
 from .records import Look
 from .repeats import Repeats
 from .scene import Passage
@@ -158,7 +157,7 @@ class Watch:
         kept = curve.finite(numbers)
         first, began = not self.costs, time.perf_counter()
         try:
-            with undisturbed(self.model), left_alone():
+            with undisturbed(self.model):
                 seen = at(self.model, self.ids, map_size=1, full_maps=False, **self.options)
             point = Point.of(step, seen, kept)
             self._keep(point, seen)

@@ -14,6 +14,7 @@ from ..shapes.kinds import check_functions
 from .latent import LatentAttention
 from .probe import AttentionCall, probe
 from .projections import has_hooks
+from .threads import in_this_thread
 from .unwrap import require_whole, unwrap
 
 
@@ -67,7 +68,7 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
         others = {id(part.kv_b_proj) for part in model.modules() if isinstance(part, LatentAttention)}
         for name, part in model.named_modules():
             if id(part) not in others and any(map(_has_matrix, part.modules())):
-                hook = partial(before, name, _has_matrix(part) and not has_hooks(part))
+                hook = in_this_thread(partial(before, name, _has_matrix(part) and not has_hooks(part)))
                 undo.callback(part.register_forward_pre_hook(hook, prepend=True).remove)
         run(model)
     return projections
@@ -91,5 +92,6 @@ def _is_additive(part: nn.Module, x: Tensor, running: list[tuple[str, Tensor]]) 
         running[:] = before
     if not all(isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] for y in (once, twice, nothing)):
         return False
-    tolerance = 64 * torch.finfo(once.dtype).eps * float(twice.abs().max())  # the rounding of a sum of products
+    largest = float(twice.detach().abs().max())
+    tolerance = 64 * torch.finfo(once.dtype).eps * largest  # the rounding of a sum of products
     return bool((twice - once - (once - nothing)).abs().max() <= tolerance)

@@ -71,8 +71,8 @@ class LayerSpread:
 
     @property
     def choose(self) -> Cost:
-        """The layout that costs least of those that `headwise.parallel` serves."""
-        return next(cost for cost in self.costs if cost.layout in links.SERVED)
+        """The cost of the cheapest layout."""
+        return self.costs[0]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -274,7 +274,6 @@ def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall,
         "ring": 3 * few * one * (max(needed(call, n, cost.order)) if call.bounded else tokens * (n > 1)),
         "gather": min(2, kv_heads) * one * call.keys * (n > 1),
         "ulysses": (heads * call.queries + call.kv_numbers * call.keys) // n * (n > 1),
-        "pass_q": 2 * tokens * heads * (n > 1),
     }[cost.layout]
     wide = max((_inside(part) for part in model.others if part.room == "mlp"), default=0) // grid.tensor
     numbers = 2 * tokens * width + max(tokens * (heads + call.kv_numbers) + extra, tokens * wide)

@@ -22,9 +22,6 @@ latent vector that stands for it:
 - ``gather``: an all-gather of KV; backward the same, and a reduce-scatter of float32 gradients.
 - ``ulysses``: all-to-all, queries and KV to the rank of their head, outputs back; backward output gradients there,
   gradients back. KV heads on several ranks go to each; their gradients return in float32, others' in e.
-- ``pass_q``: queries go round instead, from r to r - 1, only as far as keys that they see; outputs (p) and lse (4)
-  return to their owner, directly. Backward: queries, output gradients, lse and delta (4 each) go, float32 gradients
-  of queries return.
 - `decode_sent`: one step on a cache sharded by token.
 - `all_reduce`, `all_gather`, `reduce_scatter`: collectives, in the same way of counting.
 
@@ -54,17 +51,11 @@ from .places import (
     places,
     shares,
     shown,
-    toured,
 )
 from .shape import check_size, short
 
-ContextLayout = Literal["ring", "gather", "ulysses", "pass_q"]
+ContextLayout = Literal["ring", "gather", "ulysses"]
 LAYOUTS: tuple[ContextLayout, ...] = get_args(ContextLayout)
-SERVED: tuple[ContextLayout, ...] = (
-    "ring",
-    "gather",
-    "ulysses",
-)  # by `headwise.parallel`; the other is there to compare
 OVERLAPS = ("ring", "gather")  # what they send can travel while they compute
 
 
@@ -175,18 +166,10 @@ def _ulysses(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> l
     return per_rank
 
 
-def _pass_q(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
-    e, p, H, D, V = call.number_bytes, call.partial_bytes, call.heads, call.head_dim, call.value_dim
-    going = (D + V) * e + 2 * FLOAT32 if backward else D * e
-    coming = D * FLOAT32 if backward else V * p + FLOAT32
-    return [H * (n * going + back * coming) for n, back in zip(*toured(call, ranks, order), strict=True)]
-
-
 _SENT: dict[ContextLayout, Callable[[MeshCall, int, TokenOrder, bool], list[int]]] = {
     "ring": _ring,
     "gather": _gather,
     "ulysses": _ulysses,
-    "pass_q": _pass_q,
 }
 
 
@@ -240,12 +223,7 @@ def pairs(
     order = order or order_of(call, ranks)
     if layout == "ulysses":
         return tuple(share.heads * call.pairs(call.queries) for share in head_shares(call.heads, call.kv_heads, ranks))
-    if layout != "pass_q":
-        return _pairs(call, ranks, order)
-    return tuple(  # each computes on its own keys
-        call.heads * (call.queries * old + sum(call.pairs_of_keys(b) - call.pairs_of_keys(a) for a, b in part))
-        for part, old in zip(places(call.queries, ranks, order), shares(call.cached, ranks), strict=True)
-    )
+    return _pairs(call, ranks, order)
 
 
 @cache
@@ -266,7 +244,7 @@ def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: boo
         return one * (1 + backward)
     if layout == "gather":
         return (ranks - 1).bit_length() * (1 + backward)
-    return 2 if layout == "ulysses" else ranks
+    return 2
 
 
 @dataclass(frozen=True)
@@ -337,7 +315,6 @@ def price(
 def prices(
     call: MeshCall, ranks: int, *, link: Link | None = None, flop_rate: float | None = None, backward: bool = False
 ) -> tuple[Cost, ...]:
-    """What each layout that serves the mask costs, the cheapest first: by time, then by bytes."""
-    layouts = [layout for layout in LAYOUTS if not (layout == "pass_q" and call.bounded)]
-    costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in layouts]
+    """Return the cost of each layout, the cheapest first: by time, then by bytes."""
+    costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in LAYOUTS]
     return tuple(sorted(costs, key=lambda cost: (cost.seconds or 0.0, cost.bytes)))

@@ -101,10 +101,6 @@ class MeshCall:
             first = 0 if self.left is None else max(0, low - self.left)
         return first, self.keys if self.right is None else min(self.keys, high + self.right)
 
-    def pairs_of_keys(self, stop: int) -> int:
-        """(query, key) pairs of the first `stop` keys after the cached, under a mask without bound."""
-        return self.queries * stop - (stop * (stop - 1) // 2 if self.right == 0 else 0)
-
     def pairs(self, stop: int) -> int:
         """(query, key) pairs of the first `stop` queries."""
         after = _keys_after(self.cached, stop, self.right, self.keys)
@@ -305,33 +301,6 @@ def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[
             count += max(0, asking - 1 - r) * length(own[r][0])
         result.append(count)
     return tuple(result)
-
-
-def toured(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """With queries on the way: (queries that each rank sends or sends on, others' queries that it answers).
-
-    Raises:
-        ValueError: a bounded mask, where keys of a halo are always fewer.
-    """
-    if call.bounded:
-        raise ValueError('layout "pass_q" is for masks without bound; a window or chunks need a halo only: "ring"')
-    order = order or order_of(call, ranks)
-    own = places(call.queries, ranks, order)
-    sizes = [sum(map(length, part)) for part in own]
-    late = [length(part[1]) for part in own] if order == "zigzag" else [0] * ranks
-    everywhere = call.right is None or call.cached > 0
-    all_late = sum(late)
-    early = sum(sizes) - all_late  # of zigzag's first half, or all
-    sends, answers = [], []
-    for r in range(ranks):
-        if everywhere:
-            sends.append(call.queries - sizes[r - 1])
-            answers.append(call.queries - sizes[r])
-            continue
-        start, stop = own[r][0]
-        sends.append((early - start if r else 0) + all_late - late[r - 1])
-        answers.append(early - stop + all_late - late[r])
-    return tuple(sends), tuple(answers)
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------

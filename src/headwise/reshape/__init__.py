@@ -8,47 +8,42 @@
 """
 
 from ..processes import Processes
-from .heal import Curve, Recipe, heal
-from .healed import facts_of, write_healed
+from .distill import DistillConfig, LossCurve, distill
+from .distilled_checkpoint import distill_facts, write_distilled
 from .memory import prune_module
-from .mend import mend
-from .migrate import Migration, migrate, plan_migrate
 from .pair import Projections
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune, write_pruned
-from .recover import Repaired, recover
-from .regroup import Regrouping, plan_regroup, regroup, repair, write_regrouped
+from .reconstruct import reconstruct
+from .reconstruct_modules import Reconstruction, reconstruct_modules
+from .regroup import Regrouping, plan_regroup, regroup, write_regrouped
 from .scores import Scorer, by_call, by_twins, random_scores
 from .select import Budget
 
 __all__ = [
     "Budget",
-    "Curve",
-    "Migration",
+    "DistillConfig",
+    "LossCurve",
     "Processes",
     "Projections",
     "Proof",
     "Pruning",
-    "Recipe",
+    "Reconstruction",
     "Regrouping",
-    "Repaired",
     "Scorer",
     "by_call",
     "by_twins",
-    "facts_of",
-    "heal",
-    "mend",
-    "migrate",
-    "plan_migrate",
+    "distill",
+    "distill_facts",
     "plan_prune",
     "plan_regroup",
     "prune",
     "prune_module",
     "random_scores",
-    "recover",
+    "reconstruct",
+    "reconstruct_modules",
     "regroup",
-    "repair",
-    "write_healed",
+    "write_distilled",
     "write_pruned",
     "write_regrouped",
 ]

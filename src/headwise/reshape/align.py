@@ -25,23 +25,23 @@ OPEN = 1e-9  # of the largest product; smaller ones do not tell how to turn
 
 def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
     """The mean of each group's values, turned to be closest to each other."""
-    turns = Maps.zeros(moments.value).read
+    rotations = Maps.zeros(moments.value).read
     for group in groups:
         members = list(group)
-        turns[members] = orthogonal_turns(moments.value[members][:, :, members])
-    return Maps.of_turns(turns, groups)
+        rotations[members] = orthogonal_rotations(moments.value[members][:, :, members])
+    return Maps.of_rotations(rotations, groups)
 
 
-def aligned_keys(frame: KeyFrame, moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
+def aligned_keys(frame: KeyBasis, moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
     """The mean of each group's keys, turned to be closest to each other."""
-    turns = Maps.zeros(moments.key).read
+    rotations = Maps.zeros(moments.key).read
     for group in groups:
         members = list(group)
-        turns[members] = frame.turns(moments.key[members][:, :, members])
-    return Maps.of_turns(turns, groups)
+        rotations[members] = frame.rotations(moments.key[members][:, :, members])
+    return Maps.of_rotations(rotations, groups)
 
 
-class KeyFrame:
+class KeyBasis:
     """Which turns of a layer's keys its queries can take back, and the best of them.
 
     A pair of numbers that turns with the position may turn by an angle, the numbers beside them by any orthogonal
@@ -55,14 +55,14 @@ class KeyFrame:
         self.normed = bool(norms)
         self.fixed = bool(norms) and weights.norm == "layer"
         none = torch.arange(0, device="cpu")
-        self.first, self.second = weights.turns.pairs() if weights.turns is not None else (none, none)
+        self.first, self.second = weights.rotation.pairs() if weights.rotation is not None else (none, none)
         self.rest = torch.arange(2 * len(self.first), D, device="cpu")
         rows = torch.cat([norm.reshape(-1, D) for norm in norms]) if norms else weights.query.new_ones(1, D)
         self.free_pairs = (rows[:, self.first] == rows[:, self.second]).all(0)
         self.free_rest = bool((rows[:, self.rest] == rows[:, self.rest][:, :1]).all())
 
-    def turns(self, moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
-        """The turns of a group's heads."""
+    def rotations(self, moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
+        """Return the rotations of a group's heads."""
         n, D = moments.shape[:2]
         made = torch.eye(D, dtype=moments.dtype, device=moments.device).repeat(n, 1, 1)
         if self.fixed:
@@ -71,7 +71,9 @@ class KeyFrame:
             self.put_pairs(made, phases(self.pairs_of(moments), self.free_pairs.to(moments.device)))
         if len(self.rest):
             inner = self.rest_of(moments)
-            made[:, self.rest[:, None], self.rest] = orthogonal_turns(inner) if self.free_rest else sign_turns(inner)
+            made[:, self.rest[:, None], self.rest] = (
+                orthogonal_rotations(inner) if self.free_rest else sign_flips(inner)
+            )
         return made
 
     def put_pairs(self, into: Float[Tensor, "n D D"], factors: Complex[Tensor, "n pairs"]) -> None:
@@ -107,7 +109,7 @@ class KeyFrame:
 
 def aligned_differences(weights: HeadWeights, moments: Moments) -> Float[Tensor, "K K"]:
     """How far every two heads' keys, and values, stay from each other after turning, as shares of all, added up."""
-    return unlike(moments.key, KeyFrame(weights).agreement) + unlike(moments.value, nuclear)
+    return unlike(moments.key, KeyBasis(weights).agreement) + unlike(moments.value, nuclear)
 
 
 def unlike(products: Float[Tensor, "K n K n"], agreement: Callable[[Tensor], Tensor]) -> Float[Tensor, "K K"]:
@@ -145,7 +147,7 @@ def phases(pairs: Complex[Tensor, "pairs n n"], free: Tensor) -> Complex[Tensor,
     return u
 
 
-def orthogonal_turns(moments: Float[Tensor, "n V n V"]) -> Float[Tensor, "n V V"]:
+def orthogonal_rotations(moments: Float[Tensor, "n V n V"]) -> Float[Tensor, "n V V"]:
     """Generalized Procrustes: orthogonal Q that make the sum of ``tr(Q_i^T C_ij Q_j)`` as large as it gets.
 
     One head after the other is turned to the sum of the others (Gower 1975, "Generalized Procrustes analysis", for
@@ -171,8 +173,8 @@ def orthogonal_turns(moments: Float[Tensor, "n V n V"]) -> Float[Tensor, "n V V"
     return Q
 
 
-def sign_turns(moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
-    """As `orthogonal_turns`, where each number may at most change its sign."""
+def sign_flips(moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
+    """As `orthogonal_rotations`, where each number may at most change its sign."""
     diagonal = torch.einsum("idjd->dij", moments)
     free = torch.zeros(diagonal.shape[0], dtype=torch.bool, device=moments.device)
     return torch.diag_embed(phases(torch.complex(diagonal, torch.zeros_like(diagonal)), free).real)

@@ -122,19 +122,6 @@ class TensorRuns:
                 tensor.index_fill_(n, goes.nonzero().flatten(), 0)
         return tensor
 
-    def full(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
-        """The shape with all heads of `sizes`; the lengths of axes without heads are those of `shape`."""
-        every = KeptHeads(tuple(range(sizes.H)), tuple(range(sizes.K)))
-        return self.shape(shape, sizes, every)
-
-    def spread(self, tensor: Tensor, sizes: Sizes, kept: KeptHeads) -> Tensor:
-        """The way back from `keep`: the tensor of all heads of `sizes`, with 0 for those that are not there."""
-        for n, places in self._places(sizes, kept):
-            shape = list(tensor.shape)
-            shape[n] = self.full(shape, sizes)[n]
-            tensor = tensor.new_zeros(shape).index_copy_(n, places, tensor)
-        return tensor
-
     def _places(self, sizes: Sizes, kept: KeptHeads) -> Iterator[tuple[int, Tensor]]:
         """(axis, its indices that belong to kept heads), of each axis that is made of heads."""
         for n, axis in enumerate(self.axes):

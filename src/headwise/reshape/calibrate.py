@@ -41,7 +41,7 @@ def weights_in_memory(model: nn.Module, family: Family, layer: Layer) -> HeadWei
 
 
 def projections_of(family: Family) -> dict[str, Projections]:
-    """Attention modules of a loaded model, by name, and where their output and value matrices are, for `recover`."""
+    """Return where the output and value matrices of each attention module are, for `reconstruct_modules`."""
     made = {}
     for layer in family.layers:
         matrices = {name: form for name, form in layer.tensors.items() if name.endswith("weight")}

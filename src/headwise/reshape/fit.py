@@ -1,11 +1,10 @@
 """Shared keys and values that are fitted: in least squares the best for what a group's queries and outputs use.
 
-Turns and a mean (`align`) treat a group's heads alike in size and in every number. But values may go through any matrix
-that the output projection takes up, and a pair of numbers of a key through any complex factor that the queries' pair
-takes up. So the shared ones can be those from which all of a group's are recovered best: the first principal components
-of the group's values, each head weighed by what its output projection makes of them, and of its keys, each weighed by
-the queries that meet them.
-"""
+A rotation and a mean (`align`) treat a group's heads alike in size and in every number. But values may go through any
+matrix that the output projection takes up, and a pair of numbers of a key through any complex factor that the
+queries' pair takes up. So the shared ones can be those from which all of a group's are recovered best: the first
+principal components of the group's values, each head weighed by what its output projection makes of them, and of its
+keys, each weighed by the queries that meet them."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .align import KeyFrame, aligned_keys, unlike
+from .align import KeyBasis, aligned_keys, unlike
 from .heads import HeadWeights
 from .maps import Maps
 from .moments import Moments
@@ -24,7 +23,7 @@ UNUSED = 1e-12  # of the largest eigenvalue: below it nothing reads a direction
 
 def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequence[int]]) -> tuple[Maps, Maps]:
     """Those of the keys and of the values. Keys that a norm makes of one size are aligned, not fitted."""
-    frame = KeyFrame(weights)
+    frame = KeyBasis(weights)
     values = Maps.zeros(moments.value)
     keys = aligned_keys(frame, moments, groups) if frame.normed else Maps.zeros(moments.key)
     reads, meets = output_uses(weights), query_uses(weights, moments)
@@ -37,7 +36,7 @@ def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequenc
     return keys, values
 
 
-def _key_basis(frame: KeyFrame, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+def _key_basis(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
     """`basis` of a group's keys, (n, D, D) each: of every pair that turns, and of the rest."""
     made = torch.zeros(products.shape[0], *products.shape[1:2] * 2, dtype=products.dtype, device=products.device)
     write, read = made, made.clone()
@@ -52,7 +51,7 @@ def _key_basis(frame: KeyFrame, products: Tensor, uses: Tensor) -> tuple[Tensor,
 
 def fitted_differences(weights: HeadWeights, moments: Moments) -> Tensor:
     """How much every two heads lose by sharing fitted keys and values, (K, K): shares of what all use, added up."""
-    frame = KeyFrame(weights)
+    frame = KeyBasis(weights)
     K, meets = weights.num_kv_heads, query_uses(weights, moments)
     values = [(moments.value, output_uses(weights))]
     keys = [kind(frame, moments.key, meets) for kind in _kinds(frame)]
@@ -101,17 +100,17 @@ def _beyond(weighed: Tensor) -> float:
     return float(torch.linalg.eigvalsh(weighed.flatten(-4, -3).flatten(-2))[..., :-d].clamp_min(0).sum())
 
 
-def _kinds(frame: KeyFrame) -> list[Callable[[KeyFrame, Tensor, Tensor], tuple[Tensor, Tensor]]]:
+def _kinds(frame: KeyBasis) -> list[Callable[[KeyBasis, Tensor, Tensor], tuple[Tensor, Tensor]]]:
     """Of what the keys are made: pairs that turn, numbers that do not."""
     return [kind for kind, places in ((_pairs, frame.first), (_rest, frame.rest)) if len(places)]
 
 
-def _pairs(frame: KeyFrame, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+def _pairs(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
     """Products and uses of each pair that turns, as of one complex number."""
     return frame.pairs_of(products)[:, :, None, :, None], uses[:, frame.first, frame.first].T[..., None, None]
 
 
-def _rest(frame: KeyFrame, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+def _rest(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
     """Products and uses of the numbers that do not turn."""
     return frame.rest_of(products), uses[:, frame.rest[:, None], frame.rest]
 
@@ -128,7 +127,7 @@ def query_uses(weights: HeadWeights, moments: Moments) -> Tensor:
     Numbers that turn with the position count alike with their partner, and not with others: over many distances a
     query meets a pair at every angle.
     """
-    frame = KeyFrame(weights)
+    frame = KeyBasis(weights)
     plain = moments.query.unflatten(0, (weights.num_kv_heads, -1)).sum(1)
     made = torch.zeros_like(plain)
     first, second = frame.first, frame.second

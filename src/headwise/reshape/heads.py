@@ -1,4 +1,4 @@
-"""One layer's attention weights, head by head: what `prune`, `regroup` and `recover` work on, whatever the format."""
+"""The attention weights of one layer, head by head, in one form for every checkpoint format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NORMS = ("rms", "layer", "across")
 
 
 @dataclass(frozen=True)
-class Turns:
+class Rotation:
     """How a head's queries and keys turn with the position: the first `rotary_dim` of their D numbers, in pairs.
 
     A pair is n and n + rotary_dim / 2, or with `interleaved` 2n and 2n + 1, as in `headwise.nn.Rotary`.
@@ -60,7 +60,7 @@ class HeadWeights:
         query_norm: (D,), or (H, D) where each head has its own, or None: the weights of a norm of the queries.
         key_norm: (D,), or (K, D), or None.
         norm: What the norms are: "rms" or "layer" of each head's vector, or "across": one rms over all heads' numbers.
-        turns: How queries and keys turn with the position, after the norms; None where they do not.
+        rotation: How queries and keys turn with the position, after the norms; None where they do not.
         per_head: Further tensors with a row for each query head, by names of the caller's: slopes, a table of biases.
     """
 
@@ -76,7 +76,7 @@ class HeadWeights:
     query_norm: Float[Tensor, "*H D"] | None = None
     key_norm: Float[Tensor, "*K D"] | None = None
     norm: Norm = "rms"
-    turns: Turns | None = None
+    rotation: Rotation | None = None
     per_head: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -242,5 +242,5 @@ def _check(weights: HeadWeights) -> None:
             raise ValueError(f"{name} has a row for each of the {H} query heads; got {describe(part)}")
     if weights.norm not in NORMS:
         raise ValueError(f"norm is one of {', '.join(NORMS)}; got {shown(weights.norm)}")
-    if weights.turns is not None and weights.turns.rotary_dim > D:
-        raise ValueError(f"rotary_dim is at most D = {D}; got {weights.turns.rotary_dim}")
+    if weights.rotation is not None and weights.rotation.rotary_dim > D:
+        raise ValueError(f"rotary_dim is at most D = {D}; got {weights.rotation.rotary_dim}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..plan.shape import short
 from .axes import HeadRun, TensorRuns
-from .heads import HeadWeights, Norm, Turns
+from .heads import HeadWeights, Norm, Rotation
 from .layout import Family, Layer
 
 NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
@@ -45,7 +45,7 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
             for part, some in _cut(tensor, form, layer):
                 parts[f"{NAMES[part]}_bias" if tensor.ndim == 1 else NAMES[part]] = some
     norm: Norm = family.about.get("norm", "rms")
-    return HeadWeights(**parts, norm=norm, turns=turns_of(family, layer), per_head=per_head)
+    return HeadWeights(**parts, norm=norm, rotation=rotation_of(family, layer), per_head=per_head)
 
 
 def layer_tensors(
@@ -77,7 +77,7 @@ def layer_tensors(
     return made
 
 
-def turns_of(family: Family, layer: Layer) -> Turns | None:
+def rotation_of(family: Family, layer: Layer) -> Rotation | None:
     """How a layer's queries and keys turn with the position; None where they do not."""
     about = family.about.get("turns")
     if about is None:
@@ -87,7 +87,7 @@ def turns_of(family: Family, layer: Layer) -> Turns | None:
         return None
     dim = layer.sizes.D
     if "factor" not in about:  # whatever the config says of one, this class does not read it
-        return Turns(dim, interleaved=about.get("interleaved", False))
+        return Rotation(dim, interleaved=about.get("interleaved", False))
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters are a table of settings; config.json has {short(rope)}")
@@ -98,7 +98,7 @@ def turns_of(family: Family, layer: Layer) -> Turns | None:
     factor: Any = next((value for value in factors if value is not None), about["factor"])
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"the part of a head that turns is above 0 and at most 1; config.json has {short(factor)}")
-    return Turns(int(dim * factor), interleaved=about.get("interleaved", False))
+    return Rotation(int(dim * factor), interleaved=about.get("interleaved", False))
 
 
 def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) -> bool:

@@ -32,19 +32,19 @@ class Maps:
         return cls(made, made.clone())
 
     @classmethod
-    def of_turns(cls, turns: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
+    def of_rotations(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
         """The mean of heads that were turned into one frame by orthogonal matrices: ``m`` is that of ``Q_i^T v_i``."""
-        share = torch.empty(turns.shape[0], 1, 1, dtype=turns.dtype, device=turns.device)
+        share = torch.empty(rotations.shape[0], 1, 1, dtype=rotations.dtype, device=rotations.device)
         for group in groups:
             share[list(group)] = 1 / len(group)
-        return cls(turns.transpose(1, 2) * share, turns)
+        return cls(rotations.transpose(1, 2) * share, rotations)
 
     @classmethod
-    def of_first(cls, turns: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
+    def of_first(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
         """The first head of each group stands for the others."""
-        first = torch.zeros(turns.shape[0], 1, 1, dtype=turns.dtype, device=turns.device)
+        first = torch.zeros(rotations.shape[0], 1, 1, dtype=rotations.dtype, device=rotations.device)
         first[[group[0] for group in groups]] = 1.0
-        return cls(turns.transpose(1, 2) * first, turns)
+        return cls(rotations.transpose(1, 2) * first, rotations)
 
     def missed(
         self, products: Float[Tensor, "K n K n"], uses: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]

@@ -10,7 +10,7 @@ import torch
 
 from ..shapes import check_head_counts
 from ..shapes.kinds import check_counts, shown
-from .align import KeyFrame, aligned_differences, aligned_keys, aligned_values
+from .align import KeyBasis, aligned_differences, aligned_keys, aligned_values
 from .fit import fitted_differences, fitted_maps, output_uses, query_uses
 from .grouping import Groups, check_groups, contiguous, grouped
 from .heads import HeadWeights
@@ -130,8 +130,8 @@ def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method
     if method == "fitted":
         return fitted_maps(weights, moments, groups)
     if method == "aligned":
-        return aligned_keys(KeyFrame(weights), moments, groups), aligned_values(moments, groups)
-    make = Maps.of_first if method == "first" else Maps.of_turns
+        return aligned_keys(KeyBasis(weights), moments, groups), aligned_values(moments, groups)
+    make = Maps.of_first if method == "first" else Maps.of_rotations
     K, device = weights.num_kv_heads, weights.query.device
     sizes = (weights.head_dim, weights.value_dim)
     keys, values = (make(torch.eye(n, dtype=torch.float64, device=device).repeat(K, 1, 1), groups) for n in sizes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -22,24 +22,12 @@ from .layout import Family, Layer, check_shapes, family_of
 from .proof import PLAIN, Proof, planned
 from .report import BY_LAYER, PLAN, README, ZEROED, proved, readme
 from .scores import Scorer, in_order
-from .select import Budget, Wish, bytes_of, counts_of, loadable, select
+from .select import Budget, PruneRequest, bytes_of, counts_of, loadable, select
 from .shards import as_json
-from .source import CheckpointSource, check_source, check_unpruned
+from .source import ReshapableCheckpoint, check_source, check_unpruned
 from .write import Planned, kept, write
 
 HeadChoice = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
-
-
-@runtime_checkable
-class Known(CheckpointSource, Protocol):
-    """A checkpoint with the table of layouts, and what proves the result, as `headwise.hf.checkpoint` gives it."""
-
-    @property
-    def layouts(self) -> Mapping[str, Any]:
-        """How checkpoints store their attention."""
-
-    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
-        """What a fresh process tells of the result."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +41,11 @@ class Pruning:
         target: The class that loads the result, and its config.
         zero: Whether heads are zeroed instead, at the same size.
         notes: What to say of the choice.
-        solved: Tensors that were solved anew (see `headwise.reshape.mend`), by name.
+        solved: Tensors that were solved anew (see `headwise.reshape.reconstruct`), by name.
         losses: What was measured of that, as plain data.
     """
 
-    source: Known
+    source: ReshapableCheckpoint
     family: Family
     kept: Mapping[str, KeptHeads]
     target: Target
@@ -159,7 +147,7 @@ def as_stored(planned: Planned, target: Target) -> Planned:
 
 
 def plan_prune(
-    source: Known,
+    source: ReshapableCheckpoint,
     *,
     heads: HeadChoice | None = None,
     keep_fraction: float | int | None = None,
@@ -183,7 +171,7 @@ def plan_prune(
         {'0': [1], '1': [7]}
     """
     check_source(source)
-    _check_wish(heads, keep_fraction, budget, zero)
+    _check_request(heads, keep_fraction, budget, zero)
     check_unpruned(source.config)
     family = family_of(source.config, source.tensors, source.layouts)
     check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
@@ -191,16 +179,16 @@ def plan_prune(
     if callable(scores):
         scores = scores(family.layers)
     values = None if scores is None else choose.checked_scores(family, scores)
-    chosen, notes = select(family, source.tensors, Wish(gone, values, keep_fraction, budget, zero))
+    chosen, notes = select(family, source.tensors, PruneRequest(gone, values, keep_fraction, budget, zero))
     goal = Target(family.model_type, family.whole(family.config)) if zero else _target(family, chosen)
     return Pruning(source, family, chosen, goal, zero, notes)
 
 
-def _check_wish(heads: object, keep_fraction: object, budget: object, zero: object) -> None:
-    """Kinds and ranges of what is wished for, and one way of saying it."""
+def _check_request(heads: object, keep_fraction: object, budget: object, zero: object) -> None:
+    """Kinds and ranges of what is requested, and one way of saying it."""
     check_flags(zero=zero)
-    wishes = {"heads": heads, "keep_fraction": keep_fraction, "budget": budget}
-    names = [name for name, value in wishes.items() if value is not None]
+    ways = {"heads": heads, "keep_fraction": keep_fraction, "budget": budget}
+    names = [name for name, value in ways.items() if value is not None]
     if len(names) != 1:
         raise ValueError(f"give one of heads, keep_fraction and budget; got {' and '.join(names) or 'none'}")
     if budget is not None and not isinstance(budget, Budget):
@@ -235,7 +223,7 @@ def _what_loads(family: Family) -> str:
 
 
 def prune(
-    source: Known,
+    source: ReshapableCheckpoint,
     destination: str | os.PathLike[str],
     *,
     heads: HeadChoice | None = None,
@@ -299,7 +287,7 @@ def write_pruned(
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Writes what `plan_prune` planned (and `mend` may have repaired): arguments, result and errors as of `prune`."""
+    """Write what `plan_prune` planned, changed by `reconstruct` or not: arguments, result and errors as of `prune`."""
     check_kind(Pruning, "plan_prune", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()

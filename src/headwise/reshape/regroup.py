@@ -1,4 +1,4 @@
-"""Regroup a checkpoint's heads: fewer key-value heads, repaired if wanted; then the folder, proved."""
+"""Regroup a checkpoint's heads: fewer key-value heads; then the folder, proved."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..shapes.kinds import check_counts, check_flags
+from ..shapes.kinds import check_counts
 from .arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_told, check_writing
 from .axes import KeptHeads
 from .calibrate import (
     family_in_memory,
-    loss_of,
-    projections_of,
     read_moments,
-    say,
-    weights_in_memory,
 )
 from .classes import Target, target
 from .heads import HeadWeights
@@ -30,24 +26,14 @@ from .layout import Family, Layer, check_shapes, family_of
 from .merge import METHODS, Merge, Method, check_method, merge
 from .pair import batches_of
 from .proof import PLAIN, Proof, planned
-from .prune import Known, as_stored
-from .recover import Inputs, Repaired, recover
+from .prune import as_stored
 from .report import PLAN, proved
 from .select import bytes_of
 from .shards import as_json
-from .source import check_source, check_unpruned
+from .source import ReshapableCheckpoint, check_source, check_unpruned
 from .write import Planned, kept, write
 
 OnLayer = Callable[[str, int, int], None] | None
-REPAIRED = ("value", "output", "value_bias", "output_bias")
-
-
-@runtime_checkable
-class Buildable(Known, Protocol):
-    """A checkpoint that can also build a model of its architecture, as `headwise.hf.checkpoint` gives it."""
-
-    def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
-        """The model of a config and its tensors, in float32."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +47,17 @@ class Regrouping:
         method: What a group shares.
         merges: Which heads share, and how, by layer.
         target: The class that loads the result, and its config.
-        repaired: What of a layer was solved anew, by layer: the weights that take the place of the merged ones.
-        measured: Losses, and what was repaired, as plain data.
+        reconstructed: The weights that replace the merged ones, by layer (see `headwise.reshape.reconstruct`).
+        measured: Losses and errors of the reconstruction, as plain data.
     """
 
-    source: Known
+    source: ReshapableCheckpoint
     family: Family
     num_kv_heads: int
     method: Method
     merges: Mapping[str, Merge]
     target: Target
-    repaired: Mapping[str, Mapping[str, Tensor]]
+    reconstructed: Mapping[str, Mapping[str, Tensor]]
     measured: Mapping[str, Any]
 
     def tensors(self) -> list[Planned]:
@@ -146,7 +132,7 @@ class _Maker:
             plan = self.plan
             weights = read_weights(plan.source, plan.family, layer)
             merged = plan.merges[layer.key].apply(weights)
-            anew = plan.repaired.get(layer.key, {})
+            anew = plan.reconstructed.get(layer.key, {})
             parts: dict[str, Any] = {name: part.to(merged.query) for name, part in anew.items()}
             merged = replace(merged, **parts)
             self.made = layer_tensors(plan.family, layer, merged, plan.source.read)
@@ -154,7 +140,7 @@ class _Maker:
         return self.made
 
 
-def read_weights(source: Known, family: Family, layer: Layer) -> HeadWeights:
+def read_weights(source: ReshapableCheckpoint, family: Family, layer: Layer) -> HeadWeights:
     """The weights of a layer of a checkpoint, in float32 at least."""
 
     def read(name: str) -> Tensor:
@@ -165,7 +151,7 @@ def read_weights(source: Known, family: Family, layer: Layer) -> HeadWeights:
 
 
 def plan_regroup(
-    source: Known,
+    source: ReshapableCheckpoint,
     num_kv_heads: int,
     *,
     method: Method = "fitted",
@@ -205,7 +191,7 @@ def plan_regroup(
     return Regrouping(source, family, num_kv_heads, method, merges, goal, {}, {})
 
 
-def checked(source: Known, num_kv_heads: int, method: Method) -> tuple[Family, Target]:
+def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> tuple[Family, Target]:
     """What of a regrouping is known without a weight: the layers, and the class that loads the result.
 
     Raises:
@@ -236,70 +222,8 @@ def _target(family: Family, num_kv_heads: int) -> Target:
     return target(family, counts)
 
 
-def repair(
-    plan: Regrouping,
-    model: nn.Module,
-    rows: Sequence[Tensor],
-    *,
-    inputs: Inputs = "original",
-    value_steps: int = 12,
-    progress: OnLayer = None,
-) -> Regrouping:
-    """The same regrouping with output projections and values solved anew: see `recover`.
-
-    Args:
-        plan: What `plan_regroup` made.
-        model: The original, loaded, in float32.
-        rows: Text as ids, each (B, T), two at least.
-        inputs: As `recover` takes it.
-        value_steps: As `recover` takes it.
-        progress: Called as ``progress("repairing", done, total)``.
-
-    Raises:
-        TypeError: a plan, model or checkpoint of another kind.
-        ValueError: fewer than two rows.
-    """
-    check_kind(Regrouping, "plan_regroup", plan=plan)
-    check_models(model=model)
-    check_told(progress=progress)
-    source = plan.source
-    if not isinstance(source, Buildable):
-        raise TypeError(
-            f"repair builds the changed model, for which headwise.hf.checkpoint is needed; got {type(source)}"
-        )
-    check_rows(rows, 2)
-    changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
-    family = family_in_memory(changed, source.layouts)
-    _, check = batches_of(rows)
-    losses = {"original": loss_of(model, check), "regrouped": loss_of(changed, check)}
-    done = recover(
-        changed,
-        model,
-        rows,
-        projections_of(family),
-        inputs=inputs,
-        value_steps=value_steps,
-        call=say,
-        progress=None if progress is None else lambda done, total: progress("repairing", done, total),
-    )
-    losses["recovered"] = loss_of(changed, check)
-    repaired = {}
-    for layer in family.layers:
-        parts = dict(weights_in_memory(changed, family, layer).tensors())
-        repaired[layer.key] = {name: parts[name].clone() for name in REPAIRED if name in parts}
-    known = {name: loss for name, loss in losses.items() if loss is not None}
-    return replace(plan, repaired=repaired, measured=_measured(known, check, done))
-
-
-def _measured(losses: Mapping[str, float], check: Sequence[Tensor], done: Sequence[Repaired]) -> dict[str, Any]:
-    """Losses and errors on text that nothing was fitted to, as plain data."""
-    tokens = sum(ids[:, 1:].numel() for ids in check)
-    errors = {one.module: [one.before, one.after] for one in done}
-    return {"losses": {**losses, "tokens": tokens}, "errors": errors}
-
-
 def _errors(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """A table of what was repaired, where anything was."""
+    """A table of the errors before and after a reconstruction, if there was one."""
     if not measured:
         return []
     errors = [(name, *(f"{error:.4f}" for error in pair)) for name, pair in measured["errors"].items()]
@@ -307,7 +231,7 @@ def _errors(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tup
 
 
 def regroup(
-    source: Known,
+    source: ReshapableCheckpoint,
     destination: str | os.PathLike[str],
     num_kv_heads: int,
     *,
@@ -316,7 +240,6 @@ def regroup(
     rows: Sequence[Tensor] = (),
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
     seed: int = 0,
-    recovering: bool = False,
     proof: Proof | None = PLAIN,
     progress: OnLayer = None,
 ) -> dict[str, Any]:
@@ -334,7 +257,6 @@ def regroup(
             weights alone tell how alike heads are.
         groups: Which heads share, by layer; by default as in `merge`.
         seed: Of the search for groups.
-        recovering: Solve output projections and values anew, so that attention gives out what it did: see `recover`.
         proof: With what to prove the result before it gets its name; None: unproved.
         progress: Called as ``progress(what, done, total)``.
 
@@ -345,16 +267,11 @@ def regroup(
     Raises:
         TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
-    check_flags(recovering=recovering)
     check_writing(destination, proof, progress=progress)
     check_rows(rows, 0)
-    if recovering and (model is None or len(rows) < 2):
-        raise ValueError("to recover takes the model and a text of at least two rows; give both")
     plan = plan_regroup(
         source, num_kv_heads, method=method, model=model, rows=rows, groups=groups, seed=seed, progress=progress
     )
-    if recovering and model is not None:
-        plan = repair(plan, model, rows, progress=progress)
     return write_regrouped(plan, destination, proof=proof, progress=progress)
 
 
@@ -369,7 +286,7 @@ def write_regrouped(
     """Writes what was planned, as `regroup` does.
 
     Args:
-        plan: What `plan_regroup` made, `repair` changed or not.
+        plan: What `plan_regroup` made, changed by `reconstruct` or not.
         destination: The folder to write; it must not exist.
         proof: With what to prove the result before it gets its name; None: unproved.
         progress: Called as ``progress("writing", done, total)``.

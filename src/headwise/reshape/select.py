@@ -57,7 +57,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PruneRequest:
     """What shall stay.
 
     Attributes:
@@ -75,7 +75,7 @@ class Wish:
     zero: bool = False
 
 
-def select(family: Family, tensors: Mapping[str, Entry], wish: Wish) -> Chosen:
+def select(family: Family, tensors: Mapping[str, Entry], wish: PruneRequest) -> Chosen:
     """The heads that stay.
 
     Raises:

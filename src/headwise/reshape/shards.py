@@ -64,7 +64,7 @@ class Shard:
         return sum(tensor.size for tensor in self.tensors)
 
 
-def lay_out(tensors: Sequence[Planned]) -> list[Shard]:
+def plan_shards(tensors: Sequence[Planned]) -> list[Shard]:
     """The files of these tensors: filled in their order, so that a layer stays together."""
     _check(tensors)
     groups: list[list[Planned]] = [[]]

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..plan.shape import short
 from ..shapes.kinds import shown
 
 
@@ -32,24 +31,12 @@ def check_source(source: object) -> None:
         raise TypeError(f"source is a checkpoint that headwise.hf.checkpoint opened; got {shown(source)}")
 
 
-def pruned_heads(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The heads that a checkpoint of transformers up to 4 counts out, by layer; empty where it tells of none.
-
-    Raises:
-        ValueError: something else than lists of heads by layer.
-    """
-    counted = config.get("pruned_heads") or {}
-    if not isinstance(counted, Mapping) or not all(isinstance(heads, list) for heads in counted.values()):
-        raise ValueError(f"pruned_heads are lists of heads by layer; config.json has {short(counted)}")
-    return counted
-
-
 def check_unpruned(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a checkpoint with ``pruned_heads``, which transformers would load as if it had none."""
-    if pruned_heads(config):
+    """Raise ValueError for a checkpoint with ``pruned_heads``, which transformers would load as if it had none."""
+    if config.get("pruned_heads"):
         raise ValueError(
-            "config.json has pruned_heads, which transformers no longer reads; make it one that loads first: "
-            "headwise migrate"
+            "config.json has pruned_heads, as transformers up to version 4 wrote them, and version 5 does not load "
+            "such weights; give the checkpoint that was not pruned"
         )
 
 
@@ -88,3 +75,23 @@ class CheckpointSource(Protocol):
 
     def check(self) -> None:
         """Raises ValueError unless every file is what it was when the folder was opened."""
+
+
+@runtime_checkable
+class ReshapableCheckpoint(CheckpointSource, Protocol):
+    """A checkpoint with the table of layouts, and with the proof of a result, as `headwise.hf.checkpoint` opens it."""
+
+    @property
+    def layouts(self) -> Mapping[str, Any]:
+        """How checkpoints store their attention."""
+
+    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
+        """Return what a fresh process measures of the result."""
+
+
+@runtime_checkable
+class BuildableCheckpoint(ReshapableCheckpoint, Protocol):
+    """A checkpoint that can also build a model of its architecture, as `headwise.hf.checkpoint` opens it."""
+
+    def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+        """Return the model of a config and its tensors, in float32."""

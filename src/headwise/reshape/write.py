@@ -16,7 +16,7 @@ from .. import __version__
 from .manifest import FILE, MANIFEST, Digest, Manifest, digest
 from .place import check_destination, claim, clear, ended_in_order, hidden_name, remove, settle
 from .shards import Planned as Planned
-from .shards import Shard, as_json, index, lay_out
+from .shards import Shard, as_json, index, plan_shards
 from .source import CheckpointSource
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -69,7 +69,7 @@ def write(
         PermissionError: its parent may not be written.
         OSError: the disk is full, or broken.
     """
-    shards = lay_out(tensors)
+    shards = plan_shards(tensors)
     settings = {CONFIG: as_json(config)} | ({INDEX: index(shards)} if len(shards) > 1 else {})
     taken = {*settings, MANIFEST, *(shard.name for shard in shards)}
     further = settings | _checked(extra, taken)

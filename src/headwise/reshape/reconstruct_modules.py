@@ -1,4 +1,4 @@
-"""Closed-form repair of a changed model: its projections solved anew so that attention gives out what it gave before.
+"""Reconstruct attention modules in closed form: solve their projections so that attention outputs what it did before.
 
 No training: W_O by ridge regression on calibration text, from sums added up in float64, and then the values' matrix
 given W_O, for attention is linear in both. Queries and keys stay, and with them what each head attends.
@@ -30,13 +30,13 @@ def check_kind_of_layers(layers: object) -> None:
 
 
 @dataclass(frozen=True)
-class Repaired:
+class Reconstruction:
     """What was done to one attention module.
 
     Attributes:
         module: Its name.
         before: The squared error of its output on text that was not fitted to, as a share of the output's squares.
-        after: The same, repaired.
+        after: The same, reconstructed.
         ridge: What held W_O to what it was; None where it was left alone, for no fit did better.
         values: Whether the values' matrix was changed.
     """
@@ -48,7 +48,7 @@ class Repaired:
     values: bool
 
 
-def recover(
+def reconstruct_modules(
     changed: nn.Module,
     original: nn.Module,
     batches: Sequence[Batch],
@@ -58,7 +58,7 @@ def recover(
     value_steps: int = 12,
     call: Callable[[nn.Module, Batch], Any] = run_model,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Repaired]:
+) -> list[Reconstruction]:
     """Solve the output projections of `changed`, and then its values, anew, in place.
 
     Args:
@@ -85,7 +85,7 @@ def recover(
         >>> import headwise
         >>> original, changed = headwise.MultiHeadAttention(12, 3), headwise.MultiHeadAttention(12, 3)
         >>> batches = [torch.randn(2, 31, 12) for _ in range(3)]
-        >>> [done] = recover(changed, original, batches, {"": Projections("o_proj", "v_proj")})
+        >>> [done] = reconstruct_modules(changed, original, batches, {"": Projections("o_proj", "v_proj")})
         >>> done.after < done.before
         True
     """
@@ -95,19 +95,19 @@ def recover(
     if not isinstance(inputs, str) or inputs not in ("original", "own"):
         raise ValueError(f'inputs is "original" or "own"; got {shown(inputs)}')
     check_counts(value_steps=value_steps)
-    run = _Recovery(Pair(changed, original, layers, inputs == "original", call), *batches_of(batches), progress)
+    run = _Reconstructor(Pair(changed, original, layers, inputs == "original", call), *batches_of(batches), progress)
     with run.pair.watched(calls=value_steps > 0):
         run.begin(passes=len(layers) if value_steps or inputs == "own" else 1)
         if run.passes == 1 and not value_steps:
             sums = run.sums(run.order)
-            return [run.repair_output(name, *sums[name]) for name in run.order]
+            return [run.solve_output(name, *sums[name]) for name in run.order]
         if not value_steps:
-            return [run.repair_output(name, *run.sums([name])[name]) for name in run.order]
-        return [run.repair_both(name, value_steps) for name in run.order]
+            return [run.solve_output(name, *run.sums([name])[name]) for name in run.order]
+        return [run.solve_both(name, value_steps) for name in run.order]
 
 
-class _Recovery:
-    """One recovery: both models under hooks, the text to fit to and the text to check by."""
+class _Reconstructor:
+    """One reconstruction: both models under hooks, the text to fit to and the text to check by."""
 
     def __init__(
         self, pair: Pair, fit: list[Batch], check: list[Batch], progress: Callable[[int, int], None] | None
@@ -149,12 +149,12 @@ class _Recovery:
                     both[name][n].add(_with_ones(seen[name].heads, matrix), seen[name].target)
         return both
 
-    def repair_output(self, name: str, fit: NormalEquations, check: NormalEquations) -> Repaired:
+    def solve_output(self, name: str, fit: NormalEquations, check: NormalEquations) -> Reconstruction:
         """Solves W_O and puts it in its place."""
         if not (fit.is_finite() and check.is_finite()):
             raise ValueError(
                 f"module {name!r}: its heads or its outputs on this text hold NaN or infinity, and nothing is fitted "
-                "to them; get the checkpoint anew, or leave out to recover"
+                "to them; get the checkpoint anew, or do not reconstruct"
             )
         matrix = self.projection(self.pair.layers[name].output)
         start = _whole(matrix)
@@ -164,9 +164,9 @@ class _Recovery:
             matrix.W.copy_(W[:n])
             if matrix.b is not None:
                 matrix.b.copy_(W[n])
-        return Repaired(name, check.error(start), check.error(_whole(matrix)), ridge, values=False)
+        return Reconstruction(name, check.error(start), check.error(_whole(matrix)), ridge, values=False)
 
-    def repair_both(self, name: str, steps: int) -> Repaired:
+    def solve_both(self, name: str, steps: int) -> Reconstruction:
         """Solves W_O, then W_V given it, then W_O once more."""
         where = self.pair.layers[name]
         matrix = self.projection(where.output)
@@ -178,7 +178,7 @@ class _Recovery:
                 sums[n].add(_with_ones(seen[name].heads, matrix), seen[name].target)
                 if where.value is not None:
                     samples[n].append(_sample(seen[name], name))
-        done = self.repair_output(name, *sums)
+        done = self.solve_output(name, *sums)
         if where.value is None:
             return done
         value = self.projection(where.value)
@@ -198,8 +198,8 @@ class _Recovery:
         for n, some in enumerate(samples):
             for sample in some:
                 sums[n].add(_with_ones(layer.heads(W, sample.call, sample.source), matrix), sample.target)
-        last = self.repair_output(name, *sums)
-        return Repaired(name, done.before, last.after, last.ridge or done.ridge, values=True)
+        last = self.solve_output(name, *sums)
+        return Reconstruction(name, done.before, last.after, last.ridge or done.ridge, values=True)
 
 
 def _whole(matrix: Matrix) -> Tensor:

@@ -1,4 +1,4 @@
-"""Healing: a changed model learns, by a few steps of distillation, to say what its original says.
+"""Distillation: train a changed model for a few steps to predict what its original predicts.
 
 A plain loop in PyTorch. Every batch follows from the seed and the number of the step alone, so a run that was stopped
 goes on to the same result; its state is on disk whole or not at all.
@@ -33,8 +33,8 @@ MARKED = 1024
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How to heal.
+class DistillConfig:
+    """How to distill.
 
     Attributes:
         steps: Updates of the weights.
@@ -50,8 +50,8 @@ class Recipe:
         TypeError, ValueError: a number that is none, or out of range.
 
     Example:
-        >>> recipe = Recipe(steps=200, warmup=10)
-        >>> recipe.rate(0), recipe.rate(10)
+        >>> config = DistillConfig(steps=200, warmup=10)
+        >>> config.rate(0), config.rate(10)
         (1e-05, 0.0001)
     """
 
@@ -93,11 +93,11 @@ class Recipe:
 
 
 @dataclass
-class Curve:
+class LossCurve:
     """What was measured on the way, as plain data.
 
     Attributes:
-        steps: Loss of each step: the divergence from the teacher, and with `Recipe.text` the text's share.
+        steps: Loss of each step: the divergence from the teacher, and with `DistillConfig.text` the text's share.
         held: [step, divergence, loss] on text that is not trained on; in nats a token.
     """
 
@@ -105,11 +105,11 @@ class Curve:
     held: list[list[float | int]]
 
 
-def heal(
+def distill(
     student: nn.Module,
     teacher: nn.Module,
     stream: Tensor,
-    recipe: Recipe,
+    config: DistillConfig,
     *,
     held: Tensor | None = None,
     first: int | None = None,
@@ -118,7 +118,7 @@ def heal(
     call: Forward | None = None,
     accelerator: Any = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Curve:
+) -> LossCurve:
     """Trains `student`, in place, to give the teacher's distribution of the next token.
 
     The loss is the Kullback-Leibler divergence of the student's distribution from the teacher's, a token (Hinton et al.
@@ -128,11 +128,11 @@ def heal(
         student: The changed model, in float32.
         teacher: The original; it only reads.
         stream: Text as one row of ids (N,), longer than a window.
-        recipe: Steps, batch, learning rate.
+        config: Steps, batch, learning rate.
         held: Windows (n, T) to measure on at the start, every so many steps, and at the end.
         first: A token to put before every window, such as BOS.
         state: A file to keep the state of the run in, every so many steps; a run that finds one there goes on from it,
-            if it is of the same recipe, text and teacher.
+            if it is of the same config, text and teacher.
         every: How many steps that is.
         call: The logits (B, T, vocabulary) of a model; by default of a transformers model, without a cache.
         accelerator: An `accelerate.Accelerator`, to place the models and to run backward.
@@ -142,39 +142,39 @@ def heal(
         The losses. Every process has the same.
 
     Raises:
-        TypeError, ValueError: a stream that is no row of ids or too short; a state of another recipe, text or
+        TypeError, ValueError: a stream that is no row of ids or too short; a state of another config, text or
             teacher.
         OSError: `state` cannot be written.
 
     Example:
         >>> from torch.nn import Embedding, Linear, Sequential
         >>> teacher, student = (Sequential(Embedding(7, 5), Linear(5, 7)) for _ in range(2))
-        >>> recipe = Recipe(30, rows=2, length=9, lr=0.1, warmup=1)
-        >>> curve = heal(student, teacher, torch.arange(60) % 7, recipe, call=lambda model, ids: model(ids))
+        >>> config = DistillConfig(30, rows=2, length=9, lr=0.1, warmup=1)
+        >>> curve = distill(student, teacher, torch.arange(60) % 7, config, call=lambda model, ids: model(ids))
         >>> curve.steps[-1] < curve.steps[0]
         True
     """
     check_counts(1, every=every)
     check_models(student=student, teacher=teacher)
-    check_kind(Recipe, "headwise.reshape.Recipe", recipe=recipe)
+    check_kind(DistillConfig, "headwise.reshape.DistillConfig", config=config)
     check_functions(**{name: one for name, one in (("call", call), ("progress", progress)) if one is not None})
     if state is not None:
         check_paths(state=state)
     if held is not None:
         check_rows([held], 1)
-    _check_stream(stream, recipe, first)
-    run = _Run(student, teacher, recipe, call or logits_of, accelerator, Path(state) if state is not None else None)
+    _check_stream(stream, config, first)
+    run = _Run(student, teacher, config, call or logits_of, accelerator, Path(state) if state is not None else None)
     if state is not None:
         run.marks = {"text": _mark_of(stream, held, first), "teacher": _mark_of(*teacher.state_dict().items())}
     run.begin()
     with in_eval_mode(run.student, run.teacher):  # each step depends on its batch alone
-        for step in range(run.step, recipe.steps):
+        for step in range(run.step, config.steps):
             if held is not None and step % every == 0:
                 run.measure(held)
-            run.update(recipe.batch(stream, step, first))
+            run.update(config.batch(stream, step, first))
             if progress is not None:
-                progress(run.step, recipe.steps)
-            if run.step % every == 0 and run.step < recipe.steps:
+                progress(run.step, config.steps)
+            if run.step % every == 0 and run.step < config.steps:
                 run.save()
         if held is not None and (not run.curve.held or run.curve.held[-1][0] < run.step):
             run.measure(held)
@@ -201,22 +201,22 @@ class _Run:
         self,
         student: nn.Module,
         teacher: nn.Module,
-        recipe: Recipe,
+        config: DistillConfig,
         call: Forward,
         accelerator: Any,
         state: Path | None,
     ) -> None:
-        self.recipe, self.call, self.accelerator, self.state = recipe, call, accelerator, state
+        self.config, self.call, self.accelerator, self.state = config, call, accelerator, state
         self.processes = Processes.here()
-        if recipe.rows < self.processes.size:
-            raise ValueError(f"each of {self.processes.size} processes reads windows; got rows {recipe.rows} a step")
+        if config.rows < self.processes.size:
+            raise ValueError(f"each of {self.processes.size} processes reads windows; got rows {config.rows} a step")
         self.plain = student
         decayed = [p for p in student.parameters() if p.requires_grad and p.ndim > 1]
         others = [p for p in student.parameters() if p.requires_grad and p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer: Any = torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.lr)
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer: Any = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr)
         self.student, self.teacher = student, teacher
-        self.step, self.curve = 0, Curve([], [])
+        self.step, self.curve = 0, LossCurve([], [])
         self.marks: dict[str, str] = {}
 
     def begin(self) -> None:
@@ -225,11 +225,11 @@ class _Run:
             check_destination(self.state)
         if self.state is not None and self.state.exists():
             saved = _state_of(self.state)
-            mine = asdict(self.recipe)
+            mine = asdict(self.config)
             if saved["recipe"] != mine:
                 names = [name for name in mine if saved["recipe"].get(name) != mine[name]]
-                other = ", ".join(f"{name} {shown(saved['recipe'].get(name))}, not {mine[name]}" for name in names)
-                raise ValueError(f"{self.state}: the state of another run ({other}); remove it, or heal as it says")
+                other = ", ".join(f"{name} {shown(saved['config'].get(name))}, not {mine[name]}" for name in names)
+                raise ValueError(f"{self.state}: the state of another run ({other}); remove it, or distill as it says")
             for name, what in (("text", "on another text"), ("teacher", "with another teacher")):
                 if saved[name] != self.marks[name]:
                     raise ValueError(f"{self.state}: the state of a run {what}; remove it to begin anew")
@@ -238,7 +238,7 @@ class _Run:
                 self.optimizer.load_state_dict(saved["optimizer"])
             except (RuntimeError, ValueError):  # other tensors, or other sizes
                 raise ValueError(f"{self.state}: the state of another model; remove it to begin anew") from None
-            self.step, self.curve = saved["step"], Curve(saved["steps"], saved["held"])
+            self.step, self.curve = saved["step"], LossCurve(saved["steps"], saved["held"])
         if self.accelerator is not None:
             self.student, self.optimizer = self.accelerator.prepare(self.plain, self.optimizer)
             self.teacher = self.teacher.to(self.accelerator.device)
@@ -246,7 +246,7 @@ class _Run:
     def update(self, rows: Tensor) -> None:
         """One step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.rate(self.step)
+            group["lr"] = self.config.rate(self.step)
         ids = self.processes.share(rows).to(next(self.plain.parameters()).device)
         loss = self.loss(ids) / len(rows)
         self.backward(loss)
@@ -267,10 +267,10 @@ class _Run:
         with torch.no_grad():
             known = self.call(self.teacher, ids)
         total = divergence(said, known) / ids.shape[1]
-        if self.recipe.text:
+        if self.config.text:
             places = said[:, :-1].flatten(0, 1).float()
             text = nn.functional.cross_entropy(places, ids[:, 1:].flatten(), reduction="sum")
-            total = total + self.recipe.text * text / (ids.shape[1] - 1)
+            total = total + self.config.text * text / (ids.shape[1] - 1)
         return total
 
     def backward(self, loss: Tensor) -> None:
@@ -299,7 +299,7 @@ class _Run:
             return
         parts = {"student": self.plain.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
         with writing(self.state, "the state of the run") as file:
-            torch.save({**parts, **self.marks, **asdict(self.curve), "recipe": asdict(self.recipe)}, file)
+            torch.save({**parts, **self.marks, **asdict(self.curve), "recipe": asdict(self.config)}, file)
 
 
 def _mark_of(*parts: Any) -> str:
@@ -331,17 +331,17 @@ def _state_of(path: Path) -> dict[str, Any]:
     except Exception:  # pickle's, zip's, torch's own
         saved = None
     if not isinstance(saved, dict) or not saved.keys() >= STATE:
-        raise ValueError(f"{path}: no state that a run of healing left; remove it to begin anew")
+        raise ValueError(f"{path}: no state that a distillation left; remove it to begin anew")
     return saved
 
 
-def _check_stream(stream: Tensor, recipe: Recipe, first: int | None) -> None:
+def _check_stream(stream: Tensor, config: DistillConfig, first: int | None) -> None:
     check_tensor("stream", stream, "a row of ids (N,)")
     if first is not None:
         check_counts(first=first)
     if stream.ndim != 1 or stream.dtype not in INTEGERS:
         raise ValueError(f"stream is a row of ids (N,); got {describe(stream)}")
-    if len(stream) < recipe.length - (first is not None):
+    if len(stream) < config.length - (first is not None):
         raise ValueError(
-            f"a window is {recipe.length} tokens, and the text has {len(stream)}; give a longer text, or less length"
+            f"a window is {config.length} tokens, and the text has {len(stream)}; give a longer text, or less length"
         )

@@ -1,4 +1,4 @@
-"""Healing: the loss falls, a stopped run goes on to the same result, several processes do what one does."""
+"""Distillation: the loss falls, a stopped run goes on to the same result, several processes do what one does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.processes import Processes
-from headwise.reshape.heal import Recipe, divergence, heal
+from headwise.reshape.distill import DistillConfig, distill, divergence
 
 VOCABULARY = 23
 
@@ -42,11 +42,11 @@ def stream() -> Tensor:
     return torch.randint(VOCABULARY, (301,), generator=torch.Generator().manual_seed(1))
 
 
-RECIPE = Recipe(12, rows=3, length=17, lr=0.02, warmup=2, weight_decay=0.1, text=0.1, seed=5)
+RECIPE = DistillConfig(12, rows=3, length=17, lr=0.02, warmup=2, weight_decay=0.1, text=0.1, seed=5)
 
 
-def run(student: Model, recipe: Recipe = RECIPE, **options: Any) -> Any:
-    return heal(student, Model(0), stream(), recipe, call=lambda model, ids: model(ids), **options)
+def run(student: Model, config: DistillConfig = RECIPE, **options: Any) -> Any:
+    return distill(student, Model(0), stream(), config, call=lambda model, ids: model(ids), **options)
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -57,8 +57,8 @@ def test_the_student_comes_to_say_what_the_teacher_says() -> None:
     held_out = torch.randint(VOCABULARY, (4, 29))
     student = Model(1).train()
     calls: list[tuple[int, int]] = []
-    recipe = Recipe(40, rows=4, length=17, lr=0.03, warmup=2)
-    curve = run(student, recipe, held=held_out, first=2, every=20, progress=lambda *n: calls.append(n))
+    config = DistillConfig(40, rows=4, length=17, lr=0.03, warmup=2)
+    curve = run(student, config, held=held_out, first=2, every=20, progress=lambda *n: calls.append(n))
     assert [step for step, *_ in curve.held] == [0, 20, 40] and len(curve.steps) == 40
     assert curve.steps == [round(loss, 6) for loss in curve.steps], "short enough to be read in a file"
     assert curve.held[-1][1] < 0.2 * curve.held[0][1]
@@ -80,10 +80,10 @@ def test_the_text_s_own_loss_counts_by_its_weight() -> None:
     """Of the first step, before any weight has changed: a mean of places of each window, and of the windows."""
     text, losses = stream(), {}
     for weight in (0.0, 0.5):
-        recipe = Recipe(1, rows=3, length=17, text=weight, seed=5)
-        losses[weight] = run(Model(1), recipe).steps[0]
+        config = DistillConfig(1, rows=3, length=17, text=weight, seed=5)
+        losses[weight] = run(Model(1), config).steps[0]
     student, teacher = Model(1).eval(), Model(0).eval()
-    rows = Recipe(1, rows=3, length=17, seed=5).batch(text, 0)
+    rows = DistillConfig(1, rows=3, length=17, seed=5).batch(text, 0)
     with torch.no_grad():
         said, known = student(rows), teacher(rows)
     own = nn.functional.cross_entropy(said[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
@@ -137,7 +137,7 @@ def test_a_state_that_cannot_be_written_is_told_before_a_step(tmp_path: Path) ->
 
 
 def test_a_state_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
+    run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "state.pt")
     before = (tmp_path / "state.pt").read_bytes()
 
     def fail(*_: Any) -> None:
@@ -147,24 +147,24 @@ def test_a_state_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "other").mkdir()
     for folder in (tmp_path, tmp_path / "other"):
         with pytest.raises((OSError, ValueError)):
-            run(Model(1), Recipe(3, rows=1, length=9), state=folder / "state.pt", every=1)
+            run(Model(1), DistillConfig(3, rows=1, length=9), state=folder / "state.pt", every=1)
     assert (tmp_path / "state.pt").read_bytes() == before and not os.listdir(tmp_path / "other")
 
 
 def test_a_state_for_which_there_is_no_room_is_told_by_its_name(tmp_path: Path) -> None:
     with files_of_at_most(2000), pytest.raises(OSError) as caught:
-        run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt", every=1)
+        run(Model(1), DistillConfig(3, rows=1, length=9), state=tmp_path / "state.pt", every=1)
     line = f"cannot write {tmp_path}/state.pt, the state of the run: File too large; make room, or give another path"
     assert str(caught.value) == line and not os.listdir(tmp_path)
 
 
 def test_what_a_killed_run_left_of_its_state_is_cleared_by_the_next(tmp_path: Path) -> None:
-    code = "import os, test_reshape_heal as here; os.fsync = lambda _: os.kill(os.getpid(), 9); "
-    code += "here.run(here.Model(1), here.Recipe(2, rows=1, length=9), state='state.pt')"
+    code = "import os, test_reshape_distill as here; os.fsync = lambda _: os.kill(os.getpid(), 9); "
+    code += "here.run(here.Model(1), here.DistillConfig(2, rows=1, length=9), state='state.pt')"
     paths = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 1
-    run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
+    run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "state.pt")
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
@@ -231,9 +231,9 @@ def test_the_schedule_and_the_windows() -> None:
         for row in rows:
             assert (text.unfold(0, 16, 1) == row[1:]).all(1).any(), "a window of the text"
     assert not torch.equal(RECIPE.batch(text, 0), RECIPE.batch(text, 1))
-    whole = Recipe(1, rows=2, length=301)  # a text of one window: whole, or behind the token that comes first
+    whole = DistillConfig(1, rows=2, length=301)  # a text of one window: whole, or behind the token that comes first
     assert torch.equal(whole.batch(text, 0), text.expand(2, -1))
-    assert torch.equal(Recipe(1, rows=2, length=302).batch(text, 0, first=9)[:, 1:], text.expand(2, -1))
+    assert torch.equal(DistillConfig(1, rows=2, length=302).batch(text, 0, first=9)[:, 1:], text.expand(2, -1))
     assert Processes(1, 3).share(torch.arange(7)).tolist() == [1, 4]
 
 
@@ -241,39 +241,47 @@ def test_the_schedule_and_the_windows() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: Recipe(0), ValueError, "steps is at least 1; got 0"),
-        (lambda: Recipe(5, length=1), ValueError, "length is at least 2; got 1"),
-        (lambda: Recipe(5, lr=0.0), ValueError, "lr is a finite number above 0; got 0"),
-        (lambda: Recipe(5, text=-1.0), ValueError, "text and weight_decay are at least 0; got -1.0 and 0.0"),
-        (lambda: run(Model(1), Recipe(5, length=400)), ValueError, "a window is 400 tokens, and the text has 301"),
-        (lambda: run(Model(1), Recipe(1, length=302)), ValueError, "a window is 302 tokens, and the text has 301"),
+        (lambda: DistillConfig(0), ValueError, "steps is at least 1; got 0"),
+        (lambda: DistillConfig(5, length=1), ValueError, "length is at least 2; got 1"),
+        (lambda: DistillConfig(5, lr=0.0), ValueError, "lr is a finite number above 0; got 0"),
+        (lambda: DistillConfig(5, text=-1.0), ValueError, "text and weight_decay are at least 0; got -1.0 and 0.0"),
         (
-            lambda: run(Model(1), Recipe(1, length=303), first=1),
+            lambda: run(Model(1), DistillConfig(5, length=400)),
+            ValueError,
+            "a window is 400 tokens, and the text has 301",
+        ),
+        (
+            lambda: run(Model(1), DistillConfig(1, length=302)),
+            ValueError,
+            "a window is 302 tokens, and the text has 301",
+        ),
+        (
+            lambda: run(Model(1), DistillConfig(1, length=303), first=1),
             ValueError,
             "a window is 303 tokens, and the text has 301",
         ),
         (lambda: run(Model(1), every=0), ValueError, "every is at least 1; got 0"),
         (lambda: run(Model(1), state=3), TypeError, "state is a path, a string or a pathlib.Path; got 3"),
         (lambda: run(Model(1), state=""), ValueError, "state: the name is empty"),
-        (lambda: heal(Model(1), Model(0), stream()[None], RECIPE), ValueError, r"stream is a row of ids \(N,\)"),
-        (lambda: heal(Model(1), Model(0), [1, 2], RECIPE), TypeError, r"stream is a row of ids \(N,\); got list"),
+        (lambda: distill(Model(1), Model(0), stream()[None], RECIPE), ValueError, r"stream is a row of ids \(N,\)"),
+        (lambda: distill(Model(1), Model(0), [1, 2], RECIPE), TypeError, r"stream is a row of ids \(N,\); got list"),
     ],
 )
-def test_what_cannot_be_healed_is_refused(make: Any, kind: type[Exception], text: str) -> None:
+def test_what_cannot_be_distilled_is_refused(make: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
 
 
 def test_a_state_knows_its_text_and_its_teacher(tmp_path: Path) -> None:
     """A run that goes on reads on where it stopped: another text or teacher would be half of each."""
-    recipe, state = Recipe(2, rows=1, length=9), tmp_path / "state.pt"
+    config, state = DistillConfig(2, rows=1, length=9), tmp_path / "state.pt"
 
-    def heal_on(text: Tensor, teacher: Model, **options: Any) -> Any:
-        return heal(Model(1), teacher, text, recipe, call=lambda model, ids: model(ids), state=state, **options)
+    def distill_on(text: Tensor, teacher: Model, **options: Any) -> Any:
+        return distill(Model(1), teacher, text, config, call=lambda model, ids: model(ids), state=state, **options)
 
     held_out = stream()[:18].view(2, 9)
-    heal_on(stream(), Model(0), held=held_out, first=3)
-    assert heal_on(stream(), Model(0), held=held_out, first=3).steps
+    distill_on(stream(), Model(0), held=held_out, first=3)
+    assert distill_on(stream(), Model(0), held=held_out, first=3).steps
     other = stream()
     other[-1] = (other[-1] + 1) % VOCABULARY
     for text, options in (
@@ -283,9 +291,9 @@ def test_a_state_knows_its_text_and_its_teacher(tmp_path: Path) -> None:
         (stream(), {"first": 4}),
     ):
         with pytest.raises(ValueError, match=r"state.pt: the state of a run on another text; remove it to begin anew$"):
-            heal_on(text, Model(0), held=held_out, **options)
+            distill_on(text, Model(0), held=held_out, **options)
     with pytest.raises(ValueError, match=r"state.pt: the state of a run on another text; remove it to begin anew$"):
-        heal_on(stream(), Model(0), held=held_out + 1, first=3)
+        distill_on(stream(), Model(0), held=held_out + 1, first=3)
     nearly = Model(0)
     with torch.no_grad():
         nearly.out.bias[1] += 1  # of a small tensor every number counts
@@ -293,27 +301,27 @@ def test_a_state_knows_its_text_and_its_teacher(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=r"state.pt: the state of a run with another teacher; remove it to begin anew$"
         ):
-            heal_on(stream(), teacher, held=held_out, first=3)
+            distill_on(stream(), teacher, held=held_out, first=3)
     saved = torch.load(state, weights_only=True)
     torch.save({name: part for name, part in saved.items() if name not in ("text", "teacher")}, state)
-    with pytest.raises(ValueError, match=r"state.pt: no state that a run of healing left; remove it to begin anew$"):
-        heal_on(stream(), Model(0), held=held_out, first=3)
+    with pytest.raises(ValueError, match=r"state.pt: no state that a distillation left; remove it to begin anew$"):
+        distill_on(stream(), Model(0), held=held_out, first=3)
 
 
 @pytest.mark.unchecked
 def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
-    run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
+    run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "state.pt")
     for content in (b"", b"garbage", pickle.dumps({"recipe": 1}), pickle.dumps(print)):
         (tmp_path / "other.pt").write_bytes(content)
-        with pytest.raises(ValueError, match=r"other.pt: no state that a run of healing left; remove it to begin anew"):
-            run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "other.pt")
+        with pytest.raises(ValueError, match=r"other.pt: no state that a distillation left; remove it to begin anew"):
+            run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "other.pt")
     torch.save({"recipe": {}}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other.pt: no state that a run of healing left"):
-        run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other.pt: no state that a run of distillation left"):
+        run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "other.pt")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     torch.save({**saved, "student": {"x": torch.ones(1)}}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other.pt: the state of another model; remove it to begin anew"):
-        run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "other.pt")
-    line = r"state.pt: the state of another run \(steps 2, not 3\); remove it, or heal as it says"
+        run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "other.pt")
+    line = r"state.pt: the state of another run \(steps 2, not 3\); remove it, or distill as it says"
     with pytest.raises(ValueError, match=line):
-        run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt")
+        run(Model(1), DistillConfig(3, rows=1, length=9), state=tmp_path / "state.pt")

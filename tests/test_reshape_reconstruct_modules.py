@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.reshape.normal import NormalEquations, best
 from headwise.reshape.pair import Projections, batches_of
-from headwise.reshape.recover import recover
+from headwise.reshape.reconstruct_modules import reconstruct_modules
 from headwise.reshape.values import Sample, ValueSystem, error, solve_values
 
 M = 22
@@ -52,7 +52,7 @@ def spoilt(part: str, seed: int = 0) -> tuple[Model, Model]:
 @pytest.mark.parametrize("inputs", ["original", "own"])
 def test_another_output_projection_comes_back(inputs: Any) -> None:
     original, changed = spoilt("o_proj")
-    done = recover(changed, original, batches(), LAYERS, inputs=inputs, value_steps=0)
+    done = reconstruct_modules(changed, original, batches(), LAYERS, inputs=inputs, value_steps=0)
     assert [one.module for one in done] == list(LAYERS)
     for one, layer, before in zip(done, changed.layers, original.layers, strict=True):
         assert one.before > 0.5 and one.after < 1e-6 and not one.values
@@ -72,13 +72,13 @@ def test_other_values_come_back_given_the_rest() -> None:
             layer.v_proj.weight[2::7] = layer.v_proj.weight[3::7]
     text = batches(8)
     other = copy.deepcopy(changed)
-    alone = recover(changed, original, text, LAYERS, value_steps=0)
-    both = recover(other, original, text, LAYERS, value_steps=20)
+    alone = reconstruct_modules(changed, original, text, LAYERS, value_steps=0)
+    both = reconstruct_modules(other, original, text, LAYERS, value_steps=20)
     for one, two in zip(alone, both, strict=True):
         assert two.values and two.after < 0.1 * one.after < 0.1 * one.before
 
 
-def test_merged_heads_are_repaired_and_it_holds_on_other_text() -> None:
+def test_merged_heads_are_reconstructed_and_it_holds_on_other_text() -> None:
     original = Model(kv_heads=6)
     changed = Model(kv_heads=3)
     state = original.state_dict()
@@ -88,13 +88,13 @@ def test_merged_heads_are_repaired_and_it_holds_on_other_text() -> None:
     changed.load_state_dict(state)
     x = torch.randn(2, 41, M)
     before = (changed(x) - original(x)).square().mean()
-    done = recover(changed, original, batches(), LAYERS)
+    done = reconstruct_modules(changed, original, batches(), LAYERS)
     assert all(one.after < 0.8 * one.before for one in done)
     assert (changed(x) - original(x)).square().mean() < 0.8 * before
 
 
 @pytest.mark.parametrize(("inputs", "value_steps"), [("original", 2), ("own", 2), ("own", 0)])
-def test_no_module_behind_the_one_that_is_repaired_is_run(inputs: Any, value_steps: int) -> None:
+def test_no_module_behind_the_one_that_is_reconstructed_is_run(inputs: Any, value_steps: int) -> None:
     """A layer a pass: the last layer of both models runs in its own pass, and in the one that finds their order."""
     original, changed = spoilt("o_proj")
     text, runs = batches(7), {"original": 0, "changed": 0}
@@ -104,7 +104,7 @@ def test_no_module_behind_the_one_that_is_repaired_is_run(inputs: Any, value_ste
             runs[name] += 1
 
         model.layers[1].q_proj.register_forward_pre_hook(count)
-    recover(changed, original, text, LAYERS, inputs=inputs, value_steps=value_steps)
+    reconstruct_modules(changed, original, text, LAYERS, inputs=inputs, value_steps=value_steps)
     assert runs == {"original": 7 + 1, "changed": 7 + 1}
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_made_worse() -> None:
     original = Model()
     changed = copy.deepcopy(original)
     changed.train()
-    done = recover(changed, original, batches(2), LAYERS)
+    done = reconstruct_modules(changed, original, batches(2), LAYERS)
     assert all(one.after <= one.before < 1e-10 for one in done)
     assert all(
         torch.allclose(p, q, atol=1e-5) for p, q in zip(changed.parameters(), original.parameters(), strict=True)
@@ -133,7 +133,7 @@ def test_text_that_is_not_finite_is_refused_and_changes_nothing(where: int, valu
     text = batches()
     text[where][1, 20, 3] = torch.inf
     with pytest.raises(ValueError, match=r"^module 'layers.0': its heads or its outputs on this text hold NaN or inf"):
-        recover(changed, original, text, LAYERS, value_steps=value_steps)
+        reconstruct_modules(changed, original, text, LAYERS, value_steps=value_steps)
     assert all(torch.equal(part, before[name]) for name, part in changed.state_dict().items())
 
 
@@ -141,7 +141,7 @@ def test_progress_counts_every_batch() -> None:
     original, changed = spoilt("o_proj")
     for value_steps, passes in ((0, 1), (1, 2)):
         steps: list[tuple[int, int]] = []
-        recover(
+        reconstruct_modules(
             changed,
             original,
             batches(3),
@@ -196,8 +196,10 @@ def test_what_stands_between_heads_and_their_output_is_seen() -> None:
     layers = {f"layers.{n}": Projections(f"layers.{n}.o_proj.1", f"layers.{n}.v_proj") for n in range(2)}
     original, changed = Gated(), Gated()
     with pytest.raises(ValueError, match=r"'layers.0' takes other than its heads side by side .* value_steps=0"):
-        recover(changed, original, batches(2), layers)
-    assert all(one.after < one.before for one in recover(changed, original, batches(), layers, value_steps=0))
+        reconstruct_modules(changed, original, batches(2), layers)
+    assert all(
+        one.after < one.before for one in reconstruct_modules(changed, original, batches(), layers, value_steps=0)
+    )
 
 
 class Columns(nn.Module):
@@ -215,13 +217,13 @@ def test_a_projection_stored_by_columns_is_solved_too() -> None:
     original, changed = spoilt("o_proj")
     for layer in changed.layers:
         layer.o_proj = Columns(layer.o_proj)
-    assert all(one.after < 1e-6 for one in recover(changed, original, batches(), LAYERS, value_steps=0))
+    assert all(one.after < 1e-6 for one in reconstruct_modules(changed, original, batches(), LAYERS, value_steps=0))
     changed.layers[1].o_proj.scale = 2.0
     with pytest.raises(TypeError, match=r"'layers.1.o_proj' \(Columns\) computes other than x W \+ b"):
-        recover(changed, original, batches(2), LAYERS)
+        reconstruct_modules(changed, original, batches(2), LAYERS)
     changed.layers[1].o_proj.weight.data = changed.layers[1].o_proj.weight.data[None]
     with pytest.raises(TypeError, match=r"Columns has no weight of two axes in floating point; merge adapters"):
-        recover(changed, original, batches(2), LAYERS)
+        reconstruct_modules(changed, original, batches(2), LAYERS)
 
 
 @pytest.mark.unchecked
@@ -242,10 +244,10 @@ def test_a_projection_stored_by_columns_is_solved_too() -> None:
         ),
     ],
 )
-def test_what_cannot_be_recovered_is_refused(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_what_cannot_be_reconstructed_is_refused(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
     arguments: dict[str, Any] = {"batches": batches(2), "layers": LAYERS, **changes}
     with pytest.raises(kind, match=text):
-        recover(Model(), Model(), **arguments)
+        reconstruct_modules(Model(), Model(), **arguments)
 
 
 def test_the_error_before_is_that_of_the_model_as_it_came() -> None:
@@ -263,7 +265,7 @@ def test_the_error_before_is_that_of_the_model_as_it_came() -> None:
                 left[n] += float((made + ours.o_proj.bias - target).double().square().sum())
                 whole[n] += float(target.double().square().sum())
                 x = x + target  # the changed layers read the original's states
-    for one, apart, all_of_it in zip(recover(changed, original, texts, LAYERS), left, whole, strict=True):
+    for one, apart, all_of_it in zip(reconstruct_modules(changed, original, texts, LAYERS), left, whole, strict=True):
         assert one.before == pytest.approx(apart / all_of_it, rel=1e-4) and one.after < one.before / 10 and one.values
 
 

@@ -15,7 +15,7 @@ from reshape_models import FAMILIES, decoder, saved
 
 from headwise import hf
 from headwise.hf import proving
-from headwise.reshape import Proof, mend, plan_prune, write_pruned
+from headwise.reshape import Proof, plan_prune, reconstruct, write_pruned
 from headwise.reshape.calibrate import loss_of
 
 
@@ -37,7 +37,7 @@ def test_what_was_solved_anew_is_nearer_to_the_original(
     original = row.build()
     with hf.checkpoint(saved(row, tmp_path / "source")) as opened:
         plain = plan_prune(opened, heads=heads)
-        plan = quiet(lambda: mend(plain, original, text()))
+        plan = quiet(lambda: reconstruct(plain, original, text()))
         assert plan.losses["tokens"] == 2 * 59 and plan.losses["recovered"] != plan.losses["pruned"]
         unsolved = {one.name: one.make() for one in plain.tensors()}
         for one in plan.tensors():
@@ -80,12 +80,12 @@ def test_a_model_without_a_head_for_words_has_no_loss() -> None:
 def test_what_cannot_be_solved_anew_is_refused() -> None:
     plan = plan_prune(decoder(4, 4), heads=[])
     with pytest.raises(
-        TypeError, match=r"to recover takes a checkpoint that headwise\.hf\.checkpoint opened; got Made"
+        TypeError, match=r"reconstruct\(\) needs a checkpoint opened with headwise\.hf\.checkpoint\(\); got Made"
     ):
-        mend(plan, torch.nn.Linear(1, 1), text())
+        reconstruct(plan, torch.nn.Linear(1, 1), text())
     zeroed = plan_prune(decoder(4, 4), heads="0.1", zero=True)
-    with pytest.raises(ValueError, match="zeroed heads stay 0, so nothing is solved anew"):
-        mend(zeroed, torch.nn.Linear(1, 1), text())
+    with pytest.raises(ValueError, match="zeroed heads stay 0, so nothing is solved for them"):
+        reconstruct(zeroed, torch.nn.Linear(1, 1), text())
 
 
 def test_a_model_that_cannot_say_all_words_of_a_text_has_no_loss_on_it() -> None:

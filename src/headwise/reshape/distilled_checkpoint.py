@@ -1,4 +1,4 @@
-"""A healed checkpoint: the student's weights under the names of its folder, with the curve and a picture of it."""
+"""A distilled checkpoint: the student's weights under the names of its folder, with the curve and a picture of it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch import Tensor, nn
 
 from ..shapes.kinds import check_texts, shown
 from .arguments import check_kind, check_models, check_writing
-from .heal import Curve, Recipe
+from .distill import DistillConfig, LossCurve
 from .proof import PLAIN, Proof, planned
-from .prune import Known
 from .report import proved
 from .select import bytes_of
-from .source import check_source
+from .source import ReshapableCheckpoint, check_source
 from .write import Planned, write
 
-CURVE, PICTURE = "heal.json", "heal.png"
+CURVE, PICTURE = "distill.json", "distill.png"
 
 
-def healed_tensors(source: Known, student: nn.Module) -> list[Planned]:
+def distilled_tensors(source: ReshapableCheckpoint, student: nn.Module) -> list[Planned]:
     """The student's numbers, in the dtype and under the name that each tensor of its checkpoint has.
 
     Raises:
@@ -46,35 +45,37 @@ def _converted(part: Tensor, dtype: Any) -> Callable[[], Tensor]:
     return lambda: part.detach().to("cpu", dtype)
 
 
-def facts_of(source: Known, teacher: str, recipe: Recipe, curve: Curve, context: int = 8192) -> dict[str, Any]:
+def distill_facts(
+    source: ReshapableCheckpoint, teacher: str, config: DistillConfig, curve: LossCurve, context: int = 8192
+) -> dict[str, Any]:
     """What was done, as plain data, for JSON and RESHAPE.md.
 
     Args:
         source: The student's checkpoint, as `headwise.hf.checkpoint` opens it.
         teacher: What the teacher is called in the text.
-        recipe: What `heal` was given.
-        curve: What `heal` returned.
+        config: What `distill` was given.
+        curve: What `distill` returned.
         context: Tokens of the cache that is counted.
 
     Raises TypeError for what is something else.
     """
     check_source(source)
     check_texts(teacher=teacher)
-    check_kind(Recipe, "headwise.reshape.Recipe", recipe=recipe)
-    check_kind(Curve, "heal", curve=curve)
+    check_kind(DistillConfig, "headwise.reshape.DistillConfig", config=config)
+    check_kind(LossCurve, "distill", curve=curve)
     model_type, size = source.config.get("model_type"), bytes_of(source.tensors.values())
     plan = planned(source.config, context)
     points = [(str(step), f"{far:.4f}", f"{loss:.4f}") for step, far, loss in curve.held]
-    tokens = recipe.steps * recipe.rows * recipe.length
+    tokens = config.steps * config.rows * config.length
     return {
-        "done": "Healed",
+        "done": "Distilled",
         "notes": [
-            f"trained for {recipe.steps} steps of {recipe.rows} x {recipe.length} tokens ({tokens:,} in all) to say "
+            f"trained for {config.steps} steps of {config.rows} x {config.length} tokens ({tokens:,} in all) to say "
             f"what {teacher} says",
         ],
         "gone": {},
         "tables": [(("step", "divergence from the teacher, nats a token", "loss, nats a token"), points)],
-        "recipe": asdict(recipe),
+        "recipe": asdict(config),
         "curve": asdict(curve),
         "counts": {},
         "model_type": [model_type, model_type],
@@ -84,8 +85,8 @@ def facts_of(source: Known, teacher: str, recipe: Recipe, curve: Curve, context:
     }
 
 
-def write_healed(
-    source: Known,
+def write_distilled(
+    source: ReshapableCheckpoint,
     student: nn.Module,
     destination: str | os.PathLike[str],
     facts: dict[str, Any],
@@ -93,13 +94,13 @@ def write_healed(
     proof: Proof | None = PLAIN,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Writes the healed checkpoint, whole or not at all, with its curve as JSON and as a picture.
+    """Writes the distilled checkpoint, whole or not at all, with its curve as JSON and as a picture.
 
     Args:
         source: The checkpoint that the student was loaded from.
-        student: The model, healed.
+        student: The model, distilled.
         destination: The folder to write; it must not exist.
-        facts: What `facts_of` tells; the proof is added.
+        facts: What `distill_facts` tells; the proof is added.
         proof: With what to prove that the result loads; None: unproved.
         progress: Called with the bytes done and the bytes in all.
 
@@ -113,16 +114,16 @@ def write_healed(
     check_models(student=student)
     check_writing(destination, proof, progress=progress)
     if not isinstance(facts, dict) or not {"curve", "recipe", "notes"} <= facts.keys():
-        raise TypeError(f"facts are what facts_of tells; got {shown(facts)}")
+        raise TypeError(f"facts are what distill_facts tells; got {shown(facts)}")
     extra = {CURVE: (json.dumps({"recipe": facts["recipe"], **facts["curve"]}, indent=1) + "\n").encode()}
-    picture = picture_of(Curve(**facts["curve"]))
+    picture = picture_of(LossCurve(**facts["curve"]))
     if picture is None:
         facts["notes"].append("there is no picture of the curve, which matplotlib draws: pip install 'headwise[look]'")
     else:
         extra[PICTURE] = picture
 
     prove = None if proof is None else partial(source.prove, request=proof.request(None, same=False))
-    tensors = healed_tensors(source, student)
+    tensors = distilled_tensors(source, student)
     write(
         destination,
         config=source.config,
@@ -135,7 +136,7 @@ def write_healed(
     return facts
 
 
-def picture_of(curve: Curve) -> bytes | None:
+def picture_of(curve: LossCurve) -> bytes | None:
     """The losses as a PNG; None where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
