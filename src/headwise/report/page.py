@@ -21,18 +21,18 @@ _SCRIPTS = tuple(
         *(
             "data",
             "text",
-            "heat",
-            "vectors",
-            "overview",
+            "panels/heat",
+            "panels/vectors",
+            "panels/overview",
             "filter",
-            "chart",
-            "map",
-            "arcs",
+            "panels/chart",
+            "panels/map",
+            "panels/arcs",
             "sum",
-            "evidence",
-            "picture",
+            "panels/evidence",
+            "panels/picture",
         ),
-        *("tokens", "table", "keys", "main"),
+        *("panels/tokens", "panels/table", "keys", "main"),
     )
 )
 """In order: each uses only what stands before it."""
@@ -56,7 +56,7 @@ def render(look: Look) -> str:
         raise TypeError(f"a report is made of a headwise.look.Look; got {type(look).__name__}")
 
     library = _read("vendor", "d3.min.js")
-    script = "(() => {\n" + "\n".join(_read("js", name) for name in _SCRIPTS) + "\n})();\n"
+    script = "(() => {\n" + "\n".join(_read("js", *name.split("/")) for name in _SCRIPTS) + "\n})();\n"
     style = _read("report.css")
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data:; "
