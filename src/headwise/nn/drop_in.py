@@ -16,6 +16,7 @@ from ..ops.fence import fence, show, surely_tame
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, lengths
 from ..ops.statistics.weights import weights
+from ..ops.storage.layout import Cache
 from ..shapes import describe
 from ..shapes.kinds import check_tensor
 from .inner import InnerAttention
@@ -90,15 +91,15 @@ class WeighedAttention(InnerAttention):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor | Any,
+        key: Tensor | Cache,
+        value: Tensor | None,
         *,
         mask: Mask | Tensor | None = None,
         gate: Tensor | None = None,
         kept: list[Tensor] | None = None,
     ) -> Tensor:
         """(B, H, T, V); into `kept` go the weights (B, H, T, S), as dropout left them, of which it is then made."""
-        if kept is None:
+        if kept is None or not isinstance(key, Tensor) or value is None:
             return super().forward(query, key, value, mask=mask, gate=gate)
         matrix = weights(query, key, mask=mask).to(query.dtype)
         matrix = F.dropout(matrix, self.dropout, self.training)
