@@ -295,6 +295,7 @@ NN: dict[str, Callable[[], Call]] = {
         MultiHeadAttention.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)
     ),
     "from_torch": lambda: of(nn.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)),
+    "replace": lambda: of(nn.replace, model=torch.nn.MultiheadAttention(M, 3)),
     "to_torch": lambda: of(nn.to_torch, mha=mha()),
     "mask_from_torch": lambda: of(
         nn.mask_from_torch, attn_mask=torch.ones(T, S) > 0, key_padding_mask=torch.ones(B, S) > 0

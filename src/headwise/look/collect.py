@@ -61,8 +61,9 @@ def at(
     free stays with the process until the end, which sets glibc's malloc for good (see docs/look.md, what it costs).
 
     Args:
-        model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once
-            `headwise.hf` is imported. Wrapped ones (adapters, data parallelism, compiled) are read as what they wrap.
+        model: any module made of `headwise.MultiHeadAttention`, or of what `headwise.nn.replace` put in the place of
+            `torch.nn.MultiheadAttention`, called as ``model(ids)``; or a transformers model, once `headwise.hf` is
+            imported. Wrapped ones (adapters, data parallelism, compiled) are read as what they wrap.
         ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included. Or what a
             processor or tokenizer gives, a mapping of tensors by name: ``pixel_values``, ``input_features``,
             ``input_values``, ``input_ids``, ``token_type_ids``, ``decoder_input_ids`` or ``labels``, and what else the
@@ -171,13 +172,25 @@ def read_more(
     if repeats is not None:
         drawn = random_copies(repeats, reader.facts, reader.words, ahead=reader.kind == "encoder")
         if drawn and mine(drawn):
-            reader.read(drawn, COPIES)
+            _read_copies(reader, drawn)
     for reads, passages in readings.items():
         usual = usual_distances(passages)
         for batch in batches(numbered(passages), BATCH):
             if mine(batch):
                 reader.read(batch, reads, usual)
     return drawn
+
+
+def _read_copies(reader: Reader, drawn: Sequence[Passage]) -> None:
+    """Read random tokens; a model that does not say how many positions it takes may take fewer."""
+    try:
+        reader.read(drawn, COPIES)
+    except IndexError as error:
+        raise ValueError(
+            f"{type(reader.model).__name__} failed on the {len(drawn[0].ids)} random tokens, repeated, that look reads "
+            f"beside the text ({error}); if it takes fewer positions, give repeats=headwise.look.Repeats(length=...) "
+            "or repeats=None"
+        ) from error
 
 
 def version() -> str:

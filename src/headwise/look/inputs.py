@@ -299,6 +299,15 @@ def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]
     return ids_BT, torch.cat([start, ids_BT[:, : max(ids_BT.shape[1] - 2, 0)]], dim=1)
 
 
+def by_name(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is called with; pixels go by the name that it has for its one input, where it takes no other."""
+    takes = inspect.signature(model.forward).parameters.values()
+    required = [one.name for one in takes if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    known = any(one.name == "pixel_values" or one.kind is one.VAR_KEYWORD for one in takes)
+    own = "pixel_values" if known or len(required) != 1 else required[0]
+    return {own if name == "pixel_values" else name: value for name, value in values.items()}
+
+
 def lean(model: nn.Module) -> dict[str, Any]:
     """Options of a lean forward: where the model lets us, no cache is filled and only the last logits are made."""
     wanted: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}

@@ -152,7 +152,8 @@ def _derivative(
             ) if made.requires_grad else [None]  # fmt: skip
             if grad is None:
                 break
-            rows.append(grad[:, 0, -1].float())
+            tokens_first = leaf.shape[0] != made.shape[0]  # (T, B, M), as torch's own modules take it by default
+            rows.append((grad[:, -1, 0] if tokens_first else grad[:, 0, -1]).float())
         else:
             norm = sources.of(x)
             whole = torch.stack(rows)

@@ -108,7 +108,7 @@ class Reader:
 
         def each(call: AttentionCall) -> Tensor | None:
             inputs.check_heads(self.model.get_submodule(call.module), call)
-            part = part_of(call, pair=pair)
+            part = part_of(call, self.model, pair=pair)
             view = source.view(call, part, again[call.module])
             again[call.module] += 1
             ahead = None if part == "cross" else looks_ahead(call)

@@ -69,6 +69,7 @@ def _checked(model: nn.Module, read: Mapping[Any, Any]) -> dict[str, Any]:
         if value is None:
             continue
         known = name in takes or name in (*TEXTS, *MASKS, "labels") or takes_any
+        known = known or name not in inputs.by_name(model, {name: value})
         if not known:
             raise ValueError(f"{rule}: it takes {', '.join(takes)}; got {name!r}; leave that out")
         values[name] = _tensor(name, value, rule)

@@ -55,7 +55,8 @@ class Reading:
         """Return what the model gives for the text, read `rows` times side by side."""
         named = inspect.signature(model.forward).parameters
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
-        options |= {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in self.call.items()}
+        call = inputs.by_name(model, self.call)
+        options |= {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in call.items()}
         read = [ids.expand(rows, -1) for ids in self.inputs]
         if len(read) > 1:
             options["decoder_input_ids"] = read[1]

@@ -26,14 +26,16 @@ SOUNDS = ("input_features", "input_values")
 GRIDS = "image_grid_thw"
 
 
-def part_of(call: AttentionCall, *, pair: bool) -> str:
+def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
     """``"encoder"``, ``"decoder"`` or ``"cross"``.
 
     By name, where the model is a `pair`, an encoder-decoder: the last words of the module tell cross-attention,
-    "decoder" or "encoder" in its path the rest. Other models' parts are told by where their queries may look.
+    "decoder" or "encoder" in its path the rest. Other models' parts are told by where their queries may look. What
+    torch's own decoder layers call ``multihead_attn`` is their cross-attention.
     """
     path = call.module.split(".")
-    if CROSS.search(".".join(path[-2:])) or call.query.shape[2] != call.key.shape[2]:
+    of_torch = path[-1] == "multihead_attn" and isinstance(_around(model, call.module), nn.TransformerDecoderLayer)
+    if of_torch or CROSS.search(".".join(path[-2:])) or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     if pair:
         for part in ("decoder", "encoder"):
@@ -96,7 +98,7 @@ class Source:
         rows = tuple(row for row in (ids, target) if row is not None)
         if not self.call:
             return inputs.run(self.model, rows)
-        options = {**inputs.lean(self.model), **self.call}
+        options = {**inputs.lean(self.model), **inputs.by_name(self.model, self.call)}
         if ids is not None:
             options["input_ids"] = ids
         if target is not None:
@@ -212,7 +214,7 @@ class Source:
         if GRIDS in self.call:
             return [tuple(int(n) for n in row) for row in self.call[GRIDS].tolist()]
         pixels = self.call.get(PIXELS)
-        config = next((c for c in map(_own_config, self.model.modules()) if _sees(c)), None)
+        config = next((c for c in (*map(_own_config, self.model.modules()), self.model) if _sees(c)), None)
         if pixels is None or pixels.ndim < 4 or config is None:
             return []
         side = _side(config)
@@ -266,16 +268,21 @@ def _whole(config: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
+def _around(model: nn.Module, name: str) -> nn.Module:
+    """The module that a module is a part of."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
 def _own_config(module: nn.Module) -> Any:
     return getattr(module, "config", None)
 
 
 def _config(model: nn.Module, name: str) -> Any:
-    """Return the config nearest to a module: its own, or that of what it is in."""
+    """Return the config nearest to a module: its own, or that of what it is in; without any, the model itself."""
     while True:
         config = _own_config(model.get_submodule(name))
         if config is not None or not name:
-            return config
+            return model if config is None else config
         name = name.rpartition(".")[0]
 
 

@@ -1,5 +1,6 @@
 """Modules: composition and state dicts; the arithmetic is in `headwise.ops`."""
 
+from .drop_in import replace
 from .heads import Head
 from .inner import Inner, InnerAttention
 from .latent import LatentAttention, LatentCache
@@ -29,6 +30,7 @@ __all__ = [
     "mask_to_torch",
     "output_projections",
     "probe",
+    "replace",
     "rotate",
     "split_over",
     "to_torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ..ops.scoring import ScoringOptions
 from ..shapes import describe
 from ..shapes.kinds import check_dense, shown
 from .checks import check_part
+from .drop_in import DropInMultiheadAttention
 from .inner import Inner
 from .latent import LatentAttention
 from .multihead import MultiHeadAttention
@@ -152,8 +154,9 @@ def _listed(names: list[str], most: int = 5) -> str:
 def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     """Watch every attention call of `model` while the with block runs.
 
-    This implementation sees each `headwise.MultiHeadAttention` and `headwise.LatentAttention` inside any module; other
-    rooms register theirs for other kinds of model with ``probe.register(type)``. Nothing is paid while no probe is
+    This implementation sees each `headwise.MultiHeadAttention` and `headwise.LatentAttention` inside any module, and
+    each `torch.nn.MultiheadAttention` that `headwise.nn.replace` has replaced; other rooms register theirs for other
+    kinds of model with ``probe.register(type)``. Nothing is paid while no probe is
     open. A compiled model runs uncompiled inside the block. The model is left as it was, also after an exception.
 
     A probe is of the thread that opens it. What other threads call meanwhile, on the same model too, runs as it would
@@ -181,6 +184,9 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
         ValueError: `each` returned a tensor of another shape, dtype or device than the attention's output.
         RuntimeError: an attention module of the model was never called, or one was called with a cache, which attends
             by itself and shows no tensors.
+
+    Warns:
+        UserWarning: beside modules that are seen the model has some `torch.nn.MultiheadAttention`, which run unseen.
 
     Example:
         >>> import torch, headwise
@@ -220,22 +226,37 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     seen.check_complete()
 
 
-def _attention_modules(model: object) -> dict[str, MultiHeadAttention | LatentAttention]:
+Attention: TypeAlias = MultiHeadAttention | LatentAttention | DropInMultiheadAttention
+
+
+def _attention_modules(model: object) -> dict[str, Attention]:
     """The attention modules inside `model`, by their qualified names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"probe needs a torch.nn.Module, got {type(model).__name__}")
-    kinds = (MultiHeadAttention, LatentAttention)
-    modules = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+    modules = {name: part for name, part in model.named_modules() if isinstance(part, Attention)}
+    unseen = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.MultiheadAttention) and not isinstance(part, Attention)
+    ]
     if not modules:
         raise TypeError(
             f"{type(model).__name__} holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to "
-            f"probe; {_way_out(model)}"
+            f"probe; {_way_out(model, unseen)}"
+        )
+    if unseen:
+        warnings.warn(
+            f"{len(unseen)} torch.nn.MultiheadAttention of {type(model).__name__} run unseen: {_listed(unseen)}; "
+            "headwise.nn.replace(model) makes them seen",
+            stacklevel=5,
         )
     return modules
 
 
-def _way_out(model: nn.Module) -> str:
-    """What to do with a model in which there is nothing to see."""
+def _way_out(model: nn.Module, unseen: list[str]) -> str:
+    """What to do with a model in which there is nothing to see; `unseen` are the modules of torch's own class."""
+    if unseen:
+        return f"its torch.nn.MultiheadAttention ({_listed(unseen)}) are seen after headwise.nn.replace(model)"
     ours = probe.dispatch(nn.Module)
     for name, part in model.named_modules():
         if probe.dispatch(type(part)) is not ours:
@@ -262,7 +283,7 @@ class _Running(NamedTuple):
     """The attention module that was entered last, and the keywords of its call."""
 
     name: str
-    module: MultiHeadAttention | LatentAttention | None
+    module: Attention | None
     keywords: dict[str, Any]
 
 

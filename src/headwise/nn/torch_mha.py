@@ -23,6 +23,9 @@ from .projections import has_hooks, weight_of
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention
 
+FORWARDS: set[Any] = {nn.MultiheadAttention.forward}
+"""The forwards that compute what torch's class does with its parameters."""
+
 
 def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAttention) -> MultiHeadAttention:
     """`MultiHeadAttention.from_torch`."""
@@ -52,7 +55,7 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
     projections = (mha.q_proj, mha.k_proj, mha.v_proj)
     mha.to(module.out_proj.weight).train(module.training)
     with torch.no_grad():
-        for projection, weight in zip(projections, _in_weights(module), strict=True):
+        for projection, weight in zip(projections, in_weights(module), strict=True):
             projection.weight.copy_(weight)
         mha.o_proj.weight.copy_(module.out_proj.weight)
         if module.in_proj_bias is not None:
@@ -67,7 +70,7 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
 def check_unmodified(module: nn.MultiheadAttention, what: str) -> None:
     """Raise where a call of the module may compute something else than torch's class does with its parameters."""
     kind: Any = type(module)
-    forward = "forward" in vars(module) or kind.forward is not nn.MultiheadAttention.forward
+    forward = "forward" in vars(module) or kind.forward not in FORWARDS
     if forward or has_hooks(module):
         how = "has a forward of its own" if forward else "has hooks"
         raise TypeError(
@@ -91,7 +94,7 @@ def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
     group = mha.num_heads // mha.num_kv_heads
     with torch.no_grad():
         shared = [_repeat(part.weight, mha.num_kv_heads, group) for part in (mha.k_proj, mha.v_proj)]
-        for target, weight in zip(_in_weights(module), (mha.q_proj.weight, *shared), strict=True):
+        for target, weight in zip(in_weights(module), (mha.q_proj.weight, *shared), strict=True):
             target.copy_(weight)
         module.out_proj.weight.copy_(mha.o_proj.weight)
         if biased:
@@ -195,7 +198,7 @@ def _shown(name: str, hide: Tensor) -> Mask:
     raise TypeError(f"{name} is bool (True = hide) or float (added); got {describe(hide)}")
 
 
-def _in_weights(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
+def in_weights(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
     """The weights that make queries, keys and values: one stacked matrix or three, as torch keeps them."""
     if module.in_proj_weight is not None:
         query, key, value = module.in_proj_weight.chunk(3)

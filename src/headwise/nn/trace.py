@@ -18,7 +18,7 @@ from ..shapes.kinds import check_counts, check_flags
 from .checks import check_input
 from .inner import Inner
 from .mixing import Mixing, measure_mixing
-from .multihead import MultiHeadAttention
+from .multihead import MultiHeadAttention, from_torch
 from .projections import description, plain_weight
 from .rotary import Positions
 
@@ -135,7 +135,7 @@ class Trace:
 
 
 def trace(
-    mha: MultiHeadAttention,
+    mha: MultiHeadAttention | nn.MultiheadAttention,
     x: Tensor,
     memory: Tensor | tuple[Tensor, Tensor] | None = None,
     *,
@@ -148,12 +148,13 @@ def trace(
     bare function, its scores and weights are unknown and the table says so.
 
     Args:
-        mha: The module.
+        mha: The module; one of torch's own class, or what `headwise.nn.replace` made of it, is converted first
+            (`headwise.nn.from_torch`), so its projections go by the names of ours.
         x, memory, mask, positions: As in a call of `headwise.MultiHeadAttention`.
 
     Raises:
-        TypeError: `mha` is no `headwise.MultiHeadAttention`, or is quantised.
-        ValueError: as a call of the module.
+        TypeError: `mha` is no `headwise.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or is quantised.
+        ValueError: as a call of the module, or as `headwise.nn.from_torch`.
 
     Example:
         >>> mha = MultiHeadAttention(12, 3)
@@ -161,6 +162,8 @@ def trace(
         >>> [(stage.name, stage.shape) for stage in result.stages[-4:]]
         [('weights', (2, 3, 5, 5)), ('heads', (2, 3, 5, 4)), ('concatenation', (2, 5, 12)), ('output', (2, 5, 12))]
     """
+    if isinstance(mha, nn.MultiheadAttention):
+        mha = from_torch(mha)
     if not isinstance(mha, MultiHeadAttention):
         raise TypeError(f"trace takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
     parameters = _parameters(mha)
