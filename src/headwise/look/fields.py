@@ -28,7 +28,7 @@ ROUNDING = 1e-3
 """How far below 0 a number may be: an entropy is a difference, and the mean of many small ones may end below 0."""
 
 WORDS = {
-    ("Look", "kind"): ("decoder", "encoder", "encoder-decoder", "encoder and decoder"),
+    ("LookData", "kind"): ("decoder", "encoder", "encoder-decoder", "encoder and decoder"),
     ("HeadRecord", "part"): ("encoder", "decoder", "cross"),
 }
 """(record, field) -> what stands there."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
-from ..shapes.kinds import check_counts, check_flags, check_texts, shown
+from ..shapes.kinds import check_counts, check_flags, check_texts
 from .axes import Axis
-from .fields import Inside, check_fields, each, entries, fields_of, one_error
+from .fields import Inside, check_fields, each, entries, fields_of
 from .head import HeadMap, HeadRecord, map_from_dict
 from .neurons import Neurons
 from .pictures import Picture
 
 FORMAT = 2
-"""Version of the dictionary that `LookData.to_dict` writes and `LookData.from_dict` reads."""
+"""Version of the dictionary that `LookData.to_dict` writes and `Look.from_dict` reads."""
 
 
 @dataclass(frozen=True)
@@ -82,41 +82,6 @@ class LookData:
             check_counts(0, 1000, indent=indent)
         return json.dumps(self.to_dict(maps=maps), indent=indent, allow_nan=False)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the look that :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: the dictionary is of another format than this version reads, or incomplete.
-        """
-        number = data.get("format") if isinstance(data, dict) else data
-        if type(number) is not int or number != FORMAT:
-            raise ValueError(
-                f"a look is read from format {FORMAT}, got {shown(number)}; write it again with this version"
-            )
-        with one_error("a look is", data):
-            return cls._from_dict(data)
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Self:
-        values = fields_of(cls, data)
-        values["tokens"] = entries("tokens", data["tokens"])
-        values["heads"] = each("heads", data["heads"], HeadRecord.from_dict)
-        excerpts = data.get("excerpts", {})
-        with Inside(excerpts, "excerpts"):
-            values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
-        parts = {
-            "maps": map_from_dict,
-            "neurons": Neurons.from_dict,
-            "axes": Axis.from_dict,
-            "pictures": Picture.from_dict,
-        }
-        for name, read in parts.items():
-            values[name] = each(name, data.get(name, ()), read)
-        check_fields(cls, values)
-        with Inside(data.get("maps"), "maps"):  # as many as heads
-            return cls(**values)
-
     def about(self) -> dict[str, Any]:
         """Return what was looked at, without the heads."""
         names = ("model", "kind", "num_layers", "num_heads", "texts", "length", "version")
@@ -128,3 +93,22 @@ class LookData:
         texts = f"{self.texts:,} texts, " if self.texts != 1 else ""
         shape = f"{self.num_layers} layers x {self.num_heads} heads"
         return f"{self.model}: {shape}, {self.kind}, {texts}{self.length} tokens"
+
+
+def values_of(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the fields in what `LookData.to_dict` wrote, checked.
+
+    Raises:
+        Damaged: what is wrong, with its place.
+    """
+    values = fields_of(LookData, data)
+    values["tokens"] = entries("tokens", data["tokens"])
+    values["heads"] = each("heads", data["heads"], HeadRecord.from_dict)
+    excerpts = data.get("excerpts", {})
+    with Inside(excerpts, "excerpts"):
+        values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
+    parts = {"maps": map_from_dict, "neurons": Neurons.from_dict, "axes": Axis.from_dict, "pictures": Picture.from_dict}
+    for name, read in parts.items():
+        values[name] = each(name, data.get(name, ()), read)
+    check_fields(LookData, values)
+    return values

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..shapes.kinds import check_numbers, shown
 from . import card, figures, notebook, tables
-from .look_data import LookData
+from .fields import Inside, one_error
+from .look_data import FORMAT, LookData, values_of
 
 if TYPE_CHECKING:
     import pandas
@@ -79,6 +80,23 @@ class Look(LookData):
             kept = {name: value for name, value in values.items() if value is not None}
             heads.append(replace(head, extras={**head.extras, **kept}))
         return replace(self, heads=tuple(heads))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Look:
+        """Return the look that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: the dictionary is of another format than this version reads, or incomplete.
+        """
+        number = data.get("format") if isinstance(data, dict) else data
+        if type(number) is not int or number != FORMAT:
+            raise ValueError(
+                f"a look is read from format {FORMAT}, got {shown(number)}; write it again with this version"
+            )
+        with one_error("a look is", data):
+            values = values_of(data)
+            with Inside(data.get("maps"), "maps"):  # as many as heads
+                return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:
         """Return one row a head, one column a number: `headwise.look.tables.rows` says which.
