@@ -84,7 +84,7 @@ FUZZ_SEED    ?= 1
 fuzz:
 	@cmake -S . -B build/asan -DHEADWISE_SANITIZE=ON -DHEADWISE_FUZZ=ON >/dev/null
 	@cmake --build build/asan --target headwise_fuzz --parallel
-	build/asan/headwise_fuzz shares
+	build/asan/headwise_fuzz balance
 	UBSAN_OPTIONS=print_stacktrace=1 build/asan/headwise_fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 
 TSAN_SECONDS ?= 60
@@ -133,7 +133,7 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 # Compiles what has changed; where it cannot, it says so, and everything runs without the library.
-$(VENV)/.native: $(VENV)/.package hatch_build.py CMakeLists.txt $(wildcard csrc/* csrc/*/*)
+$(VENV)/.native: $(VENV)/.package hatch_build.py CMakeLists.txt $(wildcard csrc/*/* csrc/*/*/*)
 	@echo "==> the native CPU kernel"
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py --optional
 	@touch $@

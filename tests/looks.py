@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 import headwise
+from headwise.look.head import HeadMap, HeadRecord
 from headwise.look.neurons import vectors_of
-from headwise.look.records import HeadMap, HeadRecord, Look
+from headwise.look.records import Look
 from headwise.look.scores import Evidence, Score
 from headwise.nn.probe import AttentionCall
 

@@ -9,19 +9,19 @@ from torch import Tensor
 
 import headwise
 from headwise.nn.rotary import rotate
-from headwise.reshape.heads import HeadWeights, Rotation
+from headwise.reshape.heads import HeadWeights, RotaryLayout
 
 M, N_TEXT = 29, 2 * 53
 ROTATIONS = {
     "none": None,
-    "halves": Rotation(14),
-    "interleaved": Rotation(14, interleaved=True),
-    "partial": Rotation(6),
-    "partial-interleaved": Rotation(6, interleaved=True),
+    "halves": RotaryLayout(14),
+    "interleaved": RotaryLayout(14, interleaved=True),
+    "partial": RotaryLayout(6),
+    "partial-interleaved": RotaryLayout(6, interleaved=True),
 }
 
 
-def layer(H: int, K: int, *, D: int = 14, V: int = 11, rotation: Rotation | None = None, **more: Any) -> HeadWeights:
+def layer(H: int, K: int, *, D: int = 14, V: int = 11, rotary: RotaryLayout | None = None, **more: Any) -> HeadWeights:
     """A random layer with biases and sinks, in float64."""
     draw = lambda *sizes: torch.randn(*sizes, dtype=torch.float64)  # noqa: E731
     parts: dict[str, Any] = {
@@ -32,7 +32,7 @@ def layer(H: int, K: int, *, D: int = 14, V: int = 11, rotation: Rotation | None
         "sinks": draw(H),
         **more,
     }
-    return HeadWeights(draw(H, D, M), draw(K, D, M), draw(K, V, M), draw(M, H, V), rotation=rotation, **parts)
+    return HeadWeights(draw(H, D, M), draw(K, D, M), draw(K, V, M), draw(M, H, V), rotary=rotary, **parts)
 
 
 def text() -> Tensor:
@@ -49,11 +49,11 @@ def project(weights: HeadWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     query, key = one(weights.query, weights.query_bias), one(weights.key, weights.key_bias)
     query, key = normed(weights, query, weights.query_norm), normed(weights, key, weights.key_norm)
-    if weights.rotation is not None:
-        half = weights.rotation.rotary_dim // 2
+    if weights.rotary is not None:
+        half = weights.rotary.rotary_dim // 2
         angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * 10.0 ** -torch.arange(half, dtype=x.dtype)
         query, key = (
-            rotate(part, angle.cos(), angle.sin(), interleaved=weights.rotation.interleaved) for part in (query, key)
+            rotate(part, angle.cos(), angle.sin(), interleaved=weights.rotary.interleaved) for part in (query, key)
         )
     return query, key, one(weights.value, weights.value_bias)
 

@@ -117,8 +117,7 @@ def test_a_model_of_the_local_cache(model_folder: Path, tmp_path: Path, monkeypa
     for file in model_folder.iterdir():
         shutil.copy(file, repository / "blobs" / file.name)
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     assert hf.load("someone/small").name == "someone/small"
 
 

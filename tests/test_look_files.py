@@ -18,7 +18,7 @@ from hostile import PAYLOADS
 from planted import DELIMITERS, NAMES, Planted, text
 
 from headwise import look
-from headwise.disk import visible
+from headwise.files.text import visible
 from headwise.look import Evidence, HeadImportance, Importance, Look, Score, files, palette
 
 

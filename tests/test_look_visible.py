@@ -15,8 +15,8 @@ import headwise
 from headwise import look
 from headwise.look import links, placed
 from headwise.look.axes import NOWHERE
+from headwise.look.head import HeadRecord
 from headwise.look.measures import FAR, Got
-from headwise.look.records import HeadRecord
 
 T = 97
 

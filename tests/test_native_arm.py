@@ -51,4 +51,4 @@ def test_optional_instructions_stay_in_their_file() -> None:
         text = subprocess.run([objdump, "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True)
         where[path.name.removesuffix(".cpp.o")] = set(OPTIONAL.findall(text.stdout))
     assert {"bfdot", "usdot"} <= where.pop("neon_bf16")
-    assert {"neon", "driver"} <= where.keys() and not any(where.values()), where
+    assert {"neon", "dispatch"} <= where.keys() and not any(where.values()), where

@@ -238,7 +238,7 @@ def test_instruction_sets() -> None:
 
 def cpp_number(name: str) -> float:
     """A constant of csrc by its name: `constexpr T kName = 4`, or `int64_t{1} << 40`, or `0x1p-100`."""
-    text = "".join(path.read_text("utf8") for path in [CSRC / "problem.h", *CSRC.glob("torch/*")])
+    text = "".join(path.read_text("utf8") for path in [CSRC / "call" / "attention_call.h", *CSRC.glob("binding/*")])
     (value,) = re.findall(rf"\b{name} = ([^;,]+)[;,]", text)
     return float.fromhex(value) if "p" in value else eval(re.sub(r"int64_t\{(\d+)\}", r"\1", value), {})
 

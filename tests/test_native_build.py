@@ -73,7 +73,7 @@ def objects(built: Path) -> dict[str, Path]:
         pytest.skip("needs objdump and nm (binutils)")
     folder = built / "CMakeFiles" / "kernels.dir" / "csrc"
     objects = {path.relative_to(folder).as_posix().removesuffix(".cpp.o"): path for path in folder.rglob("*.o")}
-    assert {"torch/bind", "torch/tensors", "driver", "isa/baseline"} <= set(objects)
+    assert {"binding/attention", "binding/tensors", "runtime/dispatch", "isa/baseline"} <= set(objects)
     return objects
 
 
@@ -106,7 +106,7 @@ def test_no_instruction_outside_its_file(objects: dict[str, Path]) -> None:
 @needs_compiler
 @needs_x86
 def test_a_foreign_instruction_is_found(objects: dict[str, Path]) -> None:
-    assert foreign_instructions(objects["isa/avx2"], "driver")
+    assert foreign_instructions(objects["isa/avx2"], "runtime/dispatch")
     assert foreign_instructions(objects["isa/avx512"], "isa/avx2")
     assert foreign_instructions(objects["isa/avx512_vnni"], "isa/avx512")
     assert foreign_instructions(objects["isa/avx512_bf16"], "isa/avx512_vnni")
@@ -157,7 +157,7 @@ def compiles_beside_torch(header: str, folder: Path) -> bool:
 @needs_compiler
 def test_declarations_agree_with_torch(tmp_path: Path) -> None:
     """Two declarations of a C function that disagree do not compile; one that torch has not would not load."""
-    header = (CSRC / "torch" / "torch_abi.h").read_text()
+    header = (CSRC / "torch_abi" / "torch_abi.h").read_text()
     assert compiles_beside_torch(header, tmp_path)
     wrong = header.replace(
         "aoti_torch_get_dim, (AtenTensorHandle, int64_t*)", "aoti_torch_get_dim, (AtenTensorHandle, int*)"
@@ -237,7 +237,7 @@ def sources(tmp_path: Path) -> Path:
     shutil.copytree(CSRC, tree / "csrc", ignore=shutil.ignore_patterns("isa", "fuzz"))
     sets = ("baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16")
     (tree / "csrc" / "none.cpp").write_text(
-        '#include "plan.h"\nnamespace headwise {\nstatic Kernels none;\n'
+        '#include "runtime/kernel_table.h"\nnamespace headwise {\nstatic Kernels none;\n'
         'static const Kernels* named() {\n  none.name = "baseline";\n  return &none;\n}\n'
         + "".join(f"const Kernels* {name}_kernels() {{ return named(); }}\n" for name in sets)
         + "}\n"
@@ -335,7 +335,7 @@ def test_a_wheel_without_a_compiler(sources: Path, env: dict[str, str], why: str
 
 @needs_compiler
 def test_a_broken_build_is_an_error_where_asked(sources: Path) -> None:
-    (sources / "csrc" / "driver.cpp").write_text("#error\n")
+    (sources / "csrc" / "runtime" / "dispatch.cpp").write_text("#error\n")
     command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(sources), str(sources)]
     assert run(sys.executable, "-m", *command, HEADWISE_NATIVE="1").returncode != 0
     assert run(sys.executable, "-m", *command, HEADWISE_NATIVE="").returncode == 0

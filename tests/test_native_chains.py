@@ -1,4 +1,6 @@
-"""Prefill of bfloat16 by chains of tile products (`csrc/kernels/chains.h`): sums relative to a score that changes."""
+"""Prefill of bfloat16 by chains of tile products (`csrc/kernels/prefill/overlapped_softmax-inl.h`): sums relative to a
+score that changes.
+"""
 
 from __future__ import annotations
 

@@ -160,11 +160,11 @@ def test_the_package_s_own_config_is_read() -> None:
 
 PLAIN = {"hidden_size": 96, "num_attention_heads": 4}
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no JSON": ("{", "is no JSON (line 1: "),
-    "a list": ([1], "holds a JSON list, not an object"),
-    "NaN": ('{"hidden_size": NaN}', "holds NaN, which is no JSON"),
-    "Infinity": ('{"hidden_size": 96, "x": -Infinity}', "holds -Infinity, which is no JSON"),
-    "twice": ('{"hidden_size": 96, "hidden_size": 97}', "has 'hidden_size' twice in one object"),
+    "no JSON": ("{", "not valid JSON (line 1: "),
+    "a list": ([1], "holds a JSON list, and an object is needed"),
+    "NaN": ('{"hidden_size": NaN}', "not valid JSON (NaN is no number)"),
+    "Infinity": ('{"hidden_size": 96, "x": -Infinity}', "not valid JSON (-Infinity is no number)"),
+    "twice": ('{"hidden_size": 96, "hidden_size": 97}', "not valid JSON (the key 'hidden_size' stands there twice)"),
     "no width": ({"num_attention_heads": 4}, "has no d_model: none of hidden_size, n_embd, d_model, dim"),
     "no heads": ({"hidden_size": 4}, "has no num_heads: none of num_attention_heads, n_head, "),
     "a bool": (PLAIN | {"num_attention_heads": True}, "num_attention_heads is a whole number; got True"),
@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fewer heads": (PLAIN | {"head_ratio": 2}, "head_ratio = 2 is not 1, and how this architecture then shapes its"),
     "groups elsewhere": (PLAIN | {"multi_query_group_num": 2}, "multi_query_group_num = 2 is not num_kv_heads = 4"),
     "groups inside": (PLAIN | {"attn_config": {"kv_n_heads": 2}}, "attn_config.kv_n_heads = 2 is not num_kv_heads = 4"),
-    "deep": ("[" * 100_000, "is nested too deeply"),
+    "deep": ("[" * 100_000, "not valid JSON (nested too deeply)"),
     "large": ('{"x": "' + "x" * MAX_BYTES + '"}', "is larger than 1000000 bytes"),
 }
 
@@ -210,7 +210,7 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "folder" / "config.json").mkdir(parents=True)
     for name, text in (
         ("absent.json", "absent.json': no such file or folder, no card and no model in the hub's local cache"),
-        ("bytes", "is not UTF-8 text"),
+        ("bytes", "not valid JSON (not UTF-8 text"),
         ("folder", "is no regular file"),
     ):
         with pytest.raises(ValueError) as caught:

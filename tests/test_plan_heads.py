@@ -142,5 +142,5 @@ def test_a_heads_plan_from_a_file(tmp_path: Path) -> None:
         plan.of(SMALL, heads_plan=path).planned == plan.of(SMALL, heads_plan={"layers": {"*": {"kv_heads": 1}}}).planned
     )
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"heads plan '.*plan\.json': is no JSON"):
+    with pytest.raises(ValueError, match=r"heads plan '.*plan\.json': not valid JSON"):
         plan.of(SMALL, heads_plan=path)

@@ -98,9 +98,9 @@ HOSTILE: list[tuple[str, str]] = [
     ('{"hidden_size": null}', "hidden_size is null, and a whole number is needed"),
     ('{"hidden_size": 1%s}' % ("0" * 40), "hidden_size is between 1 and 1000000; got a number of more than 20 digits"),
     ('{"hidden_size": 1%s}' % ("0" * 5000), "Exceeds the limit"),
-    ('{"hidden_size": NaN}', "holds NaN, which is no JSON"),
-    ('{"hidden_size": Infinity}', "holds Infinity, which is no JSON"),
-    ('{"hidden_size": 1, "hidden_size": 2}', "has 'hidden_size' twice in one object"),
+    ('{"hidden_size": NaN}', "not valid JSON (NaN is no number)"),
+    ('{"hidden_size": Infinity}', "not valid JSON (Infinity is no number)"),
+    ('{"hidden_size": 1, "hidden_size": 2}', "not valid JSON (the key 'hidden_size' stands there twice)"),
     ('{"num_hidden_layers": 10001}', "num_hidden_layers is between 1 and 10000; got 10001"),
     ('{"num_attention_heads": 10001}', "num_attention_heads is between 1 and 10000; got 10001"),
     ('{"num_key_value_heads": 5}', "num_heads must be a multiple of num_kv_heads: H = 32, K = 5 leave 2 over"),
@@ -109,11 +109,11 @@ HOSTILE: list[tuple[str, str]] = [
     ('{"attention_bias": 1}', "attention_bias is true or false; got 1"),
     ('{"sliding_window": {"x": 1}}', "sliding_window = {'x': 1} is not modelled for this architecture"),
     ('{"pruned_heads": "\\u001b[2J\\n"}', r"pruned_heads = '\x1b[2J\n' changes the model"),
-    ("[" * 100_000, "is nested too deeply"),
-    ('{"x": ' + "[" * 100_000, "is nested too deeply"),
-    ("[]", "holds a JSON list, not an object"),
-    ("", "is no JSON"),
-    ("\x00", "is no JSON"),
+    ("[" * 100_000, "not valid JSON (nested too deeply)"),
+    ('{"x": ' + "[" * 100_000, "not valid JSON (nested too deeply)"),
+    ("[]", "holds a JSON list, and an object is needed"),
+    ("", "not valid JSON"),
+    ("\x00", "not valid JSON"),
 ]
 
 
@@ -298,11 +298,9 @@ def test_the_bars_are_in_proportion() -> None:
 
 def test_the_svg_is_an_image_and_carries_no_script() -> None:
     plans = [plan.of(name, context=131072) for name in ("gemma-3-27b", "llama-3-8b", "bert-base")]
-    image = ElementTree.fromstring(plan.svg(plans))
-    lines = [element for element in image.iter() if element.tag.endswith("polyline")]
-    assert len(lines) == 4 and "bert" not in plan.svg(plans)
-    cache, reserved = (line.get("points", "").split()[-1] for line in (lines[1], lines[0]))
-    assert float(cache.split(",")[1]) > float(reserved.split(",")[1])  # lower on the page
+    drawing = plan.svg(plans)
+    assert ElementTree.fromstring(drawing).tag.endswith("svg") and "<script" not in drawing
+    assert "llama-3-8b" in drawing and "bert" not in drawing
     for page in (plans[0]._repr_html_(), plans[2]._repr_html_()):
         assert "<script" not in page and "<pre>" in page
     with pytest.raises(ValueError, match="an encoder keeps no cache, so there is nothing to draw"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headwise import plan
+from headwise.extras import MissingExtra
 from headwise.plan import chart, costs, text, units
 from headwise.plan.model import model_of
 
@@ -347,51 +348,62 @@ def test_bars_count_the_scales(dtype: str) -> None:
     assert chart.bars(result).endswith(units.show_bytes(result.contexts[0].cache_bytes))
 
 
-def points(drawing: str) -> list[list[tuple[float, float]]]:
-    lines = [element for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("polyline")]
-    return [[tuple(map(float, p.split(","))) for p in line.get("points", "").split()] for line in lines]  # type: ignore
+def points(plans: list[Any]) -> list[list[tuple[float, float]]]:
+    """The points of each line, but for the one that only the legend has."""
+    (axes,) = chart.figure(plans).axes
+    return [[(float(x), float(y)) for x, y in line.get_xydata()] for line in axes.lines[:-1]]
 
 
-def test_both_axes_are_logarithmic() -> None:
+def words_of(drawing: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("text")]
+
+
+def test_lines_are_the_bytes_of_the_cache_and_both_axes_logarithmic() -> None:
     result = plan.of({**SMALL, "model_type": "mistral", "sliding_window": 2048}, context=8192)
-    reserved, cache = points(plan.svg([result]))
+    reserved, cache = points([result])
     token = 3 * 4 * 16 * 2
-    low, high = math.floor(math.log2(1024 * token)), math.ceil(math.log2(8192 * token))
-    height = (chart.HEIGHT - chart.TOP - chart.BOTTOM) / (high - low)
-    width = (chart.WIDTH - chart.LEFT - chart.RIGHT) / 3
-    for i, (x, y) in enumerate(reserved):
-        assert x == pytest.approx(chart.LEFT + i * width, abs=0.06)
-        above = math.log2((1024 << i) * token) - low
-        assert y == pytest.approx(chart.HEIGHT - chart.BOTTOM - above * height, abs=0.06)
+    assert reserved == [(1024 << i, (1024 << i) * token) for i in range(4)]
     assert cache == [*reserved[:2], *((x, reserved[1][1]) for x, _ in reserved[2:])]
+    (axes,) = chart.figure([result]).axes
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert [line.get_linestyle() for line in axes.lines] == ["--", "-", "--"]
 
 
-def test_a_chart_of_one_context_and_of_one_size() -> None:
-    """No span on an axis: 2 * 64 * 8 bytes are a power of two, so lowest and highest are the same."""
+def test_a_chart_of_one_context() -> None:
     one = {**SMALL, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 8}
-    (first,), (second,) = points(plan.svg([plan.of(one, context=1024)]))
-    assert first == second == (chart.LEFT, chart.HEIGHT - chart.BOTTOM)
-    assert len(points(plan.svg([plan.of(SMALL, context=7)]))) == 2
+    assert points([plan.of(one, context=1024)]) == [[(1024, 1024 * 2 * 4 * 8 * 2)]] * 2
+    assert len(points([plan.of(SMALL, context=7)])) == 2
+    assert plan.svg([plan.of(one, context=1024)]).startswith("<svg")
 
 
 def test_labels_of_a_chart() -> None:
     many = [plan.of(SMALL, context=2**20)] * 7
-    image = ElementTree.fromstring(plan.svg(many))
-    texts = [element.text or "" for element in image.iter() if element.tag.endswith("text")]
+    texts = words_of(plan.svg(many))
     for label in ("1K", "512K", "1M", "tokens of context", "dashed: reserved"):
         assert label in texts
     assert texts.count("llama") == 7 and "Key-value cache against context (bf16, batch 1)" in texts
-    colours = [element.get("stroke") for element in image.iter() if element.tag.endswith("polyline")][::2]
+    colours = [line.get_color() for line in chart.figure(many).axes[0].lines[:-1]][::2]
     assert colours[6] == colours[0] and len(set(colours)) == len(chart.COLOURS)
     result = plan.of(SMALL, context=1500)
-    strange = replace(result, model=replace(result.model, name="<b>&amp;" + "x" * 40))
-    texts = [element.text or "" for element in ElementTree.fromstring(plan.svg([strange])).iter()]
-    assert "<b>&amp;" + "x" * 16 in texts and "1,500" in texts
+    strange = replace(result, model=replace(result.model, name="<b>&amp;$x$" + "x" * 40))
+    texts = words_of(plan.svg([strange]))
+    assert "<b>&amp;$x$" + "x" * 13 in texts and "1,500" in texts
     assert chart._tokens(3 * 2**19) == "1.5M" and chart._tokens(2**20 - 1024) == "1023K"
+    assert plan.svg(many) == plan.svg(many), "the same text each time"
 
 
-@pytest.mark.parametrize(("most", "lines"), [(1, 2), (10**10, 8)])
-def test_a_chart_has_a_few_lines_across(most: int, lines: int) -> None:
-    drawing = plan.svg([plan.of({**SMALL, "model_type": "mistral", "sliding_window": 7}, context=most)])
-    across = [e for e in ElementTree.fromstring(drawing).iter() if e.tag.endswith("path") and "H" in (e.get("d") or "")]
-    assert len(across) == lines
+@pytest.mark.parametrize("most", [1, 10**10])
+def test_a_chart_has_a_few_lines_across(most: int) -> None:
+    (axes,) = chart.figure([plan.of({**SMALL, "model_type": "mistral", "sliding_window": 7}, context=most)]).axes
+    low, high = axes.get_ylim()
+    assert 1 <= sum(low <= tick <= high for tick in axes.get_yticks()) <= 10
+    assert len(axes.get_xticks()) <= 13
+
+
+def test_without_matplotlib_there_is_no_chart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = plan.of(SMALL, context=7)
+    with pytest.raises(MissingExtra, match=r"a chart needs .*headwise\[look\]"):
+        result.svg()
+    page = result._repr_html_()
+    assert "<pre>" in page and "<img" not in page

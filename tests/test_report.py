@@ -19,10 +19,11 @@ from loops import inside
 from reports import Elements, inflated, numbers, values
 
 from headwise import report
+from headwise.files.text import visible
 from headwise.look import ROLES, HeadRecord, Look, Score
 from headwise.look.palette import COLOURS, GREY, letter_and_colour
 from headwise.report import maps, pack
-from headwise.report.escape import cut, json_for_html, visible
+from headwise.report.escape import cut, json_for_html
 
 
 def hostile_look(text: str) -> Look:

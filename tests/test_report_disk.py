@@ -17,7 +17,8 @@ from full_disks import files_of_at_most, small_disk
 from looks import make_look
 
 import headwise
-from headwise import disk, report
+from headwise import report
+from headwise.files import atomic_file, partial
 
 SOURCE = str(Path(headwise.__file__).parent.parent)
 
@@ -185,7 +186,7 @@ def test_what_another_run_writes_now_is_left_alone(tmp_path: Path, monkeypatch: 
 
 
 def test_a_file_cleared_before_it_was_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, cleared = disk.fcntl.flock, []
+    real, cleared = partial.fcntl.flock, []
 
     def late(descriptor: int, how: int) -> None:
         if not cleared:
@@ -193,7 +194,7 @@ def test_a_file_cleared_before_it_was_locked_is_made_anew(tmp_path: Path, monkey
             cleared[0].unlink()
         real(descriptor, how)
 
-    monkeypatch.setattr(disk.fcntl, "flock", late)
+    monkeypatch.setattr(partial.fcntl, "flock", late)
     report.put(b"whole", tmp_path / "report.html")
     assert cleared and (tmp_path / "report.html").read_bytes() == b"whole"
 
@@ -215,7 +216,9 @@ def test_without_locks_files_are_written_and_nothing_cleared(tmp_path: Path, mon
         real(source, target)
 
     (tmp_path / ".r.0123456789abcdef.partial").write_text("half")
-    monkeypatch.setattr(disk, "fcntl", None)
+    monkeypatch.setattr(partial, "fcntl", None)
+    for module in (partial, atomic_file):
+        monkeypatch.setattr(module, "HAS_LOCKS", False)
     monkeypatch.setattr(os, "replace", closed_first)
     report.put(b"whole", tmp_path / "r")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".r.0123456789abcdef.partial", "r"]

@@ -316,7 +316,7 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"other.pt: no state that a distillation left; remove it to begin anew"):
             run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "other.pt")
     torch.save({"recipe": {}}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other.pt: no state that a run of distillation left"):
+    with pytest.raises(ValueError, match=r"other.pt: no state that a distillation left"):
         run(Model(1), DistillConfig(2, rows=1, length=9), state=tmp_path / "other.pt")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     torch.save({**saved, "student": {"x": torch.ones(1)}}, tmp_path / "other.pt")

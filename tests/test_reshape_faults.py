@@ -93,7 +93,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with small_disk(out, "512k"):
         with pytest.raises(OSError, match=r"written: 1,05\d,\d+ bytes are needed and 524,288 are free; make room, or"):
             copied(source, out / "written")
-        monkeypatch.setattr("headwise.reshape.place.SPARE", 0)
+        monkeypatch.setattr("headwise.files.atomic_folder.SPARE", 0)
         copied(source, out / "written")
         (out / "rest").write_bytes(bytes(524_288 - 20_000 - sum(map(len, content(out / "written").values()))))
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reshape.heads import HeadWeights, Rotation
+from headwise.reshape.heads import HeadWeights, RotaryLayout
 
 H, K, D, V, M, N, OUT = 6, 3, 4, 5, 7, 11, 13
 
@@ -65,8 +65,8 @@ def test_to_converts_every_tensor() -> None:
 
 
 def test_pairs_are_those_of_the_rotary_module() -> None:
-    assert [x.tolist() for x in Rotation(6).pairs()] == [[0, 1, 2], [3, 4, 5]]
-    assert [x.tolist() for x in Rotation(6, interleaved=True).pairs()] == [[0, 2, 4], [1, 3, 5]]
+    assert [x.tolist() for x in RotaryLayout(6).pairs()] == [[0, 1, 2], [3, 4, 5]]
+    assert [x.tolist() for x in RotaryLayout(6, interleaved=True).pairs()] == [[0, 2, 4], [1, 3, 5]]
 
 
 @pytest.mark.unchecked
@@ -84,7 +84,7 @@ def test_pairs_are_those_of_the_rotary_module() -> None:
         ({"per_head": {"slopes": torch.randn(K)}}, ValueError, "slopes has a row for each of the 6 query heads"),
         ({"per_head": {"slopes": [1.0]}}, TypeError, "slopes is a float tensor; got list"),
         ({"norm": "batch"}, ValueError, "norm is one of rms, layer, across; got 'batch'"),
-        ({"rotation": Rotation(6)}, ValueError, "rotary_dim is at most D = 4; got 6"),
+        ({"rotary": RotaryLayout(6)}, ValueError, "rotary_dim is at most D = 4; got 6"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], kind: type[Exception], text: str) -> None:
@@ -113,4 +113,4 @@ def test_heads_that_cannot_be_selected(arguments: tuple[Any, ...], kind: type[Ex
 @pytest.mark.unchecked
 def test_turns_are_pairs() -> None:
     with pytest.raises(ValueError, match="numbers turn in pairs, so rotary_dim is even; got 5"):
-        Rotation(5)
+        RotaryLayout(5)

@@ -10,8 +10,8 @@ import torch
 from reshape_models import FAMILIES, decoder, saved
 
 from headwise import hf
-from headwise.reshape.heads import Rotation
-from headwise.reshape.layers import head_weights, layer_tensors, rotation_of
+from headwise.reshape.heads import RotaryLayout
+from headwise.reshape.layers import head_weights, layer_tensors, rotary_layout
 from headwise.reshape.layout import Family, family_of
 
 PLAIN = [family for family in FAMILIES if family != "deepseek_v3"]
@@ -86,20 +86,20 @@ def test_latent_attention_has_none_of_that_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "config", "expected"),
     [
-        ("mistral", {}, [Rotation(4), Rotation(4)]),
-        ("cohere", {}, [Rotation(4, interleaved=True)] * 2),
-        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, [Rotation(2)] * 2),
-        ("phi3", {"partial_rotary_factor": 0.5}, [Rotation(2)] * 2),
-        ("mistral", {"partial_rotary_factor": 0.5}, [Rotation(4), Rotation(4)]),  # its class does not read it
-        ("mistral", {"rope_parameters": {"partial_rotary_factor": 0.5}}, [Rotation(4), Rotation(4)]),
-        ("smollm3", {"no_rope_layers": [1, 0]}, [Rotation(4), None]),
-        ("smollm3", {"no_rope_layer_interval": 2}, [Rotation(4), None]),
-        ("smollm3", {}, [Rotation(4), Rotation(4)]),
+        ("mistral", {}, [RotaryLayout(4), RotaryLayout(4)]),
+        ("cohere", {}, [RotaryLayout(4, interleaved=True)] * 2),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, [RotaryLayout(2)] * 2),
+        ("phi3", {"partial_rotary_factor": 0.5}, [RotaryLayout(2)] * 2),
+        ("mistral", {"partial_rotary_factor": 0.5}, [RotaryLayout(4), RotaryLayout(4)]),  # its class does not read it
+        ("mistral", {"rope_parameters": {"partial_rotary_factor": 0.5}}, [RotaryLayout(4), RotaryLayout(4)]),
+        ("smollm3", {"no_rope_layers": [1, 0]}, [RotaryLayout(4), None]),
+        ("smollm3", {"no_rope_layer_interval": 2}, [RotaryLayout(4), None]),
+        ("smollm3", {}, [RotaryLayout(4), RotaryLayout(4)]),
     ],
 )
-def test_how_queries_and_keys_turn(family: str, config: dict[str, Any], expected: list[Rotation | None]) -> None:
+def test_how_queries_and_keys_turn(family: str, config: dict[str, Any], expected: list[RotaryLayout | None]) -> None:
     known = of_config(family, config)
-    assert [rotation_of(known, layer) for layer in known.layers] == expected
+    assert [rotary_layout(known, layer) for layer in known.layers] == expected
 
 
 def of_config(family: str, config: dict[str, Any]) -> Family:
@@ -130,4 +130,4 @@ def of_config(family: str, config: dict[str, Any]) -> Family:
 def test_turns_that_cannot_be_are_refused(family: str, config: dict[str, Any], text: str) -> None:
     known = of_config(family, config)
     with pytest.raises(ValueError, match=text):
-        rotation_of(known, known.layers[1])
+        rotary_layout(known, known.layers[1])

@@ -55,7 +55,7 @@ def far(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_turning_heads_into_one_frame_changes_no_output(rotation: str, norm: str) -> None:
-    weights = layer(6, 3, rotation=ROTATIONS[rotation], **norms(NORMS[norm], 3))
+    weights = layer(6, 3, rotary=ROTATIONS[rotation], **norms(NORMS[norm], 3))
     x = text()
     known = moments(weights, x)
     turned = mapped(weights, KeyBasis(weights).rotations(known.key), orthogonal_rotations(known.value))
@@ -68,7 +68,7 @@ def test_turning_heads_into_one_frame_changes_no_output(rotation: str, norm: str
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_two_heads_agree_as_far_as_turning_them_reaches(rotation: str, norm: str) -> None:
-    weights = layer(8, 4, rotation=ROTATIONS[rotation], **norms(NORMS[norm], 4))
+    weights = layer(8, 4, rotary=ROTATIONS[rotation], **norms(NORMS[norm], 4))
     frame, known = KeyBasis(weights), moments(weights, text()).key
     agreement = frame.agreement(known)
     for pair in itertools.combinations(range(4), 2):
@@ -82,7 +82,7 @@ def test_two_heads_agree_as_far_as_turning_them_reaches(rotation: str, norm: str
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_planted_maps_are_undone(rotation: str, plant: str) -> None:
     """Heads that are turns of one head in keys and values: aligned loses nothing; that are any map of it: fitted."""
-    base = layer(6, 3, rotation=ROTATIONS[rotation])
+    base = layer(6, 3, rotary=ROTATIONS[rotation])
     names = ("key", "value", "key_bias", "value_bias")
     weights = replace(base, **{name: getattr(base, name)[[0, 0, 0]] for name in names})
     keys = torch.stack([planted(weights, plant) for _ in range(3)])
@@ -110,7 +110,7 @@ def planted(weights: HeadWeights, plant: str) -> Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_that_are_the_same_become_one_without_a_trace(method: Any) -> None:
-    weights = layer(8, 2, rotation=ROTATIONS["halves"]).to(torch.float32)
+    weights = layer(8, 2, rotary=ROTATIONS["halves"]).to(torch.float32)
     x = text().float()
     double = weights.expanded().select([0, 1, 2, 3, 4, 5, 6, 7])
     merged = merge(double, 2, method=method, moments=moments(double, x))
@@ -125,7 +125,7 @@ def test_heads_that_are_the_same_become_one_without_a_trace(method: Any) -> None
 def test_the_first_head_brings_the_weights_of_its_own_norm(norm: str) -> None:
     """What stands for the group is its first head's key as queries meet it: normed by its own weights, no mean."""
     weights = layer(
-        6, 6, rotation=ROTATIONS["partial"], **norms({"query_norm": "alike", "key_norm": "own", "norm": norm}, 6)
+        6, 6, rotary=ROTATIONS["partial"], **norms({"query_norm": "alike", "key_norm": "own", "norm": norm}, 6)
     )
     x = text()
     firsts = [0, 0, 0, 3, 3, 3]
@@ -145,7 +145,7 @@ def test_as_many_heads_as_before_change_nothing() -> None:
 
 def test_query_heads_go_with_their_keys() -> None:
     """Heads 0 and 2 are alike, and 1 and 3: neighbours after merging, sinks and output with them."""
-    base = layer(8, 4, rotation=ROTATIONS["partial"])
+    base = layer(8, 4, rotary=ROTATIONS["partial"])
     weights = replace(base, **{
         name: getattr(base, name)[[0, 1, 0, 1]] for name in ("key", "value", "key_bias", "value_bias")
     })  # fmt: skip
@@ -179,7 +179,7 @@ def test_what_is_lost_is_what_the_shared_heads_miss() -> None:
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_the_better_method_loses_less(rotation: str) -> None:
-    weights = layer(8, 8, rotation=ROTATIONS[rotation])
+    weights = layer(8, 8, rotary=ROTATIONS[rotation])
     known, groups = moments(weights, text()), contiguous(8, 2)
     lost = {method: merge(weights, 2, method=method, moments=known, groups=groups).lost for method in METHODS}
     for n in (0, 1):
@@ -187,7 +187,7 @@ def test_the_better_method_loses_less(rotation: str) -> None:
 
 
 def test_a_norm_leaves_keys_to_be_aligned() -> None:
-    weights = layer(6, 3, rotation=ROTATIONS["partial"], **norms(NORMS["rms, weights of pairs alike"], 3))
+    weights = layer(6, 3, rotary=ROTATIONS["partial"], **norms(NORMS["rms, weights of pairs alike"], 3))
     known = moments(weights, text())
     aligned, fitted = (merge(weights, 1, method=method, moments=known) for method in ("aligned", "fitted"))
     assert torch.equal(aligned.apply(weights).key, fitted.apply(weights).key)
@@ -218,7 +218,7 @@ def test_the_basis_is_the_best_of_many() -> None:
 
 def test_phases_and_turns_are_the_best_of_many() -> None:
     """No other turn of one head does better: a stationary point in each head."""
-    weights = layer(3, 3, rotation=ROTATIONS["halves"])
+    weights = layer(3, 3, rotary=ROTATIONS["halves"])
     known = moments(weights, text())
     blocks = known.value.transpose(1, 2)
     Q = orthogonal_rotations(known.value)
@@ -280,7 +280,7 @@ def all_pairs(heads: list[int]) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize(("differences", "plant"), [(aligned_differences, "turns"), (fitted_differences, "scales")])
 def test_differences_are_zero_for_mapped_copies_alone(differences: Any, plant: str) -> None:
-    base = layer(3, 3, rotation=ROTATIONS["partial"])
+    base = layer(3, 3, rotary=ROTATIONS["partial"])
     weights = replace(base, key=base.key[[0, 1, 0]], value=base.value[[0, 1, 0]], key_bias=None, value_bias=None)
     keys, values = (torch.eye(n, dtype=torch.float64).repeat(3, 1, 1) for n in (14, 11))
     keys[2], values[2] = planted(weights, plant), orthogonal(11) * (3 if plant == "scales" else 1)

@@ -250,7 +250,7 @@ def test_reconstruction_needs_text_and_a_checkpoint_that_builds_models() -> None
     plan = plan_regroup(decoder(6, 6, D=6), 2)
     with pytest.raises(TypeError, match=r"reconstruct\(\) needs a checkpoint opened with headwise.hf.checkpoint\(\)"):
         reconstruct(plan, torch.nn.Linear(2, 2), [])
-    source = InMemory(plan.source.config, decoder(6, 6, D=6).state)
+    source = opened("llama")
     for rows in (5, torch.ones(2, 3, dtype=torch.long), "text"):
         with pytest.raises(TypeError, match=r"rows are a list of tensors of ids \(B, T\); got"):
             reconstruct(plan_regroup(source, 2), torch.nn.Linear(2, 2), rows)  # type: ignore[arg-type]

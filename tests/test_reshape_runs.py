@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from checkpoint_folders import copied, made
 
-from headwise.reshape import place
+from headwise.files import atomic_folder
+from headwise.files import partial as hidden
 from headwise.reshape.manifest import MANIFEST, verify
 
 LEFT = "written.0123456789abcdef.headwise-partial"
@@ -121,8 +122,8 @@ def test_a_folder_that_is_cleared_before_its_lock_is_made_again(
         if len(steps) == 1:
             partial.rmdir()
 
-    monkeypatch.setattr(place.fcntl, "flock", lock)
-    descriptor = place.claim(partial)
+    monkeypatch.setattr(hidden.fcntl, "flock", lock)
+    descriptor = atomic_folder.claim(partial)
     assert descriptor is not None and os.path.samestat(os.fstat(descriptor), partial.stat()) and len(steps) == 2
     os.close(descriptor)
 

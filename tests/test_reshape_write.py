@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 import headwise.hf as hf
-from headwise.reshape import place, shards
+from headwise.files import atomic_folder
+from headwise.reshape import shards
 from headwise.reshape.manifest import MANIFEST, verify
 from headwise.reshape.write import Planned, kept, write
 
@@ -271,7 +272,7 @@ def test_room_is_needed_for_every_file_and_no_more(source: Path, tmp_path: Path,
     (source / "LICENSE").write_bytes(b"free" * 1000)
     extra, rows = {"NOTE.md": b"n" * 3000, "tokenizer_config.json": b"{}"}, {"a": torch.zeros(7)}
     files = wrote(source, tmp_path / "first", rows, extra=extra)
-    needed = sum(len(part) for name, part in files.items() if name != MANIFEST) + place.SPARE
+    needed = sum(len(part) for name, part in files.items() if name != MANIFEST) + atomic_folder.SPARE
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(OSError, match=f"{needed:,} bytes are needed and {needed - 1:,} are free; make room"):
         wrote(source, tmp_path / "second", rows, extra=extra)

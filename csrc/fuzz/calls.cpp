@@ -6,8 +6,8 @@
 namespace fuzz {
 
 std::map<std::string, Worst> worst;
-int team = 0;
-int threads_of(const Case& k) { return team > 0 ? team : static_cast<int>(2 + k.seed % 7); }
+int fixed_threads = 0;
+int threads_of(const Case& k) { return fixed_threads > 0 ? fixed_threads : static_cast<int>(2 + k.seed % 7); }
 
 namespace {
 
@@ -38,21 +38,34 @@ const std::vector<fake::Tensor>* list_or_null(const std::vector<fake::Tensor>& l
 Tensors::Tensors(const Case& k, bool dirty) {
   const unsigned char fill = dirty ? 0xff : 0;
   const auto place = [&](const DrawnTensor& t) { return t.present ? t.tensor(fill) : nullptr; };
-  query = place(k.query), key = place(k.key), value = place(k.value);
-  key_scale = place(k.key_scale), value_scale = place(k.value_scale);
-  sinks = place(k.sinks), bounds = place(k.bounds), gate = place(k.gate);
-  grad_out = place(k.grad_out), grad_lse = place(k.grad_lse);
+  query = place(k.query);
+  key = place(k.key);
+  value = place(k.value);
+  key_scale = place(k.key_scale);
+  value_scale = place(k.value_scale);
+  sinks = place(k.sinks);
+  bounds = place(k.bounds);
+  gate = place(k.gate);
+  grad_out = place(k.grad_out);
+  grad_lse = place(k.grad_lse);
   for (const DrawnTensor& t : k.segments) segments.push_back(place(t));
   for (const DrawnTensor& t : k.dense) dense.push_back(place(t));
   for (const DrawnTensor& t : k.alibi) alibi.push_back(place(t));
   for (const DrawnTensor& t : k.relative) relative.push_back(place(t));
-  for (const DrawnMap& t : k.maps) maps.push_back(place(t.index)), maps.push_back(t.bits());
+  for (const DrawnMap& t : k.maps) {
+    maps.push_back(place(t.index));
+    maps.push_back(t.bits());
+  }
   const auto negate = [&](std::vector<fake::Tensor>& list) {
     for (fake::Tensor& t : list) {
       if (dirty && k.seed % 3 == 0 && t->dtype != kBool) t = fake::negated(*t);
     }
   };
-  negate(segments), negate(dense), negate(alibi), negate(maps), negate(relative);
+  negate(segments);
+  negate(dense);
+  negate(alibi);
+  negate(maps);
+  negate(relative);
   seed = fake::make(kLong, {static_cast<int64_t>(k.places.size()) + 1}, {1}, 0, 0);
   write(*seed, 0, static_cast<double>(k.seed));
   for (size_t n = 0; n < k.places.size(); ++n)
@@ -60,12 +73,12 @@ Tensors::Tensors(const Case& k, bool dirty) {
   if (dirty) poison(k);
 }
 
-// Poisons keys that no row may attend, and biases where another rule forbids.
+// Writes NaN and Inf to keys that no row may attend, and to biases where another rule forbids the pair.
 void Tensors::poison(const Case& k) {
   const naive::Call& c = k.call;
   for (int64_t row = 0; row < c.B * c.K * c.S && k.bytes; ++row) {
     if (attended_by_any(c, row)) continue;
-    const double bad[] = {NAN, HUGE_VAL, 3e38, -HUGE_VAL};  // 3e38 is finite, its product with an int8 is not
+    const double bad[] = {NAN, HUGE_VAL, 3e38, -HUGE_VAL};  // 3e38 is finite, but its product with an int8 is not
     if (!k.key_scale.aliased()) write(*key_scale, row, bad[row % 4]);
     if (!k.value_scale.aliased()) write(*value_scale, row, bad[(row + 3) % 4]);
     for (int64_t d = 0; d < c.D && !k.key.aliased(); ++d) write(*key, row * c.D + d, -128);
@@ -86,7 +99,7 @@ void Tensors::poison(const Case& k) {
       if (!naive::may_attend(c, row / c.T / c.H, row / c.T % c.H, row % c.T, at % c.S)) write(*dense[n], at, NAN);
     }
   }
-  // The upstream gradient of rows that attend nothing.
+  // Does the same to the upstream gradient of rows that attend nothing.
   for (int64_t row = 0; row < c.B * c.H * c.T; ++row) {
     bool alive = false;
     for (int64_t j = 0; j < c.S && !alive; ++j) alive = attends(c, row / c.T / c.H, row / c.T % c.H, row % c.T, j);
@@ -114,7 +127,7 @@ void Tensors::move_to_pages(const Case& k) {
   for (int64_t n = pages - 1; n > 0; --n)
     std::swap(order[static_cast<size_t>(n)], order[static_cast<size_t>(draw.below(n + 1))]);
   table = fake::make(kLong, {c.B, wide}, {wide, 1}, 0, 0);
-  for (int64_t n = 0; n < c.B * wide; ++n) {  // entries that no key needs may be any number
+  for (int64_t n = 0; n < c.B * wide; ++n) {  // entries that no key needs may be arbitrary
     const int64_t b = n / wide, at = n % wide;
     write(*table, n, at < used ? static_cast<double>(order[static_cast<size_t>(b * used + at)]) : -0x1p62);
   }
@@ -123,7 +136,10 @@ void Tensors::move_to_pages(const Case& k) {
     const bool scales = (*t)->sizes.size() == 3;
     const int64_t width = scales ? 1 : (*t)->sizes[3];
     std::vector<int64_t> sizes = {pages, c.K, page, width}, strides = {c.K * page * width, page * width, width, 1};
-    if (scales) sizes.pop_back(), strides.pop_back();
+    if (scales) {
+      sizes.pop_back();
+      strides.pop_back();
+    }
     fake::Tensor laid = fake::make((*t)->dtype, sizes, strides, 0, 0xff);
     for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
       const int64_t j = row % c.S, head = row / c.S % c.K, b = row / c.S / c.K;
@@ -174,7 +190,10 @@ Output run(const Case& k, const Tensors& t) {
                              give_list(list_or_null(t.relative, lists)), give_optional(t.gate), give_number(c.dropout),
                              give_optional(t.seed)});
   result.error = call(cached ? "attend_held" : "attend_full", stack, 2);
-  if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
+  if (result.error.empty()) {
+    result.out = numbers(take(stack[0]));
+    result.lse = numbers(take(stack[1]));
+  }
   return result;
 }
 
@@ -230,10 +249,12 @@ Back run_backward(const Case& k, const Tensors& t, bool corrupt, bool part) {
   result.error = call("attend_kept", stack, 3);
   if (!result.error.empty() && !corrupt) return result;
   if (result.error.empty()) {
-    out = take(stack[0]), ends = take(stack[2]);
+    out = take(stack[0]);
+    ends = take(stack[2]);
     take(stack[1]);
   } else {  // the backward must refuse what the forward refuses
-    out = t.grad_out, ends = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
+    out = t.grad_out;
+    ends = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
   }
   stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(ends), static_cast<StableIValue>(k.biases)};
   rules(stack);

@@ -13,24 +13,24 @@ struct Output {
 };
 
 struct Worst {
-  double share = 0;  // of the error allowed
+  double share = 0;  // fraction of the allowed error
   uint64_t seed = 0;
 };
 
 extern std::map<std::string, Worst> worst;
 
-extern int team;                // so many threads in each case, or 0: 2 to 8
-int threads_of(const Case& k);  // whose bits must be those of one thread
+extern int fixed_threads;       // the number of threads in each case, or 0 for 2 to 8
+int threads_of(const Case& k);  // the bits must be those of one thread
 
-// The tensors of one call. What must not change the result is filled with NaN if `dirty`, else with zeros. Tensors in
-// lists sometimes have the negative bit if `dirty`.
+// The tensors of one call. If `dirty`, everything that must not change the result is filled with NaN, otherwise with
+// zeros, and some tensors in lists have the negative bit.
 struct Tensors {
   fake::Tensor query, key, value, key_scale, value_scale, table, sinks, bounds, gate, seed, grad_out, grad_lse;
   std::vector<fake::Tensor> segments, dense, alibi, maps, relative;
 
   Tensors(const Case& k, bool dirty);
   std::vector<fake::Tensor*> all();
-  void move_to_pages(const Case& k);  // of keys and values, with NaN where no page is in use
+  void move_to_pages(const Case& k);  // moves keys and values; unused pages hold NaN
 
  private:
   void poison(const Case& k);
@@ -40,7 +40,8 @@ std::vector<double> numbers(const fake::Tensor& t);
 Output run(const Case& k, const Tensors& t);
 bool same_bits(const std::vector<double>& a, const std::vector<double>& b);
 
-// Empty, or a description of the error of x, whose dtype may be smaller than the query's. Updates `worst`.
+// Returns an empty text, or a description of the error of x, whose dtype may be smaller than the query's. Updates
+// `worst`.
 std::string compare(const char* what, const std::vector<double>& x, const std::vector<double>& expected,
                     const std::vector<double>& error, const Case& k, const std::string& isa, int32_t dtype = kFloat);
 naive::Rounding rounding(int32_t dtype);
@@ -51,7 +52,7 @@ struct Back {
   std::vector<std::vector<double>> grads;
 };
 
-// With `part` by `attend_part_backward`, here of all keys.
+// If `part`, by `attend_part_backward` with all keys.
 Back run_backward(const Case& k, const Tensors& t, bool corrupt, bool part = false);
 // As `check` in fuzz.cpp for the forward, on the instruction set in use.
 std::string check_backward(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa);
@@ -62,10 +63,10 @@ std::vector<std::string> isas();  // of this CPU
 void use(const std::string& isa);
 void corrupt(Draw& draw, AtenTensorOpaque& tensor);
 
-// A tensor in a drawn order of axes, with gaps; its last axis stays contiguous where `whole_rows`.
+// A tensor in a drawn order of axes, with gaps. If `whole_rows`, its last axis stays contiguous.
 fake::Tensor draw_laid(Draw& draw, int32_t dtype, const std::vector<int64_t>& sizes, bool whole_rows);
-// One token as the definition has it: float32, to nearest, ties to even; a NaN makes the unit 1, an Inf makes zeros.
-// Appends the bytes, returns the scale.
+// Quantises one token as the definition does: in float32, to nearest, ties to even. A NaN makes the unit 1, and an Inf
+// makes zeros. Appends the bytes and returns the scale.
 float quantise(const std::vector<float>& x, std::vector<double>& out);
 bool same_numbers(const std::vector<double>& a, const std::vector<double>& b);  // NaN equals NaN
 

@@ -11,85 +11,78 @@ namespace {
 
 constexpr double kInf = HUGE_VAL;
 
-// A memory layout: a permutation of axes, gaps, steps, and sometimes a stride of 0.
-void draw_layout(Draw& draw, DrawnTensor& t, bool may_alias) {
-  const int axes = static_cast<int>(t.sizes.size());
-  std::vector<int> order(static_cast<size_t>(axes));
-  std::iota(order.begin(), order.end(), 0);
-  if (axes == 4 && draw.once_in(3)) std::swap(order[1], order[2]);  // (B, T, H, D) memory
-  if (draw.once_in(8)) std::swap(order[draw.below(axes)], order[draw.below(axes)]);
-  t.strides.assign(static_cast<size_t>(axes), 0);
-  int64_t step = draw.once_in(6) ? draw.between(2, 3) : 1;
-  for (int n = axes - 1; n >= 0; --n) {
-    const size_t axis = static_cast<size_t>(order[static_cast<size_t>(n)]);
-    t.strides[axis] = step;
-    if (may_alias && draw.once_in(15)) t.strides[axis] = 0;
-    else step *= t.sizes[axis];
-    if (draw.once_in(4)) step += draw.between(1, 9);
-  }
-  t.offset = draw.once_in(2) ? draw.below(20) : 0;
-}
-
-template <class F>
-DrawnTensor draw_tensor(Draw& draw, int32_t dtype, std::vector<int64_t> sizes, bool may_alias, F element) {
-  DrawnTensor t;
-  t.present = true, t.dtype = dtype, t.sizes = std::move(sizes);
-  draw_layout(draw, t, may_alias);
-  t.x.resize(static_cast<size_t>(count_of(t.sizes)));
-  for (double& x : t.x) x = element();
-  const fake::Tensor rounded = t.tensor(0);
-  for (size_t n = 0; n < t.x.size(); ++n) t.x[n] = read(*rounded, static_cast<int64_t>(n));
-  return t;
-}
-
 int64_t draw_length(Draw& draw, int64_t most) {
   const int64_t edge = draw.one_of<int64_t>({1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1024, 2048});
   const int64_t n = draw.once_in(2) ? draw.between(1, 100) : edge + draw.between(-1, 1);
   return std::clamp<int64_t>(n, 1, most);
 }
 
-// Many rows that read few keys.
+// Draws sizes with many rows that read few keys.
 void draw_many_rows(Draw& draw, naive::Call& c) {
   const int64_t G = draw.one_of<int64_t>({8, 16});
-  c.B = draw.between(1, 2), c.K = draw.between(1, 2), c.H = c.K * G;
-  c.T = 4096 / G + draw.between(0, 40), c.S = draw.between(1, 12);
-  c.D = draw.between(1, 20), c.V = draw.once_in(2) ? c.D : draw.between(1, 20);
-  if (draw.once_in(4)) c.B = c.K = 1, c.H = G, c.S = 1, c.D = draw.one_of<int64_t>({256, 512});
+  c.B = draw.between(1, 2);
+  c.K = draw.between(1, 2);
+  c.H = c.K * G;
+  c.T = 4096 / G + draw.between(0, 40);
+  c.S = draw.between(1, 12);
+  c.D = draw.between(1, 20);
+  c.V = draw.once_in(2) ? c.D : draw.between(1, 20);
+  if (draw.once_in(4)) {
+    c.B = c.K = 1;
+    c.H = G;
+    c.S = 1;
+    c.D = draw.one_of<int64_t>({256, 512});
+  }
 }
 
 void draw_sizes(Draw& draw, naive::Call& c, double most) {
   const int64_t width = draw.one_of<int64_t>({1, 7, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 320});
-  c.B = draw.between(1, 3), c.K = draw.between(1, 3);
+  c.B = draw.between(1, 3);
+  c.K = draw.between(1, 3);
   c.H = c.K * draw.one_of<int64_t>({1, 1, 2, 3, 4, 5, 8, 9, 16});
   c.D = draw.once_in(4) ? draw.between(1, 130) : width;
   c.V = draw.once_in(3) ? draw.between(1, 130) : c.D;
-  if (draw.once_in(40)) c.D = 576, c.V = 512;
+  if (draw.once_in(40)) {
+    c.D = 576;
+    c.V = 512;
+  }
   c.T = draw.once_in(3) ? draw.between(1, 3) : draw_length(draw, 300);
   c.S = draw_length(draw, 3000);
-  // Few enough operations for many cases a second; sometimes enough for several threads.
+  // Reduces the sizes to few enough operations for many cases a second, and sometimes to enough for several threads.
   const double drawn = draw.once_in(12) ? 6e6 : 4e5;
   if (most == 0) most = drawn;
   const auto work = [&] { return static_cast<double>(c.B * c.H * c.T) * static_cast<double>(c.S * (c.D + c.V)); };
   while (work() > most) {
     if (c.B > 1) --c.B;
-    else if (c.K > 1) c.H = c.H / c.K * (c.K - 1), --c.K;
-    else if (c.T > 64 || (c.T > 1 && draw.once_in(2))) c.T = c.T * 3 / 4;
+    else if (c.K > 1) {
+      c.H = c.H / c.K * (c.K - 1);
+      --c.K;
+    } else if (c.T > 64 || (c.T > 1 && draw.once_in(2))) c.T = c.T * 3 / 4;
     else if (c.S > 64) c.S = c.S * 3 / 4;
     else if (c.H > 1) c.H = (c.H + 1) / 2;
-    else c.D = c.D * 3 / 4 + 1, c.V = c.V * 3 / 4 + 1;
+    else {
+      c.D = c.D * 3 / 4 + 1;
+      c.V = c.V * 3 / 4 + 1;
+    }
   }
 }
 
 void draw_band(Draw& draw, Case& k) {
   constexpr int64_t kFar = int64_t{1} << 40;
   naive::Call& c = k.call;
-  c.low = -kFar, c.high = kFar;
+  c.low = -kFar;
+  c.high = kFar;
   const int64_t kind = draw.below(6);
   if (kind == 1 || kind == 2) c.high = c.S - c.T + 1;
   if (kind == 2) c.low = c.high - draw.between(1, c.S + 2);
-  if (kind == 3) c.low = draw.between(-c.T - 2, c.S + 2), c.high = draw.between(-c.T - 2, c.S + 2);
-  if (kind == 4)
-    c.low = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0}), c.high = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0});
+  if (kind == 3) {
+    c.low = draw.between(-c.T - 2, c.S + 2);
+    c.high = draw.between(-c.T - 2, c.S + 2);
+  }
+  if (kind == 4) {
+    c.low = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0});
+    c.high = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0});
+  }
   if (k.plain || !draw.once_in(4)) return;
   const auto edge = [&] {
     return draw.once_in(10) ? draw.one_of<double>({-0x1p63, 0x1p62, 9223372036854774784.0})
@@ -97,7 +90,8 @@ void draw_band(Draw& draw, Case& k) {
   };
   const int64_t width = draw.once_in(2) ? 4 : 5;
   k.bounds = draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B, width}, false, edge);
-  k.bounds.strides[1] = 1, k.bounds.strides[0] = width + draw.below(3);
+  k.bounds.strides[1] = 1;
+  k.bounds.strides[0] = width + draw.below(3);
   const std::vector<double> all = spread(k.bounds, {c.B, width});
   for (int64_t b = 0; b < c.B; ++b) {
     for (int64_t n = 0; n < width; ++n)
@@ -132,7 +126,7 @@ void draw_segments(Draw& draw, Case& k) {
   }
 }
 
-// A bias that is NaN, Inf or very large must reach the rows that may attend its key, and no other ones.
+// Draws a bias that is NaN, Inf or very large. It must reach the rows that may attend its key, and no others.
 void draw_special(Draw& draw, Case& k, DrawnTensor& bias) {
   if (!draw.once_in(8) || bias.aliased()) return;
   k.special = true;
@@ -163,7 +157,7 @@ void draw_dense(Draw& draw, Case& k) {
   }
 }
 
-// Full tiles, empty ones, and words. Bits behind the last query or key are random.
+// Draws full tiles, empty tiles and words. Bits behind the last query or key are random.
 void draw_maps(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   for (int64_t n = draw.once_in(4) ? draw.between(1, 4) : 0; n > 0; --n) {
@@ -194,7 +188,7 @@ void draw_maps(Draw& draw, Case& k) {
   }
 }
 
-// A bias for each distance of a key from a query.
+// Draws a bias for each distance of a key from a query.
 void draw_relative(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   for (int64_t n = draw.once_in(6) && k.dense.size() < 4 ? draw.between(1, 2) : 0; n > 0; --n) {
@@ -252,11 +246,11 @@ void draw_extras(Draw& draw, Case& k) {
   }
 }
 
-// The upstream gradient; for some rows 0, NaN or Inf.
+// Draws the upstream gradient, which is 0, NaN or Inf for some rows.
 void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
   const naive::Call& c = k.call;
   const double size = draw.one_of<double>({1, 1, 0.01, 8});
-  // A score that a bias makes Inf has a weight of NaN even where nothing depends on the row.
+  // A score that a bias makes Inf has the weight NaN even if nothing depends on the row.
   const int64_t quiet = k.special ? int64_t{1} << 40 : draw.one_of<int64_t>({5, 1000000}), width = c.V;
   int64_t at = 0;
   bool silent = false;
@@ -278,20 +272,7 @@ void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
 
 }  // namespace
 
-uint64_t Draw::bits() {
-  uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-
-double Draw::normal() {  // nearly, and within 6
-  double sum = -6;
-  for (int n = 0; n < 12; ++n) sum += unit();
-  return sum;
-}
-
-// Keys that may be attended but whose scores are -inf in float32: ranges of an item's length, some keys, or all.
+// Makes scores of keys that may be attended -inf in float32: for ranges of an item's length, for some keys, or for all.
 void draw_overflow(Draw& draw, Case& k) {
   const naive::Call& c = k.call;
   k.overflows = true;
@@ -308,7 +289,8 @@ void draw_overflow(Draw& draw, Case& k) {
   }
 }
 
-// In memory of the order (B, S, K, width), 2 KiB or more from key to key; sometimes its rows are not contiguous.
+// Lays the tensor out in the order (B, S, K, width), with 2 KiB or more from key to key. Sometimes its rows are not
+// contiguous.
 void lay_far_apart(Draw& draw, DrawnTensor& t) {
   const int64_t width = t.sizes[3], step = t.sizes[1] * width + 2048 / code_size(t.dtype) + draw.below(9);
   const int64_t column = draw.once_in(5) ? 2 : 1;
@@ -318,15 +300,19 @@ void lay_far_apart(Draw& draw, DrawnTensor& t) {
 Case draw_case(uint64_t seed, double most) {
   Draw draw(seed * 0x2545f4914f6cdd1du + 1);
   Case k;
-  k.seed = seed, k.plain = draw.once_in(3);
+  k.seed = seed;
+  k.plain = draw.once_in(3);
   naive::Call& c = k.call;
   k.far_apart = draw.once_in(40);
   k.far_apart ? draw_many_rows(draw, c) : draw_sizes(draw, c, most);
   draw_band(draw, k);
-  if (k.far_apart) c.low = -(int64_t{1} << 40), c.high = draw.once_in(2) ? c.S : draw.between(1 - c.T, c.S);
+  if (k.far_apart) {
+    c.low = -(int64_t{1} << 40);
+    c.high = draw.once_in(2) ? c.S : draw.between(1 - c.T, c.S);
+  }
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
-  // Queries and keys far from 1 whose products are not; values far from 1.
+  // Queries and keys are far from 1, but their products are not; values may be far from 1.
   const double power = dtype == kHalf ? 0x1p6 : 0x1p40;
   const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}),
                high = draw.one_of<double>({1, 1, 1, power, 1 / power});
@@ -346,14 +332,19 @@ Case draw_case(uint64_t seed, double most) {
     k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, [&] { return number() / far; });
     k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, [&] { return number() * high; });
   }
-  if (k.far_apart) lay_far_apart(draw, k.key), lay_far_apart(draw, k.value);
+  if (k.far_apart) {
+    lay_far_apart(draw, k.key);
+    lay_far_apart(draw, k.value);
+  }
   DrawnTensor* const odd[] = {&k.query, k.bytes ? &k.key_scale : &k.key, k.bytes ? &k.value_scale : &k.value};
   for (DrawnTensor* t : odd) {  // a NaN or Inf that is attended must reach the result
     if (!draw.once_in(25) || t->aliased()) continue;
     t->x[static_cast<size_t>(draw.below(static_cast<int64_t>(t->x.size())))] = draw.one_of<double>({NAN, kInf, -kInf});
   }
   if (!k.bytes && dtype != kHalf && draw.once_in(12) && !k.query.aliased() && !k.key.aliased()) draw_overflow(draw, k);
-  c.query = k.query.x, c.key = k.key.x, c.value = k.value.x;
+  c.query = k.query.x;
+  c.key = k.key.x;
+  c.value = k.value.x;
   if (k.bytes) {
     for (size_t n = 0; n < c.key.size(); ++n) c.key[n] *= k.key_scale.x[n / static_cast<size_t>(c.D)];
     for (size_t n = 0; n < c.value.size(); ++n) c.value[n] *= k.value_scale.x[n / static_cast<size_t>(c.V)];

@@ -36,6 +36,13 @@ std::map<std::string, headwise::Boxed>& operators() {
   return all;
 }
 
+// Stores a result of an ABI function, which then returns 0 for success.
+template <class T, class Value>
+AOTITorchError give(T* to, Value value) {
+  *to = value;
+  return 0;
+}
+
 AtenTensorHandle new_handle(const AtenTensorOpaque& tensor) {
   ++live_handles;
   return new AtenTensorOpaque(tensor);
@@ -44,8 +51,8 @@ AtenTensorHandle new_handle(const AtenTensorOpaque& tensor) {
 std::atomic<uint64_t> storages{0};
 std::atomic<int64_t> allocations_left{-1};
 
-// A storage, freed when its last tensor goes: pages between two that may not be touched, flush with the one behind it
-// or with the one before it. AddressSanitizer sees the rest of the pages, too.
+// A storage, which is freed with its last tensor. Its pages lie between two pages that may not be touched, and it ends
+// at the one behind it or begins at the one before it. AddressSanitizer guards the rest of its pages.
 class Block {
  public:
   char* bytes;
@@ -60,7 +67,7 @@ class Block {
     char* first = pages_ + page;
     if (inner > 0 && mprotect(first, inner, PROT_READ | PROT_WRITE) != 0) abort();
     const uint64_t number = storages++ * 0x9e3779b97f4a7c15u;
-    bytes = number >> 62 == 0 ? first : first + inner - used;  // behind is where most reads go too far
+    bytes = number >> 62 == 0 ? first : first + inner - used;  // because most reads that go too far go behind the end
     ASAN_POISON_MEMORY_REGION(first, static_cast<size_t>(bytes - first));
     ASAN_POISON_MEMORY_REGION(bytes + used, inner - used - static_cast<size_t>(bytes - first));
   }
@@ -78,7 +85,7 @@ class Block {
 
 }  // namespace
 
-// Scratch and partial results are arrays of numbers, the only ones here.
+// Only scratch and partial results are allocated as arrays of numbers here.
 void* operator new[](size_t size) {
   void* memory = allocations_left >= 0 && allocations_left-- == 0 ? nullptr : malloc(size > 0 ? size : 1);
   if (memory == nullptr) throw std::bad_alloc();
@@ -121,7 +128,9 @@ namespace fake {
 Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset,
             unsigned char fill) {
   auto tensor = std::make_shared<AtenTensorOpaque>();
-  tensor->dtype = dtype, tensor->sizes = std::move(sizes), tensor->strides = std::move(strides);
+  tensor->dtype = dtype;
+  tensor->sizes = std::move(sizes);
+  tensor->strides = std::move(strides);
   tensor->offset = offset;
   int64_t last = offset;
   for (size_t axis = 0; axis < tensor->sizes.size(); ++axis) {
@@ -138,10 +147,12 @@ Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> stri
 Tensor negated(const AtenTensorOpaque& tensor) {
   auto other = std::make_shared<AtenTensorOpaque>(tensor);
   auto block = std::make_shared<Block>(tensor.storage_bytes);
-  other->storage = block->bytes, other->keeper = block, other->negative = !tensor.negative;
+  other->storage = block->bytes;
+  other->keeper = block;
+  other->negative = !tensor.negative;
   memcpy(other->storage, tensor.storage, static_cast<size_t>(tensor.storage_bytes));
   const int64_t size = code_size(tensor.dtype);
-  for (int64_t at = 0; at + size <= tensor.storage_bytes; at += size) {  // what is between the elements, too
+  for (int64_t at = 0; at + size <= tensor.storage_bytes; at += size) {  // including what is between the elements
     uint64_t bits = 0;
     memcpy(&bits, other->storage + at, static_cast<size_t>(size));
     bits = tensor.dtype == kLong || tensor.dtype == kByte ? 0 - bits : bits ^ uint64_t{1} << (8 * size - 1);
@@ -224,18 +235,18 @@ int32_t aoti_torch_dtype_int64() { return kLong; }
 int32_t aoti_torch_dtype_int8() { return kByte; }
 int32_t aoti_torch_dtype_bool() { return kBool; }
 
-AOTITorchError aoti_torch_get_device_type(AtenTensorHandle x, int32_t* to) { return *to = x->device, 0; }
-AOTITorchError aoti_torch_get_layout(AtenTensorHandle x, int32_t* to) { return *to = x->layout, 0; }
-AOTITorchError aoti_torch_get_dtype(AtenTensorHandle x, int32_t* to) { return *to = x->dtype, 0; }
+AOTITorchError aoti_torch_get_device_type(AtenTensorHandle x, int32_t* to) { return give(to, x->device); }
+AOTITorchError aoti_torch_get_layout(AtenTensorHandle x, int32_t* to) { return give(to, x->layout); }
+AOTITorchError aoti_torch_get_dtype(AtenTensorHandle x, int32_t* to) { return give(to, x->dtype); }
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle x, int64_t* to) {
-  return *to = static_cast<int64_t>(x->sizes.size()), 0;
+  return give(to, static_cast<int64_t>(x->sizes.size()));
 }
-AOTITorchError aoti_torch_get_sizes(AtenTensorHandle x, int64_t** to) { return *to = x->sizes.data(), 0; }
-AOTITorchError aoti_torch_get_strides(AtenTensorHandle x, int64_t** to) { return *to = x->strides.data(), 0; }
-AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle x, int64_t* to) { return *to = x->offset, 0; }
-AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle x, int64_t* to) { return *to = x->storage_bytes, 0; }
-AOTITorchError torch_get_const_data_ptr(AtenTensorHandle x, const void** to) { return *to = x->data(), 0; }
-AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle x, void** to) { return *to = x->data(), 0; }
+AOTITorchError aoti_torch_get_sizes(AtenTensorHandle x, int64_t** to) { return give(to, x->sizes.data()); }
+AOTITorchError aoti_torch_get_strides(AtenTensorHandle x, int64_t** to) { return give(to, x->strides.data()); }
+AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle x, int64_t* to) { return give(to, x->offset); }
+AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle x, int64_t* to) { return give(to, x->storage_bytes); }
+AOTITorchError torch_get_const_data_ptr(AtenTensorHandle x, const void** to) { return give(to, x->data()); }
+AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle x, void** to) { return give(to, x->data()); }
 
 AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                         int32_t, int32_t, AtenTensorHandle* to) {
@@ -255,12 +266,16 @@ AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle x) {
 AOTITorchError torch_new_list_reserve_size(size_t size, StableListHandle* to) {
   ++live_handles;
   *to = new StableListOpaque;
-  return (*to)->items.reserve(size), 0;
+  (*to)->items.reserve(size);
+  return 0;
 }
-AOTITorchError torch_list_push_back(StableListHandle list, StableIValue item) { return list->items.push_back(item), 0; }
-AOTITorchError torch_list_size(StableListHandle list, size_t* to) { return *to = list->items.size(), 0; }
+AOTITorchError torch_list_push_back(StableListHandle list, StableIValue item) {
+  list->items.push_back(item);
+  return 0;
+}
+AOTITorchError torch_list_size(StableListHandle list, size_t* to) { return give(to, list->items.size()); }
 AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* to) {
-  return *to = list->items[index], 0;
+  return give(to, list->items[index]);
 }
 AOTITorchError torch_delete_list(StableListHandle list) {
   --live_handles;
@@ -269,26 +284,33 @@ AOTITorchError torch_delete_list(StableListHandle list) {
 }
 
 AOTITorchError torch_new_string_handle(const char* data, size_t length, StringHandle* to) {
-  return *to = new StringOpaque{std::string(data, length)}, 0;
+  return give(to, new StringOpaque{std::string(data, length)});
 }
-AOTITorchError torch_string_length(StringHandle x, size_t* to) { return *to = x->text.size(), 0; }
-AOTITorchError torch_string_c_str(StringHandle x, const char** to) { return *to = x->text.c_str(), 0; }
-AOTITorchError torch_delete_string(StringHandle x) { return delete x, 0; }
+AOTITorchError torch_string_length(StringHandle x, size_t* to) { return give(to, x->text.size()); }
+AOTITorchError torch_string_c_str(StringHandle x, const char** to) { return give(to, x->text.c_str()); }
+AOTITorchError torch_delete_string(StringHandle x) {
+  delete x;
+  return 0;
+}
 
-AOTITorchError torch_get_num_threads(uint32_t* to) { return *to = threads, 0; }
-AOTITorchError torch_get_thread_idx(uint32_t* to) { return *to = thread_index, 0; }
+AOTITorchError torch_get_num_threads(uint32_t* to) { return give(to, threads.load()); }
+AOTITorchError torch_get_thread_idx(uint32_t* to) { return give(to, thread_index); }
 
-// As at::parallel_for cuts the range: one piece a thread.
+// Cuts the range like at::parallel_for: one piece for each thread.
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain, headwise::Range function, void* context) {
   const int64_t pieces = std::min<int64_t>(threads, (end - begin + grain - 1) / std::max<int64_t>(grain, 1));
   if (begin >= end) return 0;
-  if (pieces <= 1 || inside) return function(begin, end, context), 0;
+  if (pieces <= 1 || inside) {
+    function(begin, end, context);
+    return 0;
+  }
   const int64_t size = (end - begin + pieces - 1) / pieces;
   std::atomic<int32_t> failed{0};
   std::vector<std::thread> team;
   for (int64_t piece = 0; piece * size < end - begin; ++piece) {
     team.emplace_back([&, piece] {
-      inside = true, thread_index = static_cast<uint32_t>(piece);
+      inside = true;
+      thread_index = static_cast<uint32_t>(piece);
       const int64_t first = begin + piece * size;
       try {
         function(first, std::min(first + size, end), context);

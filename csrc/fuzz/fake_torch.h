@@ -1,5 +1,6 @@
-// torch's side of the stable ABI for the fuzzer: tensors flush with memory that may not be touched, so that every build
-// sees one byte too far, a pool of real threads, and the boxed operators by name.
+// torch's side of the stable ABI for the fuzzer. Tensors end directly before memory that may not be touched, so that
+// every build fails if it reads one byte too far. There is a pool of real threads, and the boxed operators can be
+// called by name.
 #pragma once
 
 #include <stdint.h>
@@ -8,23 +9,23 @@
 #include <string>
 #include <vector>
 
-#include "torch/torch_abi.h"
+#include "torch_abi/torch_abi.h"
 
 enum Code : int32_t { kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kByte = 1, kBfloat = 15 };
 
 int64_t code_size(int32_t dtype);
 
-// A tensor behind a handle. `storage` may be shorter than sizes and strides need, as in torch.
+// The tensor of a handle. Like in torch, `storage` may be shorter than sizes and strides need.
 struct AtenTensorOpaque {
   int32_t dtype = kFloat, device = 0, layout = 0;
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;            // elements
-  std::shared_ptr<void> keeper;  // frees the storage with its last tensor
+  std::shared_ptr<void> keeper;  // frees the storage when its last tensor is gone
   char* storage = nullptr;
   int64_t storage_bytes = 0;
   bool negative = false;  // the negative bit: the numbers are those in memory, negated
 
-  char* data() const {  // of a corrupt tensor too, so without pointer arithmetic
+  char* data() const {  // computed without pointer arithmetic, because the tensor may be corrupt
     const auto at = static_cast<uint64_t>(offset) * static_cast<uint64_t>(code_size(dtype));
     return storage == nullptr ? nullptr : reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(storage) + at);
   }
@@ -35,11 +36,11 @@ namespace fake {
 
 using Tensor = std::shared_ptr<AtenTensorOpaque>;
 
-// With exactly the bytes that sizes, strides and offset reach, all set to `fill`.
+// Makes a tensor with exactly the bytes that sizes, strides and offset reach, all set to `fill`.
 Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset,
             unsigned char fill);
 
-// The same numbers with the other negative bit, in a storage of its own.
+// Makes a tensor of the same numbers with the opposite negative bit, in a storage of its own.
 Tensor negated(const AtenTensorOpaque& tensor);
 
 // The arguments of an operator, its call, and its results, which are new handles for `take`.
@@ -54,9 +55,10 @@ std::vector<Tensor> take_list(StableIValue value);
 
 int64_t live();  // handles not yet deleted
 void set_threads(int count);
-// Which storages have the forbidden memory before them, and which behind, is drawn from here on; as is their alignment.
+// Sets the seed that decides which storages have the forbidden memory before them and which behind, and how they are
+// aligned.
 void place_storages(uint64_t seed);
-// The n-th `new[]` from now on fails, for scratch and partial results; none where n < 0.
+// Makes the n-th `new[]` from now on fail, for scratch and partial results; none if n < 0.
 void fail_allocation(int64_t n);
 
 }  // namespace fake

@@ -3,8 +3,8 @@
 //
 //   headwise_fuzz SECONDS [FIRST_SEED]     many cases; the seed that fails is printed
 //   headwise_fuzz case SEED                one case
-//   headwise_fuzz threads SECONDS [SEED]   larger cases on 64 threads, for their bits alone: under ThreadSanitizer
-//   headwise_fuzz shares                   how evenly work spreads over 2 to 256 threads; computed, not measured
+//   headwise_fuzz threads SECONDS [SEED]   larger cases on 64 threads, which only compares bits; for ThreadSanitizer
+//   headwise_fuzz balance                  how evenly work is spread over 2 to 256 threads; computed, not measured
 //
 // Each case is compared with the definition in double, within an error bound from its own numbers (naive.cpp,
 // naive_backward.cpp). Its bits must not depend on the number of threads, nor on the contents of gaps, of memory behind
@@ -18,9 +18,9 @@
 #include <chrono>
 #include <thread>
 
-#include "driver.h"
 #include "fuzz/calls.h"
-#include "fuzz/shares.h"
+#include "fuzz/load_balance.h"
+#include "runtime/dispatch.h"
 
 namespace fuzz {
 
@@ -61,7 +61,7 @@ std::vector<char> keep_of(const Case& k, const Tensors& t) {
   return {x.begin(), x.end()};
 }
 
-// Two threads call at once; then a call has no memory for its scratch or its partial results: it must say so.
+// Two threads call at once. Then a call gets no memory for its scratch or its partial results, which must be an error.
 std::string check_together(const Case& k, const Tensors& t, const Output& one) {
   const auto other = [&](const Output& x) { return !same_bits(one.out, x.out) || !same_bits(one.lse, x.lse); };
   if (k.seed % 4 == 0) {
@@ -91,9 +91,9 @@ std::string check(Case& k) {
     fake::set_threads(1);
     const Output one = run(k, dirty), other = run(k, clean);
     fake::set_threads(threads_of(k));
-    headwise::prefetch_into_l2(true);
+    headwise::set_l2_prefetch(true);
     const Output many = run(k, dirty);
-    headwise::prefetch_into_l2(false);
+    headwise::set_l2_prefetch(false);
     if (!one.error.empty()) return isa + " refuses: " + one.error;
     if (!same_bits(one.out, many.out) || !same_bits(one.lse, many.lse)) return isa + ": other bits on more threads";
     if (!same_bits(one.out, other.out) || !same_bits(one.lse, other.lse))
@@ -127,7 +127,7 @@ std::string check_gradients(Case& k) {
 
 }  // namespace
 
-// Huge sizes are ones that must be refused, not computed.
+// Huge sizes must be refused, not computed.
 void corrupt(Draw& draw, AtenTensorOpaque& t) {
   const size_t axes = t.sizes.size();
   if (axes == 0) return;
@@ -136,14 +136,23 @@ void corrupt(Draw& draw, AtenTensorOpaque& t) {
     case 0: t.sizes[axis] += draw.between(-1, 1); break;
     case 1: t.sizes[axis] = draw.one_of<int64_t>({0, -1, int64_t{1} << 31, int64_t{1} << 62, INT64_MAX}); break;
     case 2: t.strides[axis] = draw.one_of<int64_t>({-1, int64_t{1} << 40, INT64_MAX, INT64_MIN}); break;
-    case 3: t.sizes.pop_back(), t.strides.pop_back(); break;
-    case 4: t.sizes.push_back(1), t.strides.push_back(1); break;
+    case 3:
+      t.sizes.pop_back();
+      t.strides.pop_back();
+      break;
+    case 4:
+      t.sizes.push_back(1);
+      t.strides.push_back(1);
+      break;
     case 5: t.dtype = draw.one_of<int32_t>({0, kHalf, kFloat, kDouble, kLong, kBool, kBfloat, 9}); break;
     case 6: t.offset = draw.one_of<int64_t>({-1, 1000000, INT64_MAX}); break;
     case 7: t.storage = nullptr; break;
     case 8: t.storage_bytes = draw.below(t.storage_bytes + 1); break;
     case 9: t.device = 1; break;
-    case 10: t.storage += draw.between(0, 3), t.storage_bytes -= 3; break;
+    case 10:
+      t.storage += draw.between(0, 3);
+      t.storage_bytes -= 3;
+      break;
     default: t.layout = 1;
   }
 }
@@ -181,16 +190,22 @@ std::string check_corrupt(Case& k) {
 bool one_case(uint64_t seed) {
   constexpr double kLarge = 2.5e6;  // multiply-adds: threads are woken from 1.5e6 on
   fake::place_storages(seed);
-  Case k = draw_case(seed, team > 0 ? kLarge : 0);
-  k.unchecked |= team > 0;
+  Case k = draw_case(seed, fixed_threads > 0 ? kLarge : 0);
+  k.unchecked |= fixed_threads > 0;
   std::string wrong = check(k);
   if (wrong.empty()) wrong = check_gradients(k);
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked";
   if (wrong.empty()) wrong = check_corrupt(k);
   if (wrong.empty()) wrong = check_append(seed);
   if (wrong.empty()) wrong = check_step(seed);
-  if (wrong.empty()) ++corrupted, refused += !corrupt_append(seed).empty();
-  if (wrong.empty()) ++corrupted, refused += !corrupt_step(seed).empty();
+  if (wrong.empty()) {
+    ++corrupted;
+    refused += !corrupt_append(seed).empty();
+  }
+  if (wrong.empty()) {
+    ++corrupted;
+    refused += !corrupt_step(seed).empty();
+  }
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked from a refused call";
   if (wrong.empty()) return true;
   fprintf(stderr, "%s\n%s\n", k.describe().c_str(), wrong.c_str());
@@ -217,9 +232,13 @@ int many(double seconds, uint64_t first) {
 }  // namespace fuzz
 
 int main(int argc, char** argv) {
-  if (argc == 2 && strcmp(argv[1], "shares") == 0) return fuzz::check_shares();
-  if (argc > 2 && strcmp(argv[1], "threads") == 0) fuzz::team = 64, --argc, ++argv;
-  headwise::run_parallel_from(0.0);  // small cases, too
+  if (argc == 2 && strcmp(argv[1], "balance") == 0) return fuzz::check_load_balance();
+  if (argc > 2 && strcmp(argv[1], "threads") == 0) {
+    fuzz::fixed_threads = 64;
+    --argc;
+    ++argv;
+  }
+  headwise::set_parallel_threshold(0.0);  // small cases, too
   if (argc == 3 && strcmp(argv[1], "case") == 0) return fuzz::one_case(strtoull(argv[2], nullptr, 10)) ? 0 : 1;
   const double seconds = argc > 1 ? atof(argv[1]) : 600;
   return fuzz::many(seconds, argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);

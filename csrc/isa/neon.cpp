@@ -2,11 +2,11 @@
 #define HW_ISA isa_neon
 #define HW_NAME "neon"
 // clang-format off: each header needs those above it.
-#include "simd/vec_neon.h"
-#include "simd/bf16_none.h"
-#include "simd/amx_none.h"
-#include "simd/vnni_none.h"
-#include "kernels/table.h"
+#include "simd/arm/vec_neon-inl.h"
+#include "simd/plain/bf16_none-inl.h"
+#include "simd/plain/amx_none-inl.h"
+#include "simd/plain/vnni_none-inl.h"
+#include "kernels/table-inl.h"
 // clang-format on
 
 namespace headwise {

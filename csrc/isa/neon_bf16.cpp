@@ -2,11 +2,11 @@
 #define HW_ISA isa_neon_bf16
 #define HW_NAME "neon_bf16"
 // clang-format off: each header needs those above it.
-#include "simd/vec_neon.h"
-#include "simd/bf16_neon.h"
-#include "simd/amx_none.h"
-#include "simd/vnni_neon.h"
-#include "kernels/table.h"
+#include "simd/arm/vec_neon-inl.h"
+#include "simd/arm/bf16_neon-inl.h"
+#include "simd/plain/amx_none-inl.h"
+#include "simd/arm/vnni_neon-inl.h"
+#include "kernels/table-inl.h"
 // clang-format on
 
 namespace headwise {

@@ -3,23 +3,24 @@
 
 #include <stdint.h>
 
-// Where data that is read once is prefetched to: 3 for the L1 cache and those behind it, 0 for the L1 cache alone. An
-// instruction set may say 0: its CPUs' L2 cache keeps what is read again. Intel's take three times as long with it.
-#ifndef HW_ONCE
-#define HW_ONCE 3
+// The caches into which data that is read once is prefetched: 3 for the L1 cache and all caches behind it, 0 for the L1
+// cache alone. An instruction set may define it as 0 if that keeps the L2 cache of its CPUs free for data that is read
+// again. On Intel's CPUs prefetching with 0 takes three times as long.
+#ifndef HW_PREFETCH_LOCALITY
+#define HW_PREFETCH_LOCALITY 3
 #endif
 
-// Keys whose exponentials are computed side by side: Intel's CPUs gain nothing by more than one.
+// The number of keys whose exponentials are computed side by side. Intel's CPUs gain nothing from more than one.
 #ifndef HW_KEYS_AT_ONCE
 #define HW_KEYS_AT_ONCE 1
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
-#define HW_MEMBER inline __attribute__((always_inline))  // as HW_INLINE, of a class
-#define HW_LAMBDA __attribute__((always_inline))         // behind the parameters of a lambda
-#define HW_NOINLINE __attribute__((noinline))            // a function that needs all registers gets them
-#define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, HW_ONCE)
+#define HW_MEMBER inline __attribute__((always_inline))  // HW_INLINE for members of a class
+#define HW_LAMBDA __attribute__((always_inline))         // stands behind the parameters of a lambda
+#define HW_NOINLINE __attribute__((noinline))            // for functions that need all registers
+#define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, HW_PREFETCH_LOCALITY)
 #define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the L2 cache
 #define HW_RESTRICT __restrict__
 #elif defined(_MSC_VER)
@@ -48,14 +49,15 @@
 #define HW_UNROLL
 #endif
 
-// p + bytes, which may point outside the array: for prefetches alone.
+// Returns p + bytes, which may point outside the array. For prefetches only.
 template <class T>
 HW_INLINE const T* offset(const T* p, int64_t bytes) {
   return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
 
-// Keeps the compiler from holding sums of p and other numbers in registers of their own, one for each use.
-HW_INLINE void one_address(const int8_t*& p) {
+// Makes the address opaque to the compiler. Otherwise it would keep sums of p and other numbers in registers, one for
+// each use.
+HW_INLINE void opaque_address(const int8_t*& p) {
 #if defined(__GNUC__)
   asm volatile("" : "+r"(p));
 #else
@@ -63,14 +65,14 @@ HW_INLINE void one_address(const int8_t*& p) {
 #endif
 }
 
-// Prefetches the line at p, `IntoL2` no further than there. Inline assembly, so that it stays between the products
-// where it stands: many prefetches at once would wait for one another.
+// Prefetches the line at p, into the L2 cache only if `IntoL2`. It is inline assembly so that the compiler leaves it
+// between the products: many prefetches at once would wait for one another.
 template <bool IntoL2 = false>
 HW_INLINE void prefetch_here(const int8_t* p) {
 #if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
   if constexpr (IntoL2) {
     asm volatile("prefetcht1 %0" : : "m"(*p));
-  } else if constexpr (HW_ONCE == 0) {
+  } else if constexpr (HW_PREFETCH_LOCALITY == 0) {
     asm volatile("prefetchnta %0" : : "m"(*p));
   } else {
     asm volatile("prefetcht0 %0" : : "m"(*p));
@@ -82,7 +84,8 @@ HW_INLINE void prefetch_here(const int8_t* p) {
 
 #if defined(__SSE2__) || defined(_M_X64)
 #include <xmmintrin.h>
-// During its lifetime denormal results are flushed to 0: on many CPUs each costs a hundred cycles.
+// During the lifetime of this object denormal results are flushed to 0, because on many CPUs each of them costs a
+// hundred cycles.
 class [[maybe_unused]] FlushDenormals {
  public:
   FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8000); }

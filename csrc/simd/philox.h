@@ -1,5 +1,6 @@
-// Philox4x32-10, the counter-based generator of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3"):
-// whether dropout keeps a weight depends on the seed and its position alone, so that a second pass draws the same.
+// Philox4x32-10, the counter-based generator of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3").
+// Whether dropout keeps a weight depends only on the seed and on the position of the weight, so that a second pass
+// draws the same.
 #pragma once
 
 #include <stdint.h>
@@ -23,7 +24,8 @@ HW_INLINE Philox philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, ui
     c1 = static_cast<uint32_t>(b);
     c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
     c3 = static_cast<uint32_t>(a);
-    k0 += kPhiloxStep0, k1 += kPhiloxStep1;
+    k0 += kPhiloxStep0;
+    k1 += kPhiloxStep1;
   }
   return {{c0, c1, c2, c3}};
 }

@@ -2,7 +2,7 @@
 
 A file for each command; `guard` has how a run ends, `output` what it shows, `texts` what it reads. Whatever a user gets
 wrong ends in one line on stderr and exit code 2. What comes from outside (paths, names, error texts) is printed through
-`headwise.report.escape.visible`, so it cannot steer a terminal.
+`headwise.files.text.visible`, so it cannot steer a terminal.
 """
 
 from __future__ import annotations

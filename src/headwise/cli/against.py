@@ -38,7 +38,7 @@ def read_plan(kept: str | None, against: str | None) -> Any:
 
 
 def check_measured(model: str | None, against: str | None, options: Mapping[str, object]) -> None:
-    """Raises where only looks in .json files are shown, and an option says what to measure: it would do nothing."""
+    """Raise where only looks in .json files are shown, and an option says what to measure: it would do nothing."""
     named = [f"--{name}" for name, value in options.items() if value not in (None, False)]
     if named and model is not None and _is_look(model) and (against is None or _is_look(against)):
         raise typer.BadParameter(

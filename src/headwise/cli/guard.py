@@ -31,7 +31,7 @@ class OneLine(TyperGroup):
     """The group of commands; turns every mistake into one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command."""
+        """Run the command."""
         several.check()
         try:
             return super().invoke(ctx)
@@ -39,7 +39,7 @@ class OneLine(TyperGroup):
             raise FileEnded from error
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Runs a command line; ends the process unless ``standalone_mode`` is off, as Typer's own does."""
+        """Run a command line; end the process unless ``standalone_mode`` is off, as Typer's own does."""
         ends = extra.pop("standalone_mode", True)
         extra["standalone_mode"] = False
         if not ends:
@@ -62,7 +62,7 @@ class OneLine(TyperGroup):
 
 
 def message_of(error: BaseException) -> tuple[str, int]:
-    """What the user is told of an exception, and the exit code."""
+    """Return what the user is told of an exception, and the exit code."""
     if isinstance(error, ClickException):
         return _refusal(error), BAD_INPUT
     if isinstance(error, FileEnded) and error.__cause__ is not None:
@@ -115,7 +115,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    from headwise.report.escape import visible
+    from headwise.files.text import visible
 
     with several.said_once(message) as first, contextlib.suppress(OSError):  # where stderr is full or closed,
         if first:  # the exit code tells
@@ -127,7 +127,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Opens what is closed of stdin, stdout and stderr, onto the null device.
+    """Open what is closed of stdin, stdout and stderr, onto the null device.
 
     Python has None where a stream is closed (``headwise look >&-``), and the next file that is opened would get its
     number, so that what is printed would run into a report. A terminal that cannot show a letter gets its number.
@@ -146,7 +146,7 @@ def open_streams() -> None:
 
 
 def leave(end: SystemExit) -> NoReturn:
-    """Ends the process with that code; drops what cannot be written any more, for Python would print a fault."""
+    """End the process with that code; drop what cannot be written any more, for Python would print a fault."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -138,8 +138,8 @@ def _measured(
     dtype: str | None,
     work: Callable[[Any, Any, Callable[..., object]], Any],
 ) -> Any:
-    """What `work` makes of the loaded model and the ids of the text; its model's name is harmless to print."""
-    from headwise.report.escape import visible
+    """Return what `work` makes of the loaded model and the ids of the text; its model's name is harmless to print."""
+    from headwise.files.text import visible
 
     with progress() as show:
         loaded = load(model, device, dtype, show, f"headwise {command}")

@@ -18,7 +18,7 @@ def load(
     *,
     any_input: bool = False,
 ) -> Any:
-    """The model of a folder or name, or the one in the package; `show` is told what is being done."""
+    """Return the model of a folder or name, or the one in the package; `show` is told what is being done."""
     show("loading the libraries")
     quiet(command)
     from headwise import hf, models

@@ -97,7 +97,7 @@ def _look(  # private, for a command has as many options as its users need, and 
 
 
 def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) -> None:
-    """Writes the files, and prints JSON, or the table and below it what was written."""
+    """Write the files, and print JSON, or the table and below it what was written."""
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json() if compared else result.to_json(maps=False))
@@ -110,13 +110,13 @@ def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) ->
 
 
 def _reading(more: reading.More, text: str | None, file: str | None) -> tuple[reading.More, str | None]:
-    """What is read, checked: the options, and the text where it is one."""
+    """Return what is read, checked: the options, and the text where it is one."""
     more = reading.checked(more, text, file)
     return more, read_text(text, file) if reading.reads_text(more, text, file) else None
 
 
 def look_at(model: str | None, text: str | None, device: str, dtype: str | None, more: reading.More) -> Any:
-    """What the heads of the model do on the text, or on a corpus."""
+    """Return what the heads of the model do on the text, or on a corpus."""
     beside = reading.opened(more)
     with progress() as show:
         where = several.own_device(device)
@@ -155,7 +155,7 @@ def _print_heads(result: Any) -> None:
     """The table of heads, its name harmless; without frame and with fewer columns where the terminal is narrow."""
     from dataclasses import replace
 
-    from headwise.report.escape import visible
+    from headwise.files.text import visible
 
     shown, look = console(), replace(result, model=visible(result.model, limit=100))
     table = look.table()
@@ -165,7 +165,7 @@ def _print_heads(result: Any) -> None:
 
 
 def _narrow(look: Any, shown: Any) -> Any:
-    """The table without frame, its roles folded, and without as many columns as leave those room."""
+    """Return the table without frame, its roles folded, and without as many columns as leave those room."""
     from headwise.look.tables import rich_table
 
     table: Any = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise.extras import missing_extra
+from headwise.files.text import one_line
 
 from .texts import check_named
 
@@ -33,7 +34,7 @@ LEAST_SOUND = 400
 
 
 def read_image(path: str) -> Any:
-    """The picture of a file, as PIL has it, in red, green and blue."""
+    """Return the picture of a file, as PIL has it, in red, green and blue."""
     try:
         from PIL import Image as pil
         from PIL import ImageOps
@@ -119,6 +120,4 @@ def _content(path: str, option: str) -> bytes:
 
 
 def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).partition(" <_io")[0].splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:120])
+    return one_line(ValueError(str(error).partition(" <_io")[0] or type(error).__name__), limit=120)

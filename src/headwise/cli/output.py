@@ -24,7 +24,7 @@ def show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
 
 
 def put(what: Any) -> None:
-    """Prints a table, or what prints as some; nothing in them is cut."""
+    """Print a table, or what prints as some; nothing in them is cut."""
     from rich.table import Table
 
     from .widths import fit, parts

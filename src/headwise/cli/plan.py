@@ -88,7 +88,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
 
 
 def _check(kind: str, name: str | None) -> None:
-    """Raises where the file cannot be written, or has another end, before anything is planned."""
+    """Raise where the file cannot be written, or has another end, before anything is planned."""
     if name is None:
         return
     check_named(f"--{kind}", name)

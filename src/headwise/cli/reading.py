@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from headwise.disk import check_destination
+from headwise.files.atomic_file import check_destination
 
 from . import guard, several
 from .media import read_image, read_sound
@@ -45,7 +45,7 @@ class More(NamedTuple):
 
 
 def checked(more: More, text: str | None, file: str | None) -> More:
-    """The options, once it is sure that they fit together."""
+    """Return the options, once it is sure that they fit together."""
     for name in more.beside:
         others = (("corpus", more.corpus), ("sentences", more.sentences), ("needles", more.needles or None))
         for other, there in (*others, ("importance", more.importance or None)):
@@ -80,7 +80,7 @@ def checked(more: More, text: str | None, file: str | None) -> More:
 
 
 def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
-    """The annotated sentences and needles that were asked for."""
+    """Return the annotated sentences and needles that were asked for."""
     from headwise.look import annotate, needles
 
     result: dict[str, Any] = {}
@@ -108,12 +108,12 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def reads_text(more: More, text: str | None, file: str | None) -> bool:
-    """Whether there is one text to read: not with a corpus, nor with a picture or a sound alone."""
+    """Return whether there is one text to read: not with a corpus, nor with a picture or a sound alone."""
     return more.corpus is None and (text is not None or file is not None or (more.image is None and more.audio is None))
 
 
 def opened(more: More) -> dict[str, Any]:
-    """The picture and the sound of the options, read before any model is."""
+    """Return the picture and the sound of the options, read before any model is."""
     image = None if more.image is None else read_image(more.image)
     return {"image": image, "sound": None if more.audio is None else read_sound(more.audio)}
 
@@ -121,7 +121,7 @@ def opened(more: More) -> dict[str, Any]:
 def look_beside(
     loaded: Any, text: str | None, more: More, media: Mapping[str, Any], name: str, show: Callable[..., object]
 ) -> Any:
-    """What the heads do on a picture, a sound, a pair of sentences, or beside a decoder's own text."""
+    """Return what the heads do on a picture, a sound, a pair of sentences, or beside a decoder's own text."""
     from dataclasses import replace
 
     from headwise.hf import prepared
@@ -149,7 +149,7 @@ def look_beside(
 
 
 def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -> Any:
-    """What the heads do on a corpus."""
+    """Return what the heads do on a corpus."""
     from headwise.look import Vocabulary, documents, over
 
     assert more.corpus is not None
@@ -188,7 +188,7 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
 
 
 def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more: More) -> Any:
-    """The look with the tokens around its evidence, and with what each head is worth and writes, if asked."""
+    """Return the look with the tokens around its evidence, and with what each head is worth and writes, if asked."""
     from headwise.look.excerpts import with_excerpts
 
     if read:
@@ -207,12 +207,12 @@ def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more:
 
 
 def _spelt(loaded: Any) -> list[str]:
-    """What each id stands for as text, blanks as blanks."""
+    """Return what each id stands for as text, blanks as blanks."""
     return [name.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n") for name in loaded.names()]
 
 
 def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:
-    """The ids of each text, long ones in parts."""
+    """Yield the ids of each text, long ones in parts."""
     from headwise.look.corpus import cut
 
     texts = iter(texts)
@@ -223,7 +223,7 @@ def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of all files of a corpus."""
+    """Return bytes of all files of a corpus."""
     if path.is_dir():
         return sum(one.stat().st_size for one in path.rglob("*") if one.suffix in (".txt", ".jsonl") and one.is_file())
     return path.stat().st_size

@@ -170,7 +170,7 @@ def _check_length(hf: Any, name: str, config: Any, length: int) -> None:
 
 
 def _stream(hf: Any, folder: Path, config: Any, texts: Iterable[str]) -> tuple[Any, int | None]:
-    """All tokens of all texts in one row, without the one that begins a text; and that one."""
+    """Return all tokens of all texts in one row, without the one that begins a text; and that one."""
     import torch
 
     tokenizer = hf.tokens.load_tokenizer(folder, config)
@@ -207,7 +207,7 @@ def _proof(reshape: Any, rows: list[Any]) -> Any:
 
 
 def _told(show: Any) -> Any:
-    """What is being done, and how much of it is."""
+    """Return what is being done, and how much of it is."""
     now = [""]
 
     def tell(what: str, done: int, total: int) -> None:

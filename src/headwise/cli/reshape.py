@@ -121,7 +121,7 @@ def _prune(  # private, for a command has as many options as its users need, and
 def _criterion(
     by: str | None, heads: str | None, keep_fraction: float | None, budget_mb: float | None, context: int | None
 ) -> str | None:
-    """What ranks the heads, None where they are named; refuses options that do not go together."""
+    """Return what ranks the heads, None where they are named; refuse options that do not go together."""
     if context is not None and budget_mb is None:
         raise typer.BadParameter("--context is for --budget-mb; leave it out")
     if sum(way is not None for way in (heads, keep_fraction, budget_mb)) != 1:
@@ -132,7 +132,7 @@ def _criterion(
 
 
 def _proof(reshape: Any, loaded: Any, rows: list[Any]) -> Any:
-    """The proof on the texts, where those are all that was read."""
+    """Return the proof on the texts, where those are all that was read."""
     texts = [row for row in rows if isinstance(row, list)]
     return reshape.Proof(tuple(i for row in texts for i in row), loaded.mask_id if texts else None)
 

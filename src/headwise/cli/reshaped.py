@@ -35,11 +35,11 @@ def check_out(out: str | None, dry_run: bool) -> None:
 
 
 def check_place(out: str | None, source: Any) -> None:
-    """Raises what writing would raise at last, before anything is measured or trained."""
+    """Raise what writing would raise at last, before anything is measured or trained."""
     if out is not None:
-        from headwise.reshape.place import check_destination, try_folder
+        from headwise.files.atomic_folder import check_new_folder, try_folder
 
-        try_folder(check_destination(out, source.folder, None))
+        try_folder(check_new_folder(out, source.folder, None))
 
 
 def libraries(command: str) -> Any:
@@ -53,7 +53,7 @@ def libraries(command: str) -> Any:
 
 
 def tensors(rows: list[list[int]]) -> list[Any]:
-    """The rows as tensors (1, T)."""
+    """Return the rows as tensors (1, T)."""
     import torch
 
     return [torch.tensor([row]) for row in rows]
@@ -92,7 +92,7 @@ class Beside(NamedTuple):
     def opened(
         cls, image: str | None, audio: str | None, target: str | None, *, corpus: str | None, reconstruct: bool
     ) -> Beside | None:
-        """The files of the options; None where there are none."""
+        """Return the files of the options; None where there are none."""
         named = [("image", image), ("audio", audio), ("target", target)]
         options = [f"--{name}" for name, value in named if value is not None]
         if not options:
@@ -105,14 +105,14 @@ class Beside(NamedTuple):
         return cls(None if image is None else read_image(image), None if audio is None else read_sound(audio), target)
 
     def values(self, hf: Any, loaded: Any, texts: Iterable[str]) -> dict[str, Any]:
-        """What the model's processor makes of it, and of the first text, if there is one."""
+        """Return what the model's processor makes of it, and of the first text, if there is one."""
         text = next(iter(texts), None)
         read: dict[str, Any] = hf.prepared(loaded, text, image=self.image, sound=self.sound, target=self.target).values
         return read
 
 
 def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Beside | None = None) -> Iterable[str]:
-    """The texts of the options; none where a picture or a sound is read, and no text is named."""
+    """Return the texts of the options; none where a picture or a sound is read, and no text is named."""
     if (text, file, corpus) == (None,) * 3 and beside is not None and (beside.image, beside.sound) != (None, None):
         return []
     if corpus is None:
@@ -150,7 +150,7 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool 
 
 def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
     """What changed: notes and tables, or all of it as JSON."""
-    from headwise.report.escape import visible
+    from headwise.files.text import visible
 
     if as_json:
         print(json.dumps(facts | {"out": out}, allow_nan=False))

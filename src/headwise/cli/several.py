@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def started() -> int:
-    """How many processes of this command there are; one where the number is none, which `check` refuses."""
+    """Return how many processes of this command there are; one where the number is none, which `check` refuses."""
     try:
         return torchrun.number("WORLD_SIZE")
     except ValueError:
@@ -25,7 +25,7 @@ def started() -> int:
 
 
 def check() -> None:
-    """Raises where what torchrun says of this process is no number, or of a process more than there are."""
+    """Raise where what torchrun says of this process is no number, or of a process more than there are."""
     try:
         for name in torchrun.NUMBERS:
             torchrun.number(name)
@@ -35,12 +35,12 @@ def check() -> None:
 
 
 def speaks() -> bool:
-    """Whether this process shows and writes what all have done."""
+    """Return whether this process shows and writes what all have done."""
     return started() < 2 or os.environ.get("RANK", "0") == "0"
 
 
 def processes() -> Processes:
-    """All of them; a process that has no others needs no group."""
+    """Return all of them; a process that has no others needs no group."""
     from headwise.processes import Processes
 
     return Processes.here()

@@ -16,7 +16,7 @@ MAX_FILE = 64_000_000
 
 
 def check_named(option: str, value: str | None, *, give: str = "a file") -> None:
-    """Raises where an option that takes a path has an empty one, as a shell gives of a variable that is not set.
+    """Raise where an option that takes a path has an empty one, as a shell gives of a variable that is not set.
 
     A Path makes "." of it, the folder one stands in.
     """
@@ -25,7 +25,7 @@ def check_named(option: str, value: str | None, *, give: str = "a file") -> None
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """The text of the options; the default text where there is neither."""
+    """Return the text of the options; the default text where there is neither."""
     if text is not None and file is not None:
         raise typer.BadParameter("give --text or --file, not both")
     if text is not None:
@@ -47,8 +47,8 @@ def fitting(loaded: Any, text: str) -> str:
 
     if text != default_text() or loaded.tokenizer is None or loaded.max_positions is None:
         return text
+    from headwise.files.text import visible
     from headwise.hf import tokens
-    from headwise.report.escape import visible
 
     part = tokens.beginning(loaded.tokenizer, text, loaded.max_positions)
     if not part or part == text.rstrip():
@@ -63,7 +63,7 @@ def fitting(loaded: Any, text: str) -> str:
 
 
 def check_corpus(corpus: str) -> None:
-    """Raises where there is nothing to read; a folder that may not be read would look like one without texts."""
+    """Raise where there is nothing to read; a folder that may not be read would look like one without texts."""
     check_named("--corpus", corpus, give="a file or a folder of texts")
     if not Path(corpus).exists():
         raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
@@ -72,7 +72,7 @@ def check_corpus(corpus: str) -> None:
 
 
 def _typed(text: str) -> bytes:
-    """The bytes that were typed. Python decodes them by the locale, and in LC_ALL=C it knows ASCII alone."""
+    """Return the bytes that were typed. Python decodes them by the locale, and in LC_ALL=C it knows ASCII alone."""
     try:
         return os.fsencode(text) if any("\udc80" <= c <= "\udcff" for c in text) else text.encode()
     except UnicodeEncodeError:

@@ -14,7 +14,7 @@ GAP = 1
 
 
 def parts(what: Any, shown: Console) -> Iterator[Any]:
-    """What is printed of it, in order: a record that prints as tables, or a group of them, taken apart."""
+    """Yield what is printed of it, in order: a record that prints as tables, or a group of them, taken apart."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -30,7 +30,7 @@ def parts(what: Any, shown: Console) -> Iterator[Any]:
 
 
 def fit(table: Table, shown: Console) -> None:
-    """Gives each column its width, where not all of it has room.
+    """Give each column its width, where not all of it has room.
 
     Texts are broken between words, then numbers from their units, and before any word is, the frame goes. A pipe has no
     width: there the table gets wider instead. In a terminal too narrow for the words they are broken: none is cut.
@@ -53,7 +53,7 @@ def fit(table: Table, shown: Console) -> None:
 
 
 def unframe(table: Table) -> None:
-    """Leaves nothing but a blank between columns."""
+    """Leave nothing but a blank between columns."""
     table.box, table.padding, table.pad_edge = None, (0, GAP, 0, 0), False
 
 

@@ -42,8 +42,9 @@ def _check(name: str, endings: Sequence[str]) -> None:
 
 
 def write(what: Any, names: Sequence[str]) -> list[str]:
-    """Writes the files; a line to print about each."""
+    """Write the files; return a line to print about each."""
     from headwise import report
+    from headwise.files.text import visible
 
     lines = []
     for name in names:
@@ -53,5 +54,5 @@ def write(what: Any, names: Sequence[str]) -> list[str]:
             from headwise.look import files
 
             size, then = files.write(what, name), ""
-        lines.append(f"{report.escape.visible(name)} ({size / 1000:,.0f} kB){then}")
+        lines.append(f"{visible(name)} ({size / 1000:,.0f} kB){then}")
     return lines

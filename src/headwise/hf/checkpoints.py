@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .errors import ModelError, one_line
+from ..files.text import one_line
+from .errors import ModelError
 from .fields import harmless, taken
 from .files import check_named, fill, opened, parse_json, read_bytes, read_part
 from .folder import INDEX, SINGLE, Weights, find_weights, folder_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -10,7 +9,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError, one_line
+from ..files.strict_json import parse_object
+from ..files.text import one_line
+from .errors import ModelError
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 PIECE = 64 << 20
@@ -95,25 +96,6 @@ def read_json(folder: Path, name: str, limit: int) -> dict[str, Any]:
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
     """As `read_json`, from bytes; `where` names them in the error."""
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-        raise ModelError(f"{where}: not valid JSON ({what}); download the file anew") from None
-    if not isinstance(value, dict):
-        raise ModelError(
-            f"{where}: holds a JSON {type(value).__name__}, and an object is needed; download the file anew"
-        )
-    return value
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:60]!r} stands there twice")
-    return table
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+        return parse_object(text)
+    except ValueError as error:
+        raise ModelError(f"{where}: {error}; download the file anew") from None

@@ -11,10 +11,11 @@ import logging
 import torch
 from torch import Tensor
 
+from ..files.text import one_line
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import rule
 from .closures import Frame, MaskFunction
-from .errors import ModelError, one_line
+from .errors import ModelError
 
 logger = logging.getLogger("headwise.hf")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ..files.hub_cache import HUB_NAME, cached_snapshot
 from .errors import ModelError
 from .files import check_named
 from .folder import PICKLES
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 
 
@@ -34,14 +33,11 @@ def find_folder(name_or_path: str | Path, check: Callable[[Path], object]) -> tu
 
 
 def _cached(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # not there, or not whole: then it is fetched
+    """Return the model's folder in the local cache; None if it is not there, or without weights: then it is fetched."""
+    folder = cached_snapshot(name)
+    if folder is None or not any(path for pattern in ("*.safetensors", *PICKLES) for path in folder.glob(pattern)):
         return None
-    holds_weights = any(path for pattern in ("*.safetensors", *PICKLES) for path in folder.glob(pattern))
-    return folder if (folder / "config.json").exists() and holds_weights else None
+    return folder
 
 
 def _fetched(name: str, check: Callable[[Path], object]) -> Path:

@@ -20,11 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..files.text import one_line
 from ..plan.by_layer import CLASS_PREFIX, base_type
 from ..shapes.kinds import check_counts, check_texts, shown
 from . import heads_by_layer
 from .architectures import BOTH_WAYS
-from .errors import ModelError, one_line
+from .errors import ModelError
 from .fields import class_of_config, known_keys, taken
 from .folder import Weights, check_numbers, find_weights, folder_config
 from .hub import find_folder

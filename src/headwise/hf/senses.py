@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .errors import ModelError, one_line
+from ..files.text import one_line
+from .errors import ModelError
 from .files import read_json
 from .loading import Loaded, check_inputs
 from .tokens import encode

@@ -20,8 +20,9 @@ from typing import Any
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
+from ..files.text import one_line
 from . import alone
-from .errors import ModelError, one_line
+from .errors import ModelError
 from .files import parse_json, read_bytes, read_json
 
 MAX_TOKENIZER = 256 << 20

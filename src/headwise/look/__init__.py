@@ -15,10 +15,11 @@ from .corpus import documents, over
 from .curve import Curve, Point, read_curve
 from .figures import plot_formation, plot_importance
 from .files import read, write
+from .head import HeadMap, HeadRecord
 from .importance import HeadImportance, Importance, importance
 from .needles import needles
 from .pictures import Picture
-from .records import HeadMap, HeadRecord, Look
+from .records import Look
 from .redundancy import Redundancy, Twin, redundancy
 from .repeats import Repeats
 from .roles import ROLES, Role

@@ -98,7 +98,7 @@ class Ablation(Tabled):
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self) -> rich.table.Table:
-        """The losses."""
+        """Return the losses."""
         from rich.table import Table
         from rich.text import Text
 
@@ -143,7 +143,7 @@ def ablate(
     name: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Ablation:
-    """What a model loses without some of its heads: the loss before and after, and how the next token changes.
+    """Return what a model loses without some of its heads: the loss before and after, and how the next token changes.
 
     Each head is switched off alone, and then all of them together. The model is at rest (dropout off) and left as it
     was.
@@ -217,7 +217,7 @@ def _changes(
     by: str,
     decode: Callable[[int], str],
 ) -> tuple[float, tuple[PlaceChange, ...]]:
-    """The mean KL, and the places where it is largest."""
+    """Return the mean KL, and the places where it is largest."""
     total, count, places = 0.0, 0, []
     gates = gates_of(base, [heads])
     with resting(model):
@@ -247,7 +247,7 @@ def divergence(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _tokens(before: Tensor, after: Tensor, decode: Callable[[int], str]) -> tuple[TokenChange, ...]:
-    """The tokens whose probability changed most, from the logits (vocabulary,)."""
+    """Return the tokens whose probability changed most, from the logits (vocabulary,)."""
     b, a = (x.float().softmax(-1) for x in (before, after))
     top = (a - b).abs().topk(min(NAMES, len(b))).indices.tolist()
     return tuple(TokenChange(i, decode(i), float(b[i]), float(a[i])) for i in top)

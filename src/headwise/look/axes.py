@@ -68,7 +68,7 @@ class Axis:
         self._check_places()
 
     def _check_places(self) -> None:
-        """Raises ValueError where a grid is empty, or a cell or a place lies outside."""
+        """Raise ValueError where a grid is empty, or a cell or a place lies outside."""
         for grid in self.grids:
             if min(grid) < 1:
                 raise ValueError(f"an axis's grids have a row and a column at least; got {grid}")
@@ -96,7 +96,7 @@ class Axis:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
-        """The axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
         with one_error("an axis is", data):
             values = fields_of(cls, data)
             values["names"] = entries("names", data["names"])
@@ -114,12 +114,12 @@ def _fits(value: object, size: int | None) -> bool:
 
 
 def raster(rows: int, columns: int, picture: int = 0) -> list[tuple[int, int, int]]:
-    """The cells of a grid, row after row."""
+    """Return the cells of a grid, row after row."""
     return [(picture, r, c) for r in range(rows) for c in range(columns)]
 
 
 def in_blocks(rows: int, columns: int, side: int, picture: int = 0) -> list[tuple[int, int, int]]:
-    """The cells of a grid in blocks of `side` x `side`, each row after row.
+    """Return the cells of a grid in blocks of `side` x `side`, each row after row.
 
     >>> [cell[1:] for cell in in_blocks(2, 4, 2)]
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
@@ -129,7 +129,7 @@ def in_blocks(rows: int, columns: int, side: int, picture: int = 0) -> list[tupl
 
 
 def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis:
-    """The axis of an encoder of one picture: tokens of the model's own, then the patches row after row.
+    """Return the axis of an encoder of one picture: tokens of the model's own, then the patches row after row.
 
     Where the places are not so many more than the patches, or fewer, which place is which patch is not known.
     """
@@ -184,6 +184,6 @@ def _laid(
 
 
 def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int) -> tuple[tuple[int, int, int], ...]:
-    """The cells of a picture's frames of (frames, rows, columns) patches, in blocks of `side` x `side`."""
+    """Return the cells of a picture's frames of (frames, rows, columns) patches, in blocks of `side` x `side`."""
     frames = [(r, c) for t, r, c in grids for _ in range(t)]
     return tuple(cell for n, (r, c) in enumerate(frames) for cell in in_blocks(r, c, side, n))

@@ -34,7 +34,7 @@ def all_readings(
 
 
 def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = True) -> Reading:
-    """What a processor gives, in one batch row.
+    """Return what a processor gives, in one batch row.
 
     Where the logits name the next token of a text, that is what they ought to say. Anywhere else (the class of a
     picture, the letters of a sound, the words of an encoder) it is what the whole model says itself.
@@ -55,7 +55,7 @@ def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = Tr
 
 
 def _labelled(model: nn.Module, reading: Reading) -> Reading:
-    """The reading with its labels."""
+    """Return the reading with its labels."""
     ahead: list[bool | None] = []
 
     def each(call: AttentionCall) -> None:

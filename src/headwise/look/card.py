@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..disk import visible
+from ..files.text import visible
 from .roles import COPIES, NEEDLES, ROLES, SENTENCES, TEXT, Role
 
 if TYPE_CHECKING:
-    from .records import HeadRecord, Look
+    from .head import HeadRecord
+    from .look_data import LookData
     from .scores import Evidence, Score
 
 BEST = 3
@@ -32,8 +33,8 @@ _READINGS = {
 }
 
 
-def markdown(look: Look) -> str:
-    """The card: what was read, the roles and how many heads play each, the best heads of each with evidence."""
+def markdown(look: LookData) -> str:
+    """Return the card: what was read, the roles and how many heads play each, the best heads of each with evidence."""
     names = _names(look)
     played = [name for name in names if look.with_role(name)]
     idle = sum(not head.roles for head in look.heads)
@@ -62,7 +63,7 @@ def markdown(look: Look) -> str:
 
 
 def code(text: str, limit: int = 200) -> str:
-    r"""The text as a code span, inert: what acts made visible, the fence longer than any run of backticks in it.
+    r"""Return the text as a code span, inert: what acts made visible, the fence longer than any run of backticks in it.
 
     >>> print(code("a`b"), code(" fox"), code("<b>\n"))
     ``a`b`` ` fox` `<b>\n`
@@ -77,24 +78,24 @@ def code(text: str, limit: int = 200) -> str:
 
 
 def _cell(text: str) -> str:
-    """A code span in a table, where a bar would end the cell."""
+    """Return a code span in a table, where a bar would end the cell."""
     return code(visible(text).replace("|", "\\x7c"))
 
 
-def _names(look: Look) -> list[str]:
-    """The roles that were measured, in the order of the catalogue, others behind."""
+def _names(look: LookData) -> list[str]:
+    """Return the roles that were measured, in the order of the catalogue, others behind."""
     measured = dict.fromkeys(name for head in look.heads for name in head.scores)
     return [name for name in _ROLES if name in measured] + [name for name in measured if name not in _ROLES]
 
 
-def _texts(look: Look) -> str:
+def _texts(look: LookData) -> str:
     if look.texts != 1:
         return f"{look.texts:,} texts of {look.length:,} tokens together"
     excerpt = _joined(look.tokens[: 8 * AROUND])
     return f"one text of {look.length:,} tokens: {code(excerpt + (' ...' if look.length > 8 * AROUND else ''))}"
 
 
-def _row(look: Look, name: str) -> str:
+def _row(look: LookData, name: str) -> str:
     heads = look.with_role(name)
     best = heads[0]
     score = best.scores[name]
@@ -102,7 +103,7 @@ def _row(look: Look, name: str) -> str:
     return f"| {_cell(name)} | {len(heads)} | {_place(best)} | {numbers} |"
 
 
-def _section(look: Look, name: str) -> Iterable[str]:
+def _section(look: LookData, name: str) -> Iterable[str]:
     heads = look.with_role(name)
     role = _ROLES.get(name)
     yield f"### {code(name)}"
@@ -134,8 +135,8 @@ def _score(score: Score) -> str:
     return f"scores {score.value:.2f}{chance}{spread}, over {score.count:,} queries{detail}"
 
 
-def _quote(look: Look, head: HeadRecord, role: Role | None, evidence: Evidence) -> str:
-    """One query whose largest weight lies where the role says; in words where the tokens are known."""
+def _quote(look: LookData, head: HeadRecord, role: Role | None, evidence: Evidence) -> str:
+    """Return one query whose largest weight lies where the role says; in words where the tokens are known."""
     weight, i, j = f"weight {evidence.weight:.2f}", evidence.query, evidence.key
     tokens = _tokens(look, head, role, evidence)
     if i in tokens and j in tokens:
@@ -147,8 +148,8 @@ def _quote(look: Look, head: HeadRecord, role: Role | None, evidence: Evidence) 
     return f"{weight} from token {i} on token {j} of {where}"
 
 
-def _tokens(look: Look, head: HeadRecord, role: Role | None, evidence: Evidence) -> Mapping[int, str]:
-    """The tokens of the text that the evidence is of, by position, as far as the look has them."""
+def _tokens(look: LookData, head: HeadRecord, role: Role | None, evidence: Evidence) -> Mapping[int, str]:
+    """Return the tokens of the text that the evidence is of, by position, as far as the look has them."""
     if role is None:
         return {}
     if role.reads != TEXT or look.texts != 1:
@@ -159,7 +160,7 @@ def _tokens(look: Look, head: HeadRecord, role: Role | None, evidence: Evidence)
 
 
 def _around(tokens: Mapping[int, str], place: int) -> str:
-    """A token in brackets, with its neighbours."""
+    """Return a token in brackets, with its neighbours."""
     before, after = (
         _joined([tokens[i] for i in span if i in tokens])
         for span in (range(place - AROUND, place), range(place + 1, place + 1 + AROUND))
@@ -172,7 +173,7 @@ def _joined(tokens: Sequence[str]) -> str:
     return (" " if all(token.isdigit() for token in tokens) else "").join(tokens)
 
 
-def _methods(look: Look, names: list[str], played: list[str]) -> list[str]:
+def _methods(look: LookData, names: list[str], played: list[str]) -> list[str]:
     readings = dict.fromkeys(_ROLES[name].reads for name in names if name in _ROLES)
     others = [code(name) for name in names if name not in played]
     missing = [name for name in _ROLES if name not in names]
@@ -212,8 +213,8 @@ def _interval(score: Score) -> str | None:
     return None if score.low is None or score.high is None else f"{score.low:.2f} to {score.high:.2f}"
 
 
-def _looked_at(look: Look) -> str:
-    """What the main pass read."""
+def _looked_at(look: LookData) -> str:
+    """Return what the main pass read."""
     kinds = {kind for axis in look.axes for kind in axis.kind.split(" and ")}
     named = [f"the {kind}" for kind in ("picture", "sound", "text") if kind in kinds]
     return " and ".join(named) or "the text"

@@ -35,7 +35,7 @@ class Argmax:
         return NOTHING
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """How often the best key is a link."""
+        """Return how often the best key is a link."""
         links = got.scene.links(self.name)
         if got.scene.cross or links is None:
             return None
@@ -64,7 +64,7 @@ class Argmax:
         return ((back == usual) & (links >= 0)).any(-1)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The best key among the candidates, where it is a link."""
+        """Return the best key among the candidates, where it is a link."""
         links, best = got.scene.links(self.name), self._best(got)
         if links is None:
             return torch.full_like(best, -1)
@@ -80,7 +80,7 @@ class Argmax:
         return top_keys(call.query, call.key, 1, **options).keys[..., 0].cpu()
 
     def _among(self, scene: Scene, device: torch.device) -> Mask:
-        """The keys among which a query chooses."""
+        """Return the keys among which a query chooses."""
         (B, T), S = scene.queries.shape, scene.keys.shape[1]
         if self.candidates:
             links = scene.links(self.candidates)

@@ -72,7 +72,7 @@ class Circuits(Tabled):
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 12) -> rich.table.Table:
-        """Which heads read which, at most so many of each kind, strongest first."""
+        """Return which heads read which, at most so many of each kind, strongest first."""
         check_counts(most=most)
         table = _table(
             f"{self.model}: what heads read of earlier ones", ("by", "reader", "writer", "value", "of chance")
@@ -84,7 +84,7 @@ class Circuits(Tabled):
         return table
 
     def heads_table(self) -> rich.table.Table:
-        """What each head writes; a dash where it cannot be told."""
+        """Return what each head writes; a dash where it cannot be told."""
         names = ("norm", "share", "residual", "logit", "copying", "suppressing")
         table = _table(f"{self.model}: what heads write", ("layer", "head", *names))
         for head in self.heads:
@@ -212,7 +212,7 @@ def gram(matrix: Tensor) -> Tensor:
 
 
 def _records(kind: str, reader: Matrices, writer: Matrices, values: Tensor, most: int) -> list[Composition]:
-    """The largest of some values."""
+    """Return the largest of some values."""
     null = writer.output.shape[-1] ** -0.5
     top = values.flatten().topk(min(most, values.numel()))
     places = [(n // values.shape[1], n % values.shape[1]) for n in top.indices.tolist()]

@@ -143,7 +143,7 @@ def _sizes(source: Source | None, map_size: int, full_maps: bool) -> MapSizes:
 
 
 def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:
-    """What a reader has summed, as a look: `rest` are the fields that depend on what was read."""
+    """Return what a reader has summed, as a look: `rest` are the fields that depend on what was read."""
     return Look(
         model=name or inputs.model_name(reader.model),
         num_layers=len(reader.tallies),
@@ -181,7 +181,7 @@ def read_more(
 
 
 def version() -> str:
-    """The version of headwise that runs."""
+    """Return the version of headwise that runs."""
     try:
         return metadata.version("headwise")
     except metadata.PackageNotFoundError:  # run from a source tree that was not installed

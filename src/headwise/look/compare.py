@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import visible
+from ..files.text import visible
 from ..shapes.kinds import shown, whole_numbers
-from .records import HeadRecord, Look
+from .head import HeadRecord
+from .records import Look
 
 if TYPE_CHECKING:
     import rich.table
@@ -109,11 +110,11 @@ class Comparison:
         return tuple(head for head in self.heads if head.changed)
 
     def about(self) -> dict[str, Any]:
-        """What was compared, without the heads."""
+        """Return what was compared, without the heads."""
         return {name: value for name, value in asdict(self).items() if name != "heads"}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row a head: places, roles, distances, and ``ROLE.before`` and ``ROLE.after``."""
+        """Return one flat row a head: places, roles, distances, and ``ROLE.before`` and ``ROLE.after``."""
         rows = []
         for head in self.heads:
             row = {name: value for name, value in asdict(head).items() if name != "scores"}
@@ -128,7 +129,7 @@ class Comparison:
         return asdict(self)
 
     def to_json(self) -> str:
-        """The dictionary as JSON text."""
+        """Return the dictionary as JSON text."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def __str__(self) -> str:
@@ -139,7 +140,7 @@ class Comparison:
         return "\n".join([*self.summary(), head, *aligned])
 
     def table(self) -> rich.table.Table:
-        """The heads that changed role, and those that moved farthest, for a Rich console."""
+        """Return the heads that changed role, and those that moved farthest, for a Rich console."""
         from rich.table import Table
         from rich.text import Text
 
@@ -268,7 +269,7 @@ def _plan(kept: object, look: Look) -> dict[int, list[int]]:
 
 
 def _names(look: Look) -> dict[str, int]:
-    """What a heads plan calls each layer: a number, beside an encoder that of the decoder's self-attention."""
+    """Return what a heads plan calls each layer: a number, beside an encoder that of the decoder's self-attention."""
     parts = {head.layer: head.part for head in look.heads}
     names, counts = {}, Counter[str]()
     for layer, part in sorted(parts.items()):
@@ -320,7 +321,7 @@ def _paired_heads(
 
 
 def _nearest(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[tuple[int, int]]:
-    """The pairing in order whose distances have the least sum; of the fewer heads each gets one."""
+    """Return the pairing in order whose distances have the least sum; of the fewer heads each gets one."""
     if len(ours) < len(theirs):
         return [(i, j) for j, i in _nearest(theirs, ours)]
     far = _distances(ours, theirs)
@@ -354,7 +355,7 @@ def _alike(a: HeadRecord, b: HeadRecord) -> bool:
 
 
 def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[float]]:
-    """Each of ours to each of theirs, by offsets and, where their maps are of one size, by these."""
+    """Return the distances of ours to theirs, by offsets and, where their maps are of one size, by these."""
     by_maps = all(_alike(ours[0], one) for one in (*ours, *theirs))
     if not by_maps and not all(one.offsets for one in (*ours, *theirs)):
         raise ValueError(

@@ -114,7 +114,7 @@ def over(
 
 
 def _reader_of(model: nn.Module, row: Sequence[int], words: Vocabulary | None) -> Reader:
-    """What reads the texts, by what the first of them says of the model's ids."""
+    """Return what reads the texts, by what the first of them says of the model's ids."""
     facts = inputs.IdFacts.of(model, row)
     known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
     return Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
@@ -131,7 +131,7 @@ def _check_sums(model: nn.Module, processes: Processes, batch: object, words: ob
 
 
 def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
-    """The first text, and those after it."""
+    """Yield the first text, and those after it."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
         raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
     stream = iter(texts)
@@ -201,7 +201,7 @@ def _text_of(line: str, where: str) -> str:
 
 
 def cut(ids: Sequence[int], most: int, opener: int | None = None) -> Iterator[list[int]]:
-    """A long text in parts of at most `most` tokens, each begun by `opener` if the text began so.
+    """Yield a long text in parts of at most `most` tokens, each begun by `opener` if the text began so.
 
     >>> [*cut([0, 5, 6, 7, 8, 9], 4, opener=0)]
     [[0, 5, 6, 7], [0, 8, 9]]

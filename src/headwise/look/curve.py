@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from ..disk import check_destination, get, put, visible
+from ..files.atomic_file import check_destination, get, put
+from ..files.text import visible
 from ..shapes.kinds import check_texts, shown
 from . import figures
 from .fields import Damaged, Inside, check_fields, each, listed, one_error, under
@@ -55,7 +56,7 @@ class Point:
 
     @classmethod
     def of(cls, step: int, seen: Look, numbers: Mapping[str, float]) -> Point:
-        """What a look found at a step."""
+        """Return what a look found at a step."""
         roles = dict.fromkeys(name for head in seen.heads for name in head.scores)
         heads: dict[int, list[Any]] = {}
         for head in seen.heads:
@@ -66,7 +67,7 @@ class Point:
         return cls(step, seen.seconds, dict(numbers), scores, {role: heads for role, heads in plays.items() if heads})
 
     def best(self, role: str) -> float | None:
-        """The highest value of any head; None where the role was not measured."""
+        """Return the highest value of any head; None where the role was not measured."""
         values = [value for row in self.scores.get(role, ()) for value in row if value is not None]
         return max(values, default=None)
 
@@ -76,7 +77,7 @@ class Point:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Point:
-        """The point that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the point that `to_dict` (or JSON) wrote; ValueError where it is none."""
         with one_error("a point of a curve is", data):
             values = {name: data[name] for name in ("step", "seconds", "numbers")}
             for name in ("scores", "plays"):
@@ -106,7 +107,7 @@ class Curve:
     points: tuple[Point, ...] = ()
 
     def best(self, role: str) -> tuple[list[int], list[float]]:
-        """The steps at which the role was measured, and the highest value of any head at each.
+        """Return the steps at which the role was measured, and the highest value of any head at each.
 
         Raises:
             ValueError: it never was.
@@ -118,13 +119,13 @@ class Curve:
         return [step for step, _ in points], [value for _, value in points]
 
     def formed(self) -> list[str]:
-        """The roles that some head played at some step: those of most heads at the end first."""
+        """Return the roles that some head played at some step: those of most heads at the end first."""
         names = dict.fromkeys(role for point in self.points for role in point.plays)
         last = self.points[-1].plays if self.points else {}
         return sorted(names, key=lambda role: (-len(last.get(role, ())), role))
 
     def about(self) -> dict[str, Any]:
-        """What was watched, without the measurements."""
+        """Return what was watched, without the measurements."""
         return {"model": self.model, "thresholds": dict(self.thresholds)}
 
     def rows(self) -> list[dict[str, Any]]:
@@ -147,12 +148,12 @@ class Curve:
         return {"format": FORMAT, **self.about(), "points": [point.to_dict() for point in self.points]}
 
     def to_json(self) -> str:
-        """The dictionary as JSON text."""
+        """Return the dictionary as JSON text."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Curve:
-        """The curve that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the curve that `to_dict` (or JSON) wrote; ValueError where it is none."""
         number = data.get("format") if isinstance(data, dict) else data
         if type(number) is not int or number != FORMAT:
             raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
@@ -162,7 +163,7 @@ class Curve:
             return cls(**about, points=each("points", data["points"], Point.from_dict))
 
     def plot_formation(self) -> Figure:
-        """A Matplotlib figure: the best score of each role by step."""
+        """Return a Matplotlib figure: the best score of each role by step."""
         return figures.plot_formation(self)
 
 
@@ -174,7 +175,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def read_curve(path: str | os.PathLike[str]) -> Curve:
-    """The curve in a file of JSON Lines, but for a last line that was not written to its end.
+    """Return the curve in a file of JSON Lines, but for a last line that was not written to its end.
 
     Raises:
         TypeError: no path.
@@ -192,7 +193,7 @@ def read_curve(path: str | os.PathLike[str]) -> Curve:
 
 
 def lines_of(curve: Curve) -> bytes:
-    """The whole file."""
+    """Return the whole file."""
     head = {"format": FORMAT, **curve.about()}
     return b"".join(_line(one) for one in (head, *(point.to_dict() for point in curve.points)))
 
@@ -202,7 +203,7 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 def append(path: str | os.PathLike[str], point: Point) -> None:
-    """Adds a line, to its end and synced; where that fails the file is as it was.
+    """Add a line, to its end and synced; where that fails the file is as it was.
 
     Raises:
         OSError: the disk is full, or the like.
@@ -224,13 +225,13 @@ def append(path: str | os.PathLike[str], point: Point) -> None:
 
 
 def rewrite(path: str | os.PathLike[str], curve: Curve) -> None:
-    """Writes the whole file; it is there whole, or as it was."""
+    """Write the whole file; it is there whole, or as it was."""
     check_destination(path)
     put(lines_of(curve), path)
 
 
 def finite(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """What a training loop says, as finite floats; what is not finite is left out, as JSON has no word for it.
+    """Return what a training loop says, as finite floats; what is not finite is left out, as JSON has no word for it.
 
     Raises:
         TypeError: something that is no number.

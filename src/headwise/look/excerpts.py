@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .records import HeadRecord, Look
+from .head import HeadRecord
+from .records import Look
 from .roles import ROLES
 from .scene import Passage
 
@@ -19,7 +20,7 @@ Excerpts = dict[str, dict[int, str]]
 def around(
     heads: Iterable[HeadRecord], readings: Mapping[str, Sequence[Passage]], name: Callable[[int], str]
 ) -> Excerpts:
-    """The tokens around each piece of evidence from the readings.
+    """Return the tokens around each piece of evidence from the readings.
 
     Args:
         heads: the records.

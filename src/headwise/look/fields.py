@@ -50,7 +50,7 @@ class Damaged(ValueError):
 
 
 def under(name: object) -> str:
-    """A name, or a number, as a place within another.
+    """Return a name, or a number, as a place within another.
 
     >>> under("entropy"), under("first-token sink"), under(3)
     ('.entropy', "['first-token sink']", '[3]')
@@ -102,13 +102,13 @@ def one_error(what: str, data: object, by: str = "to_dict") -> Iterator[None]:
 
 
 def entries(name: str, data: Any) -> tuple[Any, ...]:
-    """The entries of the list that stands under a name."""
+    """Return the entries of the list that stands under a name."""
     with Inside(data, name):
         return listed(data)
 
 
 def each(name: str, data: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
-    """What `read` makes of each entry of the list that stands under a name."""
+    """Return what `read` makes of each entry of the list that stands under a name."""
     made = []
     for number, one in enumerate(entries(name, data)):
         with Inside(one, name, number):
@@ -117,7 +117,7 @@ def each(name: str, data: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
 
 
 def fields_of(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands under the names of a record's fields; KeyError for one that is missing and has no default."""
+    """Return what stands under the names of a record's fields; KeyError for one that is missing and has no default."""
     if not isinstance(data, Mapping):
         raise TypeError("no object")
     names = (one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING)
@@ -130,7 +130,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def check_fields(cls: type, values: Mapping[str, Any]) -> None:
-    """Raises Damaged where a value is not what the field of that name is annotated to hold."""
+    """Raise Damaged where a value is not what the field of that name is annotated to hold."""
     for name, value in values.items():
         hint = _hints(cls)[name]
         if not _fits(value, hint):
@@ -145,7 +145,7 @@ def check_fields(cls: type, values: Mapping[str, Any]) -> None:
 
 
 def _where(value: Any, hint: Any, fits: Callable[[Any, Any], bool]) -> tuple[str, Any, Any]:
-    """The place within a value that does not fit, what stands there, and what should."""
+    """Return the place within a value that does not fit, what stands there, and what should."""
     origin, inner = get_origin(hint), get_args(hint)
     parts: list[tuple[object, Any]] = []
     if origin is tuple and isinstance(value, tuple) and (Ellipsis in inner or len(value) == len(inner)):
@@ -161,7 +161,7 @@ def _where(value: Any, hint: Any, fits: Callable[[Any, Any], bool]) -> tuple[str
 
 
 def _called(hint: Any) -> str:
-    """What an error calls the values of a field."""
+    """Return what an error calls the values of a field."""
     if get_origin(hint) is UnionType:
         return " or ".join(map(_called, get_args(hint)))
     count = len(get_args(hint)) if get_origin(hint) is tuple and Ellipsis not in get_args(hint) else 0
@@ -170,7 +170,7 @@ def _called(hint: Any) -> str:
 
 
 def listed(value: Any) -> tuple[Any, ...]:
-    """A list as a tuple; TypeError for a string or a dict, of which `tuple` would make one, too."""
+    """Return a list as a tuple; TypeError for a string or a dict, of which `tuple` would make one, too."""
     if not isinstance(value, (list, tuple)):
         raise TypeError("no list")
     return tuple(value)

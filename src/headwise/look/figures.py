@@ -8,23 +8,23 @@ acts is made visible, and a dollar sign starts no formula.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import visible
 from ..extras import missing_extra
+from ..files.text import visible
 from ..shapes.kinds import shown
-from . import palette, tables
+from . import palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .curve import Curve
-    from .records import HeadRecord, Look
+    from .head import HeadRecord
+    from .look_data import LookData
     from .scores import Score
 
 
@@ -62,8 +62,31 @@ class HasImportance(Protocol):
         """``[layer][head]`` of one criterion."""
 
 
+@runtime_checkable
+class HasPoints(Protocol):
+    """What `plot_formation` reads of the scores of a training run."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+
+    @property
+    def thresholds(self) -> Mapping[str, float]:
+        """The threshold of each role."""
+
+    @property
+    def points(self) -> Sequence[Any]:
+        """The measurements, each with its `step` and `numbers`."""
+
+    def best(self, role: str) -> tuple[list[int], list[float]]:
+        """Steps, and the best head's score at each."""
+
+    def formed(self) -> list[str]:
+        """Return the roles that some head played."""
+
+
 def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:
-    """An empty figure, in inches."""
+    """Return an empty figure, in inches."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.figure import Figure
@@ -72,8 +95,8 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
     return Figure(figsize=(width, height), layout=layout)
 
 
-def plot_roles(look: Look) -> Figure:
-    """Every head by its strongest role: a row a layer, a column a head.
+def plot_roles(look: LookData) -> Figure:
+    """Return every head by its strongest role: a row a layer, a column a head.
 
     Raises:
         MissingExtra: Matplotlib is not installed.
@@ -90,15 +113,15 @@ def plot_roles(look: Look) -> Figure:
             _letter(axes, head.head, head.layer, palette.letter(head.role), palette.ink(palette.colour(head.role)))
     _cells(axes, numbers, [palette.NONE, *map(palette.colour, names)])
     axes.set(xlabel="head", ylabel="layer")
-    _title(axes, tables.title(look))
+    _title(axes, look.title)
     idle = len(look.heads) - played.total()
     entries = [(f"{palette.letter(name)}  {name} ({played[name]})", palette.colour(name)) for name in names]
     _legend(figure, [*entries, (f"no role ({idle})", palette.NONE)])
     return figure
 
 
-def plot_head(look: Look, layer: int, head: int) -> Figure:
-    """One head: its map, and what it scored beside each role's threshold and what chance gives.
+def plot_head(look: LookData, layer: int, head: int) -> Figure:
+    """Return one head: its map, and what it scored beside each role's threshold and what chance gives.
 
     Raises:
         IndexError: the model has no such head.
@@ -118,7 +141,7 @@ def plot_head(look: Look, layer: int, head: int) -> Figure:
 
 
 def plot_importance(importance: HasImportance) -> Figure:
-    """How much each head matters, by each criterion: a panel each, a row a layer, a column a head.
+    """Return how much each head matters, by each criterion: a panel each, a row a layer, a column a head.
 
     Raises:
         TypeError: something else.
@@ -143,7 +166,7 @@ def plot_importance(importance: HasImportance) -> Figure:
     return figure
 
 
-def plot_formation(curve: Curve, roles: Sequence[str] | None = None) -> Figure:
+def plot_formation(curve: HasPoints, roles: Sequence[str] | None = None) -> Figure:
     """Heads as they form: the best score of each role by step, and below it the numbers that came along, such as loss.
 
     A dotted line is the threshold of the role in its colour.
@@ -157,7 +180,7 @@ def plot_formation(curve: Curve, roles: Sequence[str] | None = None) -> Figure:
         ValueError: a role that was not measured.
         MissingExtra: Matplotlib is not installed.
     """
-    if not hasattr(curve, "points"):
+    if not isinstance(curve, HasPoints):
         raise TypeError(f"plot_formation draws what headwise.look.Watch measured; got {shown(curve)}")
     if roles is not None and (isinstance(roles, (str, bytes)) or not isinstance(roles, Sequence)):
         raise TypeError(f"roles are the names of some, a list of strings; got {shown(roles)}")
@@ -241,7 +264,7 @@ def _legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
         text.set_parse_math(False)
 
 
-def _map(axes: Axes, look: Look, record: HeadRecord, weights: npt.NDArray[np.float64]) -> None:
+def _map(axes: Axes, look: LookData, record: HeadRecord, weights: npt.NDArray[np.float64]) -> None:
     """Attention weights, small ones told apart: the scale is that of their square root."""
     from matplotlib.colors import PowerNorm
 

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..disk import check_destination, get, put, visible
 from ..extras import missing_extra
+from ..files.atomic_file import check_destination, get, put
+from ..files.text import visible
 from . import tables
 from .records import Look
 
@@ -29,7 +30,7 @@ MAX_FILE = 2_000_000_000
 
 
 def write(what: Any, path: str | os.PathLike[str]) -> int:
-    """Writes a look, a comparison or a curve; one that is there is replaced.
+    """Write a look, a comparison or a curve; one that is there is replaced.
 
     Returns:
         The bytes written.
@@ -55,7 +56,7 @@ def write(what: Any, path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> Look:
-    """The look that a .json file holds, of this format or an earlier one.
+    """Return the look that a .json file holds.
 
     Raises:
         TypeError: no path.
@@ -73,7 +74,7 @@ def read(path: str | os.PathLike[str]) -> Look:
 
 
 def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str:
-    """The end of the name; raises what `write` would, before the work is done."""
+    """Return the end of the name; raise what `write` would, before the work is done."""
     check_destination(path)
     ending = Path(path).suffix.lower()
     if ending not in endings:
@@ -97,8 +98,8 @@ def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str
 def endings_of(what: object) -> tuple[str, ...]:
     """Return the file endings that an object can be written as, by the methods that it has."""
     plots = ("plot_roles", "plot_formation")
-    ways = {".csv": ("rows",), ".parquet": ("rows",), ".json": ("to_json",), ".md": ("card",)}
-    ways |= {".svg": plots, ".png": plots}
+    ways: dict[str, tuple[str, ...]] = {".svg": plots, ".png": plots, ".json": ("to_json",), ".md": ("card",)}
+    ways |= {".csv": ("rows",), ".parquet": ("rows",)}
     endings = tuple(ending for ending in ENDINGS if any(hasattr(what, way) for way in ways[ending]))
     if not endings:
         raise TypeError(f"a look, a comparison or a curve is written; got {type(what).__name__}")
@@ -142,7 +143,7 @@ def _figure(what: Any, ending: str) -> bytes:
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none"}):
         figure = what.plot_roles() if isinstance(what, Look) else what.plot_formation()
-        figure.savefig(file, format=ending[1:], dpi=150, **({"metadata": {"Date": None}} if ending == ".svg" else {}))
+        figure.savefig(file, format=ending[1:], dpi=150, metadata={"Date": None} if ending == ".svg" else None)
     return file.getvalue()
 
 

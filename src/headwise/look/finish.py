@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .axes import Axis
-from .records import HeadRecord
+from .head import HeadRecord
 from .roles import Role
 from .scores import Evidence, Score
 from .tally import ON_PICTURE, Floats, LayerTally
@@ -73,7 +73,7 @@ def rounded(numbers: Floats, digits: int) -> Any:
 
 
 def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
-    """The score of each head in a role; nothing where no query was scored."""
+    """Return the score of each head in a role; nothing where no query was scored."""
     sums = tally.roles.get(role.name)
     if sums is None:
         return
@@ -93,7 +93,7 @@ def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
 
 
 def _extras(tally: LayerTally, h: int) -> dict[str, float]:
-    """Numbers that not every call has."""
+    """Return numbers that not every call has."""
     if ON_PICTURE not in tally.numbers:
         return {}
     rows = tally.numbers[f"{ON_PICTURE}, rows"]

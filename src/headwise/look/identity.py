@@ -47,14 +47,14 @@ def fingerprint(
 
 
 def _of_passage(passage: Passage) -> list[Any]:
-    """What a passage holds; lists and tuples of the same numbers are the same."""
+    """Return what a passage holds; lists and tuples of the same numbers are the same."""
     links = {name: [[int(key) for key in keys] for keys in rows] for name, rows in passage.links.items()}
     classes = {name: [int(place) for place in places] for name, places in passage.classes.items()}
     return [[int(i) for i in passage.ids], links, classes, passage.text]
 
 
 def of_model(model: nn.Module) -> str:
-    """The SHA-256 of a model's configuration and of the bytes of its weights, wherever they are.
+    """Return the SHA-256 of a model's configuration and of the bytes of its weights, wherever they are.
 
     Of a model that is split over processes, the part that this one has.
 
@@ -79,7 +79,7 @@ def _add(digest: Any, weight: Tensor) -> None:
 
 
 def _config_of(model: nn.Module) -> Any:
-    """The configuration as a dictionary, without what is volatile; None where there is none."""
+    """Return the configuration as a dictionary, without what is volatile; None where there is none."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     return _stable(to_dict()) if callable(to_dict) else None
 

@@ -114,7 +114,7 @@ class Importance(Tabled):
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
-        """The heads that matter most by a criterion (the first by default), at most so many."""
+        """Return the heads that matter most by a criterion (the first by default), at most so many."""
         from rich.table import Table
         from rich.text import Text
 
@@ -149,7 +149,7 @@ def importance(
     name: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Importance:
-    r"""How much each attention head of a model matters for the loss on some texts.
+    r"""Return how much each attention head of a model matters for the loss on some texts.
 
     - ``"gradient"``: $I_h = E_x |\partial L(x) / \partial \xi_h|$ at $\xi = 1$, a gate on the head's output: how the
       loss answers to the head, to first order, without removing it. One backward pass a text gives all heads. The
@@ -212,7 +212,7 @@ def importance(
 
 
 def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
-    """A record of each head, layer by layer."""
+    """Return a record of each head, layer by layer."""
     return tuple(
         HeadImportance(
             site.module,
@@ -228,7 +228,7 @@ def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
 
 
 def _criteria(by: str | Sequence[str]) -> tuple[str, ...]:
-    """The criteria in their order; ValueError for one that is none."""
+    """Return the criteria in their order; ValueError for one that is none."""
     wanted: list[object] = [by] if isinstance(by, str) else [*by] if isinstance(by, (Sequence, Set)) else []
     unknown = [name for name in wanted if not isinstance(name, str) or name not in CRITERIA]
     if unknown or not wanted:
@@ -242,7 +242,7 @@ Columns = dict[str, list[list[float]]]
 def _measured(
     model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object]
 ) -> tuple[Survey, Columns]:
-    """What was asked for, ``[layer][head]`` a criterion."""
+    """Return what was asked for, ``[layer][head]`` a criterion."""
     columns: Columns = {}
     contributions = Contributions.of(model, texts[0]) if "contribution" in names else None
     base = survey(model, texts, contributions)

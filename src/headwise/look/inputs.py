@@ -65,7 +65,7 @@ def check_heads(module: object, call: AttentionCall) -> None:
 
 
 def _whole(owner: object, name: str) -> int | None:
-    """An attribute that is a whole number; None for any other, and for one that cannot be read."""
+    """Return an attribute that is a whole number; None for any other, and for one that cannot be read."""
     try:
         value = getattr(owner, name, None)
     except Exception:  # a config whose layers differ may raise of its own
@@ -74,7 +74,7 @@ def _whole(owner: object, name: str) -> int | None:
 
 
 def as_row(ids: object) -> list[int]:
-    """The ids of one text from a tensor (T,) or (1, T), an array, or a list of ints.
+    """Return the ids of one text from a tensor (T,) or (1, T), an array, or a list of ints.
 
     Raises:
         TypeError: not integers.
@@ -136,7 +136,7 @@ def check_told(name: object, progress: object) -> None:
 
 
 def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[Passage]]:
-    """What else the model reads; raises TypeError or ValueError."""
+    """Return what else the model reads; raise TypeError or ValueError."""
     if readings is None:
         return {}
     if not isinstance(readings, Mapping):
@@ -185,7 +185,7 @@ def _items(reads: str, what: str, named: object) -> list[tuple[str, Any]]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The model's configuration of its text part, an empty object where it has none."""
+    """Return the model's configuration of its text part, an empty object where it has none."""
     config = getattr(model, "config", None)
     nested = getattr(config, "get_text_config", None)
     return nested() if callable(nested) else config
@@ -245,13 +245,13 @@ class IdFacts:
 
 
 def model_name(model: nn.Module) -> str:
-    """What the model calls itself: the path or name it was loaded from, or its class."""
+    """Return what the model calls itself: the path or name it was loaded from, or its class."""
     name = getattr(getattr(model, "config", None), "name_or_path", None)
     return name if isinstance(name, str) and name else type(model).__name__
 
 
 def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
-    """The tokens as text, one an id; the ids' digits where the caller names none."""
+    """Return the tokens as text, one an id; the ids' digits where the caller names none."""
     if tokens is None:
         return tuple(str(i) for i in ids)
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
@@ -284,12 +284,12 @@ def vocabulary(
 
 
 def is_pair(model: nn.Module) -> bool:
-    """Whether a model is an encoder-decoder, by what its forward takes."""
+    """Return whether a model is an encoder-decoder, by what its forward takes."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:
-    """What the model reads: the ids, and for an encoder-decoder those of its decoder.
+    """Return what the model reads: the ids, and for an encoder-decoder those of its decoder.
 
     The decoder reads the same ids behind its start, one fewer than the encoder: so its length tells which is which.
     """

@@ -62,7 +62,7 @@ def broad(got: Got) -> Sums:
 
 
 def far_offset(got: Got) -> Sums | None:
-    """The offset beyond those with roles of their own at which most rows have their largest weight.
+    """Return the offset beyond those with roles of their own at which most rows have their largest weight.
 
     Of the rows that may attend the key at that offset, but at least of half of all: of few rows one would be enough.
     """
@@ -155,7 +155,7 @@ def _sinks(got: Got) -> Tensor:
 
 
 def same_token(links: Tensor, scene: Scene) -> Tensor:
-    """The links to copies of the query's own token."""
+    """Return the links to copies of the query's own token."""
     keys = scene.keys[:, None].expand(-1, links.shape[1], -1).gather(2, links.clamp(min=0))
     return torch.where((keys == scene.queries[..., None]) & (links >= 0), links, -1)
 

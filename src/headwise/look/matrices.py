@@ -54,7 +54,7 @@ class Sources:
     made: list[tuple[Tensor, str, nn.Module]] = field(default_factory=list)
 
     def of(self, x: Tensor) -> tuple[str, nn.Module] | None:
-        """The first part that made this very tensor; None for one that no such part made."""
+        """Return the first part that made this very tensor; None for one that no such part made."""
         for out, name, part in self.made:
             if out.data_ptr() == x.data_ptr() and out.shape == x.shape:
                 return name, part
@@ -76,7 +76,7 @@ class Sources:
 
 
 def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
-    """The matrices of all heads, from one run on a short text; the derivative is taken at its last token.
+    """Return the matrices of all heads, from one run on a short text; the derivative is taken at its last token.
 
     Raises:
         ValueError: an attention module whose heads no module reads side by side, or that reads no residual (B, T, M).

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from ..nn.probe import AttentionCall
 from ..ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
 from .finite import way_out
+from .head import HeadMap
 from .measures import FAR, OFFSETS, Asks, Got, forbidden
-from .records import HeadMap
 from .roles import Role
 from .scene import Scene
 from .tally import MOST_SHOWN, LayerTally
@@ -56,7 +56,7 @@ class Uniform:
 
 
 def looks_ahead(call: AttentionCall) -> bool | None:
-    """Whether some query may attend a later position, asked of two rows; None in cross-attention (T != S)."""
+    """Return whether some query may attend a later position, asked of two rows; None in cross-attention (T != S)."""
     T, S = call.query.shape[2], call.key.shape[2]
     if T != S:
         return None
@@ -90,7 +90,7 @@ def measure(
 
 
 def check_finite(got: Got, model: nn.Module) -> None:
-    """Raises ValueError where numbers of a pass are not finite."""
+    """Raise ValueError where numbers of a pass are not finite."""
     call = got.call
     if not bool(got.rows.entropy.isfinite().all()):
         raise ValueError(
@@ -100,7 +100,7 @@ def check_finite(got: Got, model: nn.Module) -> None:
 
 
 def _asks(scene: Scene, roles: Sequence[Role]) -> Asks:
-    """What all roles together have the pass sum."""
+    """Return what all roles together have the pass sum."""
     asks = [role.measure.asks(role.name, scene) for role in roles]
     return Asks(
         {name: one for ask in asks for name, one in ask.features.items()},
@@ -172,7 +172,7 @@ def pooled(rows: RowStatistics, b: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def quantised(weights: Tensor) -> list[HeadMap]:
-    """The maps of heads (H, X, Y), a byte a cell, as `HeadMap` defines it."""
+    """Return the maps of heads (H, X, Y), a byte a cell, as `HeadMap` defines it."""
     levels = (255 * weights.clamp(0, 1).sqrt()).round().to(torch.uint8).cpu()
     return [HeadMap(one.shape[0], one.shape[1], one.numpy().tobytes()) for one in levels]
 

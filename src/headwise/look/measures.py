@@ -42,7 +42,7 @@ NOTHING = Asks({}, {})
 
 
 def forbidden(call: AttentionCall) -> Mask | None:
-    """What the call's mask forbids to every head; None where nothing is."""
+    """Return what the call's mask forbids to every head; None where nothing is."""
     B, H = call.query.shape[:2]
     return None if call.mask is None else call.mask.sized(B, H).forbids()
 
@@ -65,7 +65,7 @@ class Got:
     kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives, made once for all roles."""
+        """Return what `make` gives, made once for all roles."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
@@ -155,11 +155,11 @@ class Measure(Protocol):
     """One kind of score."""
 
     def asks(self, name: str, scene: Scene) -> Asks:
-        """What the pass has to sum for the role of this name."""
+        """Return what the pass has to sum for the role of this name."""
         ...
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """The score's sums on this call; None where it says nothing about the call."""
+        """Return the score's sums on this call; None where it says nothing about the call."""
         ...
 
     def hits(self, name: str, got: Got) -> Tensor:
@@ -185,7 +185,7 @@ class AtOffset:
         return Sums(mass * count, count, level * count)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The largest weight, where it lies at the offset."""
+        """Return the largest weight, where it lies at the offset."""
         return got.largest_where(got.distance == -self.offset)
 
 
@@ -200,7 +200,7 @@ class BandShare:
         return NOTHING
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """The masses of the offsets, each over the queries that have such a key."""
+        """Return the masses of the offsets, each over the queries that have such a key."""
         if got.scene.cross:
             return None
         parts = [_offset(got, k) for k in OFFSETS if abs(k) <= self.reach]
@@ -210,7 +210,7 @@ class BandShare:
         return Sums(total, got.uniform.rows.double().cpu(), null)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The largest weight, where it lies in the band."""
+        """Return the largest weight, where it lies in the band."""
         return got.largest_where(got.distance.abs() <= self.reach)
 
 
@@ -230,12 +230,12 @@ class OnKeys:
         return scene.once(name, lambda: self.keys(scene))
 
     def asks(self, name: str, scene: Scene) -> Asks:
-        """One feature."""
+        """Return one feature."""
         chosen = self._keys(name, scene)
         return Asks({name: chosen}, {}) if bool(chosen.any()) else NOTHING
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """The feature's mass."""
+        """Return the feature's mass."""
         if name not in got.rows.features:
             return None
         mass, level = (s.features[name].double().cpu() for s in (got.rows, got.uniform))
@@ -248,7 +248,7 @@ class OnKeys:
         return Sums(mass * rows, count, level * rows)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The largest weight, where it lies on such a key."""
+        """Return the largest weight, where it lies on such a key."""
         chosen, keys = self._keys(name, got.scene)[:, None], got.largest_key
         return got.largest_where(chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)))
 
@@ -265,7 +265,7 @@ class OnLinks:
     against: Callable[[Tensor, Scene], Tensor] | None = field(default=shuffled, compare=False)
 
     def asks(self, name: str, scene: Scene) -> Asks:
-        """The links, and those they are held against."""
+        """Return the links, and those they are held against."""
         return scene.once(("asks", name), lambda: self._asks(name, scene))
 
     def _asks(self, name: str, scene: Scene) -> Asks:
@@ -279,7 +279,7 @@ class OnLinks:
         return scene.once(name, lambda: self.links(scene))
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """The mass on links, over the queries with one that they may attend."""
+        """Return the mass on links, over the queries with one that they may attend."""
         if name not in got.rows.targets:
             return None
         links = self._links(name, got.scene)
@@ -294,7 +294,7 @@ class OnLinks:
         return Sums(total, count, null, mean * count)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The largest weight, where it lies on a link."""
+        """Return the largest weight, where it lies on a link."""
         links = self._links(name, got.scene)
         assert links is not None
         return got.largest_where((got.largest_key[..., None] == links[:, None]).any(-1))
@@ -311,7 +311,7 @@ def _having(rows: RowStatistics, links: Tensor) -> Tensor:
 
 
 def _against(name: str) -> str:
-    """What the links that a role is held against are called in the pass."""
+    """Return what the links that a role is held against are called in the pass."""
     return f"{name}, against"
 
 
@@ -327,11 +327,11 @@ class OfRows:
         return NOTHING
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """The function's answer."""
+        """Return the function's answer."""
         return self.sums(got)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The largest weight, where the function says; nowhere without one."""
+        """Return the largest weight, where the function says; nowhere without one."""
         if self.where is None:
             return torch.full(got.largest_key.shape, -1, device="cpu")
         return got.largest_where(self.where(got))

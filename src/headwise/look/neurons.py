@@ -51,7 +51,7 @@ class ByteVectors:
             )
 
     def array(self) -> npt.NDArray[np.float32]:
-        """The vectors, (heads, tokens, dimensions)."""
+        """Return the vectors, (heads, tokens, dimensions)."""
         steps = np.frombuffer(self.steps, "<f4").reshape(*self.shape[:2], 1)
         return np.frombuffer(self.data, np.int8).reshape(self.shape).astype(np.float32) * steps
 
@@ -62,7 +62,7 @@ class ByteVectors:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
-        """The rows that `to_dict` wrote."""
+        """Return the rows that `to_dict` wrote."""
         with one_error("rows of bytes are", data):
             shape = entries("shape", data["shape"])
             check_fields(cls, {"shape": shape})
@@ -121,7 +121,7 @@ class Neurons:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Neurons:
-        """What `to_dict` wrote; ValueError where it is none."""
+        """Return what `to_dict` wrote; ValueError where it is none."""
         with one_error("neurons are", data):
             parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
             check_fields(cls, parts)
@@ -132,7 +132,7 @@ class Neurons:
 
 
 def _decoded(data: dict[str, Any], name: str) -> bytes:
-    """The bytes that stand as base64 under a name."""
+    """Return the bytes that stand as base64 under a name."""
     with Inside(data[name], name):
         return base64.b64decode(data[name], validate=True)
 
@@ -151,7 +151,7 @@ def rows(vectors: Tensor) -> ByteVectors:
 
 
 def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
-    """The first tokens of a call's first text: at most `tokens` queries and keys.
+    """Return the first tokens of a call's first text: at most `tokens` queries and keys.
 
     The weights come from whole rows: what lies on later keys is missing from them.
 

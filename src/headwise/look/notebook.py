@@ -6,11 +6,12 @@ import html
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ..disk import visible
+from ..files.text import visible
 from . import palette, tables
 
 if TYPE_CHECKING:
-    from .records import HeadRecord, Look
+    from .head import HeadRecord
+    from .look_data import LookData
 
 MOST_ROWS = 256
 """Lines of the table; a notebook keeps its outputs in one file."""
@@ -22,15 +23,15 @@ _CELL = "padding:0;min-width:1.7em;height:1.7em;text-align:center;font:600 12px 
 _PLAIN = "padding:0 .5em;text-align:right;font:11px monospace;border:0;background:none"
 
 
-def markup(look: Look) -> str:
-    """The grid of heads by role, and the table of those that play one."""
+def markup(look: LookData) -> str:
+    """Return the grid of heads by role, and the table of those that play one."""
     played = Counter(head.role for head in look.heads if head.roles)
     legend = "".join(
         _legend(name, count) for name, count in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))
     )
     idle = len(look.heads) - played.total()
     return (
-        f"<div><b>{_escaped(tables.title(look))}</b>"
+        f"<div><b>{_escaped(look.title)}</b>"
         f"<div style='margin:.4em 0'>{legend}<span style='white-space:nowrap'>{idle} without a role</span></div>"
         f"{_grid(look)}{_details(look)}</div>"
     )
@@ -46,7 +47,7 @@ def _legend(name: str, count: int) -> str:
     )
 
 
-def _grid(look: Look) -> str:
+def _grid(look: LookData) -> str:
     titles = len(look.heads) <= MOST_TITLES
     rows: dict[int, list[str]] = {}
     for head in look.heads:
@@ -68,7 +69,7 @@ def _head(head: HeadRecord, titled: bool) -> str:
     return f"<td style='{style}'{title}>{html.escape(letter)}</td>"
 
 
-def _details(look: Look) -> str:
+def _details(look: LookData) -> str:
     heads = [head for head in look.heads if head.roles] if len(look.heads) > MOST_ROWS else list(look.heads)
     shown = heads[:MOST_ROWS]
     left = len(look.heads) - len(shown)

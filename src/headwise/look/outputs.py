@@ -13,7 +13,7 @@ DIRECTIONS = 16
 
 
 def kind_of(output: Any, tokens: int, vocabulary: int | None, *, is_encoder: bool) -> Kind:
-    """Which of the three a model gives of a text of so many tokens; ``"words"`` also for what is none of them.
+    """Return which of the three a model gives of a text of so many tokens; ``"words"`` also for what is none of them.
 
     Args:
         output: What the model gave of one text.
@@ -32,7 +32,7 @@ def kind_of(output: Any, tokens: int, vocabulary: int | None, *, is_encoder: boo
 
 
 def part_of(output: Any, name: str) -> Any:
-    """What stands in an output under a name; None where nothing does, as in a plain tensor."""
+    """Return what stands in an output under a name; None where nothing does, as in a plain tensor."""
     return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
 
 

@@ -86,12 +86,12 @@ def letter_and_colour(name: str) -> tuple[str, int]:
 
 
 def letter(name: str) -> str:
-    """A role's letter."""
+    """Return a role's letter."""
     return letter_and_colour(name)[0]
 
 
 def colour(name: str) -> str:
-    """A role's colour, ``#rrggbb``."""
+    """Return a role's colour, ``#rrggbb``."""
     return COLOURS[letter_and_colour(name)[1]]
 
 

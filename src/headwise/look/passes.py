@@ -13,11 +13,11 @@ from ..nn.probe import AttentionCall, probe
 from ..ops.masks import keep
 from . import axes, inputs
 from .axes import MIXED, NOWHERE, Axis
+from .head import HeadMap
 from .inputs import IdFacts
 from .measure import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
 from .neurons import Neurons, vectors_of
 from .placed import only
-from .records import HeadMap
 from .repeats import Repeated, Repeats, draw
 from .roles import TEXT, Role
 from .scene import Passage, Scene, Vocabulary
@@ -212,5 +212,5 @@ def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
 
 
 def numbered(passages: Iterable[Passage]) -> Iterator[Passage]:
-    """The passages, each with its number."""
+    """Yield the passages, each with its number."""
     return (replace(passage, text=n) for n, passage in enumerate(passages))

@@ -57,13 +57,13 @@ class Picture:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Picture:
-        """The picture that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the picture that `to_dict` (or JSON) wrote; ValueError where it is none."""
         with one_error("a picture is", data):
             return cls(**{**fields_of(cls, data), "data": base64.b64decode(data["data"], validate=True)})
 
 
 def picture_of(pixels_CHW: Tensor) -> Picture | None:
-    """The numbers that a model got as a picture: from the smallest of them, black, to the largest, white.
+    """Return the numbers that a model got as a picture: from the smallest of them, black, to the largest, white.
 
     None where they are no picture: no 1 or 3 channels, or a number that is not finite.
 

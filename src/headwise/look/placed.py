@@ -84,11 +84,11 @@ class NeighbourShare:
         return {name: links for name, links in named.items() if links is not None and bool((links >= 0).any())}
 
     def asks(self, name: str, scene: Scene) -> Asks:
-        """A target each direction."""
+        """Return a target for each direction."""
         return Asks({}, self._links(scene))
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """The masses of the directions, each over the patches that have such a neighbour."""
+        """Return the masses of the directions, each over the patches that have such a neighbour."""
         links = self._links(got.scene)
         if not links:
             return None
@@ -103,7 +103,7 @@ class NeighbourShare:
         return Sums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The largest weight, where it lies around the patch."""
+        """Return the largest weight, where it lies around the patch."""
         hit = torch.zeros(got.largest_key.shape, dtype=torch.bool, device="cpu")
         for places in self._links(got.scene).values():
             hit |= got.largest_key == places[:, None, :, 0]
@@ -125,7 +125,7 @@ class FromTo:
         return NOTHING
 
     def read(self, name: str, got: Got) -> Sums | None:
-        """The mass of the keys under a mask that leaves these queries alone."""
+        """Return the mass of the keys under a mask that leaves these queries alone."""
         if got.scene.cross:
             return None
         rows, keys = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
@@ -136,7 +136,7 @@ class FromTo:
         return Sums(mass * count, count[:, :1], level[:, :1] * count[:, :1])
 
     def hits(self, name: str, got: Got) -> Tensor:
-        """The largest weight of such a query, where it lies on such a key."""
+        """Return the largest weight of such a query, where it lies on such a key."""
         rows, keys = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
         chosen, best = keys[:, None].expand(*got.largest_key.shape[:2], -1), got.largest_key
         return got.largest_where(chosen.gather(2, best.clamp(min=0)) & rows[:, None])
@@ -155,7 +155,7 @@ def only(got: Got, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _even(got: Got) -> AttentionCall:
-    """The call with scores that are all 0, and what its mask forbids."""
+    """Return the call with scores that are all 0, and what its mask forbids."""
     call = got.call
     query, key = torch.zeros_like(call.query), torch.zeros_like(call.key)
     return replace(call, query=query, key=key, mask=forbidden(call), softcap=None, sinks=None)

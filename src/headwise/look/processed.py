@@ -22,7 +22,7 @@ Named = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 
 def source_of(model: nn.Module, read: Mapping[Any, Any], tokens: Named) -> tuple[Source, tuple[list[int], list[int]]]:
-    """What a model is called with, and the ids of its text and of its decoder's; empty where it reads none.
+    """Return what a model is called with, and the ids of its text and of its decoder's; empty where it reads none.
 
     Raises:
         TypeError: something that is no number, or names that are no strings.
@@ -107,7 +107,7 @@ def _tensor(name: str, value: object, rule: str) -> Tensor:
 
 
 def _target(model: nn.Module, values: dict[str, Any]) -> list[int]:
-    """What the decoder reads: its ids; or its labels behind its start; of sound or pictures alone its start."""
+    """Return what the decoder reads: its ids; or its labels behind its start; of sound or pictures alone its start."""
     labels = values.pop("labels", None)
     if "decoder_input_ids" in values:
         return inputs.as_row(values.pop("decoder_input_ids"))
@@ -124,7 +124,7 @@ def _beside(values: Mapping[str, Any]) -> bool:
 
 
 def _names(tokens: Named, ids: Sequence[int], target: Sequence[int]) -> tuple[Sequence[str], Sequence[str]]:
-    """The tokens of both texts."""
+    """Return the tokens of both texts."""
     if isinstance(tokens, Mapping):
         return (inputs.as_tokens(ids, tokens.get(TEXTS[0])), inputs.as_tokens(target, tokens.get(TEXTS[1])))
     if ids or not target:
@@ -135,7 +135,7 @@ def _names(tokens: Named, ids: Sequence[int], target: Sequence[int]) -> tuple[Se
 def _passages(
     ids: Sequence[int], target: Sequence[int], segments: Tensor | None, facts: IdFacts, call: Mapping[str, Any]
 ) -> list[Passage]:
-    """The texts as passages, with the classes of a pair of sentences; without texts, one a picture or sound."""
+    """Return the texts as passages, with the classes of a pair of sentences; without texts, one a picture or sound."""
     if not ids and not target:
         first = next(call[name] for name in (PIXELS, *SOUNDS) if name in call)
         return [Passage((), text=n) for n in range(first.shape[0])]

@@ -52,7 +52,7 @@ class Reading:
     embedded: Tensor | None = None
 
     def output(self, model: nn.Module, rows: int = 1) -> Any:
-        """What the model gives for the text, read `rows` times side by side."""
+        """Return what the model gives for the text, read `rows` times side by side."""
         named = inspect.signature(model.forward).parameters
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
         options |= {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in self.call.items()}
@@ -108,7 +108,7 @@ class Reading:
 
 
 def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
-    """The logits (B, T, vocabulary) in what a model gives: itself, its ``logits``, or the first of a tuple.
+    """Return the logits (B, T, vocabulary) in what a model gives: itself, its ``logits``, or the first of a tuple.
 
     With `classes` they may be (B, number of classes), one place for a whole text, picture or sound.
 
@@ -128,13 +128,13 @@ def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
 
 
 def logits_in(output: Any) -> Any:
-    """What stands where a model gives its logits: itself, its ``logits``, or the first of a tuple."""
+    """Return what stands where a model gives its logits: itself, its ``logits``, or the first of a tuple."""
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     return logits[0] if isinstance(logits, tuple) and logits else logits
 
 
 def checked_losses(losses: object, rows: int) -> Tensor:
-    """What a loss of the user's gave: a number for each row.
+    """Return what a loss of the user's gave: a number for each row.
 
     Raises:
         ValueError: something else.
@@ -148,7 +148,7 @@ def checked_losses(losses: object, rows: int) -> Tensor:
 
 
 def texts_of(ids: object) -> list[list[int]]:
-    """One text or several, each checked as one: ids (T,) or (N, T), or a list of texts.
+    """Return one text or several, each checked as one: ids (T,) or (N, T), or a list of texts.
 
     Raises:
         TypeError: not integers.
@@ -164,7 +164,7 @@ def texts_of(ids: object) -> list[list[int]]:
 def readings(
     model: nn.Module, texts: Sequence[Sequence[int]], *, loss: Loss | None, mask_id: int | None, seed: int
 ) -> list[Reading]:
-    """The texts as the model reads them.
+    """Return the texts as the model reads them.
 
     An encoder-decoder's decoder says the text again; a decoder's logits name the next token; for an encoder, with a
     `mask_id`, 15 % of the words (at least one, never the first and last token) are masked and to be named. A classifier
@@ -203,7 +203,7 @@ def readings(
 def _said(
     model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None, generator: random.Random
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What the model reads, and the labels of its logits."""
+    """Return what the model reads, and the labels of its logits."""
     rows = inputs.rows(model, ids, facts)
     if len(rows) > 1:  # the decoder reads its start, then the text
         return rows, ids[:, : rows[1].shape[1]]
@@ -220,7 +220,7 @@ def _said(
 
 
 def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) -> Kind:
-    """What the model gives of a text.
+    """Return what the model gives of a text.
 
     Raises:
         ValueError: it names words and a token sees those after it, so that to name the next one is no task, and there
@@ -248,7 +248,7 @@ def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) ->
 
 
 def _as_whole(model: nn.Module, ids: Tensor, kind: Kind) -> Reading:
-    """A text with what the whole model makes of it: classes to choose again, or the embedding to give again."""
+    """Return a text with what the whole model makes of it: classes to choose again, or the embedding to give again."""
     text = Reading((ids,), torch.zeros(1, 0, dtype=torch.long, device=ids.device))
     with resting(model), probe(model, lambda call: None):
         output = text.output(model)

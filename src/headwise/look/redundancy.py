@@ -93,7 +93,7 @@ def redundancy(
     name: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Redundancy:
-    """Which heads do the same on a text: by where they look, and by what they give.
+    """Return which heads do the same on a text: by where they look, and by what they give.
 
     - Patterns: the Jensen-Shannon divergence of the rows of two heads, in bits, mean over the rows; each row is
       smoothed with 0.001 of uniform weight (Clark et al. 2019, arXiv 1906.04341, who sum over rows, in nats). A sink
@@ -180,7 +180,7 @@ def _no_loss(output: Any, ids: Tensor) -> Tensor:
 
 
 def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, Tensor]]]:
-    """The calls on a text with their outputs (H, T, V), those of as many queries and keys together."""
+    """Return the calls on a text with their outputs (H, T, V), those of as many queries and keys together."""
     kinds: dict[tuple[int, int], list[tuple[AttentionCall, Tensor]]] = {}
 
     def each(call: AttentionCall) -> Tensor:

@@ -60,7 +60,7 @@ class Repeated:
 def draw(
     repeats: Repeats, vocabulary: Sequence[int], length: int, *, before: Sequence[int] = (), after: Sequence[int] = ()
 ) -> list[Repeated]:
-    """The sequences, all of one length: `before`, random tokens again and again, `after`.
+    """Return the sequences, all of one length: `before`, random tokens again and again, `after`.
 
     A period is drawn between a fifth and two fifths of the random part, so each sequence holds two copies and more;
     its tokens are distinct, as long as the vocabulary has enough. Empty where fewer than `SHORTEST` tokens are left.
@@ -107,7 +107,7 @@ def targets(sequence: Repeated, *, ahead: bool) -> Mapping[str, list[list[int]]]
 
 
 def as_tensors(sequences: Sequence[Repeated], *, ahead: bool) -> dict[str, Tensor]:
-    """The targets of a batch of sequences, (B, T, n) long each, -1 where there are fewer than n."""
+    """Return the targets of a batch of sequences, (B, T, n) long each, -1 where there are fewer than n."""
     lists = [targets(sequence, ahead=ahead) for sequence in sequences]
     tensors = {}
     for name in ("duplicate", "induction"):

@@ -76,7 +76,7 @@ class Role:
     over: frozenset[str] = WORDS
 
     def plays(self, value: float, null: float | None, count: int, low: float | None = None) -> bool:
-        """Whether these numbers make a head play the role.
+        """Return whether these numbers make a head play the role.
 
         >>> induction = next(role for role in ROLES if role.name == "induction")
         >>> induction.plays(0.6, null=0.02, count=99), induction.plays(0.6, null=0.4, count=99)
@@ -91,7 +91,7 @@ _UNIFORM = "uniform attention under the same mask"
 
 
 def _at(offset: int, name: str, source: str) -> Role:
-    """The role of attending one place, seen from the query."""
+    """Return the role of attending one place, seen from the query."""
     place = f"i{offset:+}" if offset else "i"
     over = LINE if offset else LINE | {axes.PICTURE}
     # in a text hardly longer, a sink on its first token would pass for an offset
@@ -100,7 +100,7 @@ def _at(offset: int, name: str, source: str) -> Role:
 
 
 def _neighbour(name: str, rows: int, columns: int) -> Role:
-    """The role of attending the next patch in one direction."""
+    """Return the role of attending the next patch in one direction."""
     formula = f"pictures: mean_i A[i, j] on the patch {_SHIFTS[rows, columns]} of patch i"
     control = f"{_UNIFORM}; the same head on shuffled links"
     measure = OnLinks(placed.shifted((rows, columns)))

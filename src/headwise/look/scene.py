@@ -64,7 +64,7 @@ class Vocabulary:
     def of(
         cls, names: Sequence[str], *, delimiters: Collection[int] | None = None, special: Collection[int] = ()
     ) -> Vocabulary:
-        """The vocabulary of a tokenizer, by what it calls its ids, in order.
+        """Return the vocabulary of a tokenizer, by what it calls its ids, in order.
 
         Raises:
             TypeError: names that are no strings, or ids that are no integers.
@@ -87,7 +87,7 @@ class Vocabulary:
 
 
 def _ids(name: str, ids: Collection[int]) -> frozenset[int]:
-    """A collection of ids, whichever it is."""
+    """Return a collection of ids, whichever it is."""
     return frozenset(whole_numbers(name, [*ids] if isinstance(ids, Set) else ids))
 
 
@@ -103,7 +103,7 @@ BLANKS = " \u0120\u2581"
 
 
 def is_punctuation(token: str) -> bool:
-    """Whether a token's text is punctuation alone, blanks aside.
+    """Return whether a token's text is punctuation alone, blanks aside.
 
     >>> is_punctuation(" ("), is_punctuation("x)"), is_punctuation(" ")
     (True, False, False)
@@ -143,7 +143,7 @@ class Scene:
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for all layers of the forward."""
+        """Return what `make` gives, made once for all layers of the forward."""
         if name not in self.kept:
             self.kept[name] = make()
         value: T = self.kept[name]

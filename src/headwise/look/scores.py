@@ -69,7 +69,7 @@ class Score:
 
     @classmethod
     def from_list(cls, name: str, row: list[Any]) -> Score:
-        """The score that `to_list` wrote; ValueError where it is none."""
+        """Return the score that `to_list` wrote; ValueError where it is none."""
         with one_error("a score is", row, by="to_list"):
             value, null, threshold, count, low, high, plays, evidence, detail = [*listed(row), (), ""][:9]
             items = each("evidence", evidence, _evidence)

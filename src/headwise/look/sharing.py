@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..disk import check_destination
+from ..files.atomic_file import check_destination
 from ..processes import Processes
 from . import inputs
 from .passes import OnProgress, Reader, batches

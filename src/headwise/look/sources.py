@@ -87,7 +87,7 @@ class Source:
         return cls(model, (rows[0], rows[1] if len(rows) > 1 else None), passages, call)
 
     def beside(self) -> dict[str, Any]:
-        """What is read beside text."""
+        """Return what is read beside text."""
         return {name: self.call[name] for name in (PIXELS, GRIDS, *SOUNDS) if name in self.call}
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ class Source:
     # -- what stands where ---------------------------------------------------------------------------------------------
 
     def view(self, call: AttentionCall, part: str, again: int) -> View:
-        """What stands behind a call.
+        """Return what stands behind a call.
 
         Raises:
             ValueError: it does not keep a text, or a picture, in one row.
@@ -168,7 +168,7 @@ class Source:
         return View(blank, blank, (number, number), (axis, axis), passages, (0, 0), False, again)
 
     def _hears(self, config: Any, part: str) -> bool:
-        """Whether a call is of the part that reads sound."""
+        """Return whether a call is of the part that reads sound."""
         if not any(name in self.call for name in SOUNDS):
             return False
         if self.texts[0] is None:
@@ -176,7 +176,7 @@ class Source:
         return _whole(config, "num_mel_bins") > 0 and part == "encoder"
 
     def _sound(self, config: Any, T: int) -> int:
-        """The axis of frames; of a spectrogram that is cut into patches, the axis of those."""
+        """Return the axis of frames; of a spectrogram that is cut into patches, the axis of those."""
         strides = [_whole(config, name) for name in ("frequency_stride", "time_stride")]
         x = next(self.call[name] for name in SOUNDS if name in self.call)
         if all(strides) and x.ndim == 3:
@@ -186,7 +186,7 @@ class Source:
         return self._number((axes.SOUND, T), Axis(axes.SOUND, T))
 
     def _text(self, which: int, T: int) -> int:
-        """The axis of a text; where a call is of another length, its places are no tokens that we know."""
+        """Return the axis of a text; where a call is of another length, its places are no tokens that we know."""
         ids, names = self.texts[which], self.names[which]
         if ids is None or ids.shape[1] != T:
             return self._number((axes.TEXT, which, T), Axis(axes.TEXT, T))
@@ -195,7 +195,7 @@ class Source:
         return self._number((axes.TEXT, which, T), axis)
 
     def _memory(self, call: AttentionCall, S: int) -> int:
-        """The axis of the keys of cross-attention: the encoder's text, or what an encoder ran over before."""
+        """Return the axis of the keys of cross-attention: the encoder's text, or what an encoder ran over before."""
         if self.texts[0] is not None and self.texts[0].shape[1] == S:
             return self._text(0, S)
         other = [n for n, axis in enumerate(self.axes) if axis.kind != axes.TEXT and axis.length == S]
@@ -220,7 +220,7 @@ class Source:
         return [one] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
 
     def image_id(self) -> int | None:
-        """The id that stands in a text where a patch of a picture is."""
+        """Return the id that stands in a text where a patch of a picture is."""
         config = getattr(self.model, "config", None)
         for name in ("image_token_id", "image_token_index"):
             value = getattr(config, name, None)
@@ -229,7 +229,7 @@ class Source:
         return None
 
     def pictures(self) -> tuple[Picture, ...]:
-        """What is behind the patches and frames, as the model got it; none where it is no picture."""
+        """Return what is behind the patches and frames, as the model got it; none where it is no picture."""
         pixels, made = self.call.get(PIXELS), []
         if pixels is not None and pixels.ndim in (4, 5):
             made = [picture_of(one) for one in pixels.flatten(0, pixels.ndim - 4)]
@@ -261,7 +261,7 @@ def _side(config: Any) -> tuple[int, int]:
 
 
 def _whole(config: Any, name: str) -> int:
-    """A number of a config; 0 where it has none."""
+    """Return a number of a config; 0 where it has none."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else 0
 
@@ -271,7 +271,7 @@ def _own_config(module: nn.Module) -> Any:
 
 
 def _config(model: nn.Module, name: str) -> Any:
-    """The config nearest to a module: its own, or that of what it is in."""
+    """Return the config nearest to a module: its own, or that of what it is in."""
     while True:
         config = _own_config(model.get_submodule(name))
         if config is not None or not name:

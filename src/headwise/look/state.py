@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..disk import put
+from ..files.atomic_file import put
 from .tally import LayerTally, RoleSums
 
 FORMAT = 1
@@ -24,7 +24,7 @@ def save(path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally]
 
 
 def pack(about: str, tallies: Sequence[LayerTally], done: int = 0, length: int = 0, *, write: Any = np.savez) -> bytes:
-    """The sums as bytes, for a file or for another process."""
+    """Return the sums as bytes, for a file or for another process."""
     arrays: dict[str, Any] = {}
     layers = []
     for number, tally in enumerate(tallies):
@@ -49,7 +49,7 @@ def pack(about: str, tallies: Sequence[LayerTally], done: int = 0, length: int =
 
 
 def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], int, int]:
-    """The sums, how many texts they are of, and how many tokens.
+    """Return the sums, how many texts they are of, and how many tokens.
 
     Raises:
         ValueError: the file is no such state, or one of another model, version or options.
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], in
 
 
 def unpack(content: bytes, about: str) -> tuple[list[LayerTally], int, int]:
-    """What `pack` was given; raises one of several errors where the bytes are no such sums."""
+    """Return what `pack` was given; raise one of several errors where the bytes are no such sums."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         head = json.loads(bytes(arrays["head"]))
         if head["format"] != FORMAT:

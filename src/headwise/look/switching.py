@@ -60,7 +60,7 @@ class Survey:
         return (self.sums[layer] / self.rows[layer])[:, None]
 
     def check(self, heads: Iterable[Sequence[int]]) -> list[LayerHead]:
-        """The pairs (layer, head), once it is sure that the model has each.
+        """Return the pairs (layer, head), once it is sure that the model has each.
 
         Raises:
             TypeError: no pairs of whole numbers.

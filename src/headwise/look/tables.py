@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import rich.console
     import rich.table
 
-    from .records import HeadRecord, Look
+    from .head import HeadRecord
+    from .look_data import LookData
 
 _SCORES = {
     "first-token sink": "sink",
@@ -51,15 +52,8 @@ class Tabled:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def title(look: Look) -> str:
-    """Model, size, kind, and what was read."""
-    texts = f"{look.texts:,} texts, " if look.texts != 1 else ""
-    shape = f"{look.num_layers} layers x {look.num_heads} heads"
-    return f"{look.model}: {shape}, {look.kind}, {texts}{look.length} tokens"
-
-
-def _caption(look: Look, without: Sequence[str]) -> str:
-    """The units, and which columns are left out."""
+def _caption(look: LookData, without: Sequence[str]) -> str:
+    """Return the units, and which columns are left out."""
     places = "places" if any(axis.kind != TEXT for axis in look.axes) else "tokens"
     units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
     return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
@@ -78,12 +72,12 @@ def _cells(head: HeadRecord) -> Sequence[str]:
     )
 
 
-def rich_table(look: Look, without: Sequence[str] = ()) -> rich.table.Table:
+def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
     """For a Rich console: a section a layer, heads without a role dim; `without` names columns to leave out."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title(look)), caption=Text(_caption(look, without)), header_style="bold")
+    table = Table(title=Text(look.title), caption=Text(_caption(look, without)), header_style="bold")
     kept = [i for i, name in enumerate(_COLUMNS) if name not in without]
     for i in kept:
         table.add_column(_COLUMNS[i], justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
@@ -98,27 +92,27 @@ def rich_table(look: Look, without: Sequence[str] = ()) -> rich.table.Table:
     return table
 
 
-def text(look: Look) -> str:
-    """Aligned lines."""
+def text(look: LookData) -> str:
+    """Return aligned lines."""
     lines = [_COLUMNS, *(_cells(head) for head in look.heads)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS) - 1)]
     aligned = (
         "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in lines
     )
-    return "\n".join([title(look), *aligned])
+    return "\n".join([look.title, *aligned])
 
 
-def html_text(look: Look, heads: Iterable[HeadRecord]) -> str:
+def html_text(look: LookData, heads: Iterable[HeadRecord]) -> str:
     """These heads as an HTML table, escaped."""
 
     def row(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     body = "".join(row(_cells(head), "td") for head in heads)
-    return f"<table><caption>{html.escape(title(look))}</caption>{row(_COLUMNS, 'th')}{body}</table>"
+    return f"<table><caption>{html.escape(look.title)}</caption>{row(_COLUMNS, 'th')}{body}</table>"
 
 
-def rows(look: Look) -> list[dict[str, Any]]:
+def rows(look: LookData) -> list[dict[str, Any]]:
     """One flat row a head: its place and statistics, ``offset_0`` ... ``ahead_1`` ..., ``roles`` and ``role``, and for
     each role that was measured ``NAME``, ``NAME.null``, ``NAME.low``, ``NAME.high``, ``NAME.count``, ``NAME.plays``.
     """
@@ -126,7 +120,7 @@ def rows(look: Look) -> list[dict[str, Any]]:
 
 
 def flat(head: HeadRecord) -> dict[str, Any]:
-    """One row of `rows`."""
+    """Return one row of `rows`."""
     named = ("module", "call", "layer", "head", "part", "entropy", "largest", "distance", "queries", "keys")
     row: dict[str, Any] = {name: getattr(head, name) for name in named}
     row["role"] = head.role
@@ -147,8 +141,8 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def frame(look: Look) -> pandas.DataFrame:
-    """The flat rows as a pandas frame; a role that a head's layer did not measure is missing there."""
+def frame(look: LookData) -> pandas.DataFrame:
+    """Return the flat rows as a pandas frame; a role that a head's layer did not measure is missing there."""
     try:
         import pandas
     except ImportError as error:

@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def units(sums: Any) -> Ints:
-    """Sums as whole multiples of 1 / UNIT."""
+    """Return the sums as whole multiples of 1 / UNIT."""
     whole: Ints = np.array(np.rint(np.asarray(sums, dtype=np.float64) * UNIT), dtype=np.int64)
     return whole
 
@@ -122,13 +122,13 @@ class LayerTally:
     over: tuple[int, int] | None = None
 
     def add(self, sums: Mapping[str, Any]) -> None:
-        """Sums of one text by name."""
+        """Return the sums of one text by name."""
         for name, values in sums.items():
             whole = units(values)
             self.numbers[name] = np.asarray(self.numbers[name] + whole) if name in self.numbers else whole
 
     def role(self, name: str) -> RoleSums:
-        """The sums of a role, empty ones if new."""
+        """Return the sums of a role, empty ones if new."""
         if name not in self.roles:
             self.roles[name] = RoleSums.empty(self.heads)
         return self.roles[name]
@@ -144,7 +144,7 @@ class LayerTally:
         said[detail] = said.get(detail, 0) + count
 
     def detail(self, role: str, head: int) -> str:
-        """What most queries said; of equals the first by name."""
+        """Return what most queries said; of equals the first by name."""
         said = self.details.get((role, head), {})
         return min(said, key=lambda text: (-said[text], text)) if said else ""
 

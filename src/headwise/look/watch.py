@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..disk import check_destination
 from ..extras import MissingExtra
+from ..files.atomic_file import check_destination
 from ..shapes.kinds import check_counts, shown, whole_numbers
 from . import curve, inputs
 from .collect import REPEATS, Ids, at
@@ -132,7 +132,7 @@ class Watch:
         return self._measure(number, numbers) if due else None
 
     def measure(self, step: int | None = None, **numbers: Any) -> Point | None:
-        """Measures now, whatever the time: at the end of a run, say. None where that failed, with a warning."""
+        """Measure now, whatever the time: at the end of a run, say. None where that failed, with a warning."""
         return self._measure(self._number(step), numbers)
 
     def close(self) -> None:

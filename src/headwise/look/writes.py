@@ -154,7 +154,7 @@ def _added(step: Any, written: dict[Any, int]) -> dict[int, float]:
 
 
 def _additive(step: Any) -> list[tuple[Any, float]]:
-    """The steps before a step of the graph of gradients whose results it adds up, each with its factor."""
+    """Return the steps before a step of the graph of gradients whose results it adds up, each with its factor."""
     name = step.name().removesuffix("Backward0")
     before = [fn for fn, _ in step.next_functions]
     if name in ("Add", "Sub"):
@@ -169,7 +169,7 @@ def _additive(step: Any) -> list[tuple[Any, float]]:
 
 
 def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Matrices]) -> tuple[HeadWrites, ...]:
-    """What every head writes on a text; how the model ends is seen on a short one."""
+    """Return what every head writes on a text; how the model ends is seen on a short one."""
     ending = ending_of(model, short)
     outs: dict[int, tuple[Tensor, Tensor]] = {}
     read: dict[str, Tensor] = {}
@@ -300,11 +300,11 @@ class Final:
         return cls(x, towards, norm, unembedding)
 
     def share(self, written: Tensor) -> float:
-        """The part of the residual that lies in what was written, (T, M)."""
+        """Return the part of the residual that lies in what was written, (T, M)."""
         return float((written * self.residual).sum() / self.residual.square().sum())
 
     def logit(self, written: Tensor) -> float:
-        """What was written adds to the next token's logit, mean over the places that have one."""
+        """Return what the head's writing adds to the next token's logit, mean over the places that have one."""
         assert self.towards is not None
         counted = self.towards.abs().sum(-1) > 0
         return float((written * self.towards).sum() / counted.sum().clamp(min=1))

@@ -54,7 +54,7 @@ def tiny_path() -> Path:
 
 
 def default_text() -> str:
-    """The text that ``headwise look`` reads by default.
+    """Return the text that ``headwise look`` reads by default.
 
     About 120 tokens of the packaged model's tokenizer: two short Python functions that repeat each other's names,
     so that previous-token, induction, duplicate-token and delimiter heads each have something to show.

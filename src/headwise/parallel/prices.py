@@ -9,7 +9,7 @@ from torch import Tensor
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.patterns import Blocks
 from ..ops.masks.rules import Band
-from ..plan.links import LAYOUTS, Cost, Link, price
+from ..plan.links import LAYOUTS, Cost, Link, price, prices
 from ..plan.places import MeshCall
 from ..shapes import check_attention
 from .job import Job
@@ -141,6 +141,5 @@ def explain(
     (B, H, T, D), (K, S), V = query.shape, key.shape[1:3], value.shape[3]
     sizes = {"heads": H, "kv_heads": K, "head_dim": D, "value_dim": V, "number_bytes": query.itemsize, "batch": B}
     call = call_of(as_mask(mask), T, S, **sizes)
-    costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in LAYOUTS]
-    ordered = sorted(costs, key=lambda cost: (cost.seconds or 0.0, cost.bytes))
-    return Prices(ranks, tuple(ordered), _fewest_bytes(call, ranks))
+    costs = prices(call, ranks, link=link, flop_rate=flop_rate, backward=backward)
+    return Prices(ranks, costs, _fewest_bytes(call, ranks))

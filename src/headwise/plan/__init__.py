@@ -3,7 +3,8 @@
 from .chart import svg
 from .count import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
 from .over import ModelOverRanks, over
-from .record import AttentionPlan, ContextCost, of
+from .plan_data import ContextCost
+from .record import AttentionPlan, of
 from .rows import csv
 from .shape import AttentionShape
 from .sources import cards, known, read_config

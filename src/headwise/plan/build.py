@@ -15,7 +15,7 @@ from .windows import chunks, windows_of
 
 
 def attention_layers(fields: Fields) -> list[AttentionLayer]:
-    """The attention layers of a model with one stack.
+    """Return the attention layers of a model with one stack.
 
     Raises:
         ValueError: a field that is wrong, or asks for what is not modelled.
@@ -37,7 +37,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
 
 
 def plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
-    """The attention of one layer, without latents."""
+    """Return the attention of one layer, without latents."""
     heads, kv_heads, dim = heads_of(fields)
     width = fields.size("hidden_size")
     norm: dict[str, Any] = fields.architecture.get("qk_norm", {})
@@ -80,7 +80,7 @@ def _positions(fields: Fields) -> PositionTerms | None:
 
 
 def biases(fields: Fields) -> Biases:
-    """Which projections have biases: ``qkv_bias``, ``k_bias`` (else as qkv), ``o_bias`` of the architecture."""
+    """Return which projections have biases: ``qkv_bias``, ``k_bias`` (else as qkv), ``o_bias`` of the architecture."""
     qkv = fields.choice("qkv_bias")
     key = fields.choice("k_bias") if "k_bias" in fields.architecture else qkv
     return Biases(qkv, key, qkv, fields.choice("o_bias"))
@@ -158,7 +158,7 @@ def further_parts(fields: Fields, attention: AttentionLayer) -> tuple[Part, ...]
 
 
 def norm_size(fields: Fields, width: int) -> int:
-    """Numbers of one norm: its weights, and its biases where it is a LayerNorm that has them."""
+    """Return numbers of one norm: its weights, and its biases where it is a LayerNorm that has them."""
     kind = fields.architecture.get("norm", "rms")
     biased = kind == "layer" and fields.flag(fields.architecture.get("norm_bias", True))
     return 0 if kind == "none" else width * (2 if biased else 1)
@@ -194,7 +194,7 @@ def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
 
 
 def _disentangled(fields: Fields, width: int, stream: str) -> Iterator[Part]:
-    """What all layers' terms of position share, and the convolution beside the first layer."""
+    """Yield what all layers' terms of position share, and the convolution beside the first layer."""
     about, positions = fields.architecture.get("disentangled", {}), _positions(fields)
     if positions is not None:
         yield table("relative_positions", positions.rows, width, stream=stream)
@@ -210,7 +210,7 @@ def _disentangled(fields: Fields, width: int, stream: str) -> Iterator[Part]:
 
 
 def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
-    """The language-modelling head; its matrix is the embedding's where they are tied, and then weighs nothing."""
+    """Yield the language-modelling head; its matrix is the embedding's where they are tied, and then weighs nothing."""
     about = fields.architecture
     inner = fields.size("embedding_size") if about.get("embed_project") else width
     vocab, tied = fields.size("vocab_size"), fields.flag("tie_word_embeddings")
@@ -228,7 +228,7 @@ def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
 
 
 def feed_forward(name: str, width: int, inner: int, *, gated: bool, bias: bool, stream: str) -> Part:
-    """Two matrices, or three where one gates another.
+    """Return two matrices, or three where one gates another.
 
     Example:
         >>> feed_forward("mlp", 4096, 11008, gated=True, bias=False, stream="decoder").parameters == 3 * 4096 * 11008
@@ -268,7 +268,7 @@ def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:
 
 
 def _adjusted(fields: Fields, about: dict[str, str], inner: int) -> int:
-    """Two thirds of the width, times a factor, rounded up to a multiple; where the config says so."""
+    """Return two thirds of the width, times a factor, rounded up to a multiple; where the config says so."""
     if not fields.flag(about["when"]):
         return inner
     inner = int(2 * inner / 3)
@@ -282,7 +282,7 @@ def _adjusted(fields: Fields, about: dict[str, str], inner: int) -> int:
 
 
 def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
-    """Whether a layer of a mixture model is an ordinary one all the same."""
+    """Return whether a layer of a mixture model is an ordinary one all the same."""
     if rule is None:
         return False
     if rule["rule"] == "first":

@@ -19,12 +19,12 @@ HOW = "pip install 'headwise[hf]', and `import headwise.hf` before from_pretrain
 
 
 def has_heads_by_layer(model_type: str) -> bool:
-    """Whether there are classes of this architecture that have their own number of heads in each layer."""
+    """Return whether there are classes of this architecture that have their own number of heads in each layer."""
     return bool(architectures().get(model_type, {}).get("heads_by_layer"))
 
 
 def base_type(model_type: object) -> str | None:
-    """The original architecture of such a ``model_type``; None for any other."""
+    """Return the original architecture of such a ``model_type``; None for any other."""
     if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
         return None
     base = model_type.removeprefix(PREFIX)
@@ -59,7 +59,7 @@ def original_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[
 
 
 def check_heads_by_layer(heads: object, layers: int, most: int) -> list[int]:
-    """The heads of each layer; raises ValueError for something else than a number of 1 to `most` for each.
+    """Return the heads of each layer; raise ValueError for something else than a number of 1 to `most` for each.
 
     >>> check_heads_by_layer([3, 0], 2, 4)
     Traceback (most recent call last):

@@ -6,10 +6,10 @@ file says is neither believed nor run.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ..files.strict_json import parse_object
 from .shape import AttentionShape, short
 
 MAX_BYTES = 1_000_000
@@ -50,7 +50,7 @@ ELSEWHERE: dict[str, str | int] = {
 
 
 def parse(path: Path) -> dict[str, Any]:
-    """The file's JSON object; raises ValueError for anything else."""
+    """Return the file's JSON object; raise ValueError for anything else."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("is no regular file")
@@ -60,21 +60,11 @@ def parse(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot be read ({error.strerror or type(error).__name__})") from None
     if len(raw) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES} bytes, so it is no model's config.json")
-    try:
-        content = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_twins)
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON (line {error.lineno}: {error.msg})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"holds a JSON {type(content).__name__}, not an object")
-    return content
+    return parse_object(raw)
 
 
 def shape_of(config: dict[str, Any]) -> AttentionShape:
-    """The attention shape in a parsed config; raises ValueError."""
+    """Return the attention shape in a parsed config; raise ValueError."""
     for name in NESTED:
         if isinstance(config.get(name), dict):
             config = config[name]
@@ -94,7 +84,7 @@ def shape_of(config: dict[str, Any]) -> AttentionShape:
 
 
 def _check_elsewhere(config: dict[str, Any], shape: AttentionShape) -> None:
-    """Raises ValueError where the config sizes its attention by a further field, in a way that is not known here."""
+    """Raise ValueError where the config sizes its attention by a further field, in a way that is not known here."""
     inner = config.get("attn_config")
     said = {name: (config.get(name), meant) for name, meant in ELSEWHERE.items()}
     said["attn_config.kv_n_heads"] = (inner.get("kv_n_heads") if isinstance(inner, dict) else None), "num_kv_heads"
@@ -109,7 +99,7 @@ def _check_elsewhere(config: dict[str, Any], shape: AttentionShape) -> None:
 
 
 def _size(config: dict[str, Any], name: str) -> int | None:
-    """A size under whichever of its names the config uses; None where it is absent or null."""
+    """Return a size under whichever of its names the config uses; None where it is absent or null."""
     values = {alias: config[alias] for alias in ALIASES[name] if config.get(alias) is not None}
     for alias, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -126,26 +116,3 @@ def _flag(config: dict[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{name} is true or false; got {short(value)}")
     return bool(value)
-
-
-def printable(text: str) -> str:
-    r"""The text with nothing in it that steers a terminal, and not long.
-
-    >>> print(printable("\x1b[2Jmodel"))
-    \x1b[2Jmodel
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
-    return shown if len(shown) <= 100 else shown[:97] + "..."
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"holds {name}, which is no JSON")
-
-
-def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in members:
-            raise ValueError(f"has {short(name)} twice in one object")
-        members[name] = value
-    return members

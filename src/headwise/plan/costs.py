@@ -46,7 +46,7 @@ class Flops:
 
 
 def bytes_of(kv_dtype: str) -> tuple[int, int]:
-    """Bytes of a number in the cache, and of a vector's scale."""
+    """Return bytes of a number in the cache, and of a vector's scale."""
     return KV_BYTES[kv_dtype], SCALE_BYTES.get(kv_dtype, 0)
 
 
@@ -71,12 +71,12 @@ def state_bytes(model: Model, *, batch: int = 1) -> int:
 
 
 def bytes_per_token(model: Model, number_bytes: int, scale_bytes: int = 0) -> int:
-    """Bytes that one more token takes while no window is full."""
+    """Return bytes that one more token takes while no window is full."""
     return sum(layer.cached_bytes(number_bytes, scale_bytes) for layer in model.layers if layer.role == "self")
 
 
 def as_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
-    """The model with that many key-value heads (None: as many as query heads); None where H does not split."""
+    """Return the model with that many key-value heads (None: as many as query heads); None where H does not split."""
     if any(kv_heads is not None and layer.num_heads % kv_heads for layer in model.layers):
         return None
     return model.with_layers(tuple(with_kv_heads(layer, kv_heads or layer.num_heads) for layer in model.layers))
@@ -104,7 +104,7 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
 
 
 def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True) -> Flops | None:
-    """Operations of the one token that makes a text `context` tokens long; None for a model that only reads.
+    """Return operations of the one token that makes a text `context` tokens long; None for a model that only reads.
 
     It meets all that the cache holds: in a layer with chunks as much as a chunk, of which its mask allows the tokens
     since the chunk began.

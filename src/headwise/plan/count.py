@@ -18,7 +18,7 @@ def parameter_counts(
     memory_dim: int | tuple[int, int] | None = None,
     bias: BiasOption = False,
 ) -> dict[str, int]:
-    """Parameters of each projection, biases included; arguments as for `headwise.MultiHeadAttention`.
+    """Return parameters of each projection, biases included; arguments as for `headwise.MultiHeadAttention`.
 
     Raises:
         TypeError, ValueError: as `AttentionShape.of`, or a `memory_dim` that is neither a width nor a pair.
@@ -57,7 +57,7 @@ def parameter_count(
     memory_dim: int | tuple[int, int] | None = None,
     bias: BiasOption = False,
 ) -> int:
-    """Parameters of one attention layer's four projections: 4 d_model^2 for plain multi-head attention.
+    """Return parameters of one attention layer's four projections: 4 d_model^2 for plain multi-head attention.
 
     Arguments and errors are those of `parameter_counts`.
 
@@ -89,7 +89,7 @@ def kv_bytes_per_token(
     num_layers: int = 1,
     bytes_per_number: int | float = 2,
 ) -> int | float:
-    """Bytes that one more token takes in the key-value cache: ``layers * K * (D + V) * bytes_per_number``.
+    """Return bytes that one more token takes in the key-value cache: ``layers * K * (D + V) * bytes_per_number``.
 
     Args:
         d_model: Width of the model.

@@ -17,7 +17,7 @@ HEADS_AT_MOST = 10_000
 
 @functools.cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """What `architectures.json` says of each ``model_type``.
+    """Return what `architectures.json` says of each ``model_type``.
 
     ``classes`` are transformers' names; ``defaults`` the fields that count, each with what its absence means; ``names``
     lead from the standard names of sizes to the config's own; ``aliases`` are other names of a field; ``null_means``
@@ -94,7 +94,7 @@ class Fields:
                 raise ValueError(f"{name} = {activation!r} has learned numbers of its own, and that is not modelled")
 
     def raw(self, name: str) -> tuple[str, Any]:
-        """The name the config uses and the value, unchecked; the default where the field is absent."""
+        """Return the name the config uses and the value, unchecked; the default where the field is absent."""
         own = self.own.get(name, name)
         names = dict.fromkeys((own, name, *(alias for alias, field in self.aliases.items() if field == own)))
         present = {n: self.config[n] for n in names if n in self.config}
@@ -105,7 +105,7 @@ class Fields:
         return self.raw(instead[own]) if value is None and own in instead else (called, value)
 
     def optional(self, name: str, *, least: int = 1) -> int | None:
-        """A whole number of at least `least`, or None."""
+        """Return a whole number of at least `least`, or None."""
         called, value = self.raw(name)
         if value is None:
             return None
@@ -117,14 +117,14 @@ class Fields:
         return value
 
     def size(self, name: str, *, least: int = 1) -> int:
-        """A whole number that must be there."""
+        """Return a whole number that must be there."""
         value = self.optional(name, least=least)
         if value is None:
             raise ValueError(f"{self.own.get(name, name)} is null, and a whole number is needed")
         return value
 
     def flag(self, choice: str | bool | None) -> bool:
-        """A choice of the architecture: fixed, or the name of the bool field that decides it."""
+        """Return a choice of the architecture: fixed, or the name of the bool field that decides it."""
         if not isinstance(choice, str):
             return bool(choice)
         called, value = self.raw(choice)
@@ -137,14 +137,14 @@ class Fields:
         return self.flag(self.architecture.get(name))
 
     def text(self, name: str) -> str:
-        """A field that holds a word."""
+        """Return a field that holds a word."""
         called, value = self.raw(name)
         if not isinstance(value, str):
             raise ValueError(f"{called} is a text; got {short(value)}")
         return value
 
     def numbers(self, name: str, *, length: int | None = None) -> list[int] | None:
-        """A list of whole numbers of at least 0, of the length if one is given; None where the field is null."""
+        """Return a list of whole numbers of at least 0, of the length if one is given; None where the field is null."""
         called, value = self.raw(name)
         if value is None:
             return None
@@ -165,7 +165,7 @@ class Fields:
         return [name for name in self.config if name not in known]
 
     def marks(self) -> list[str]:
-        """What this config has and the counts leave out, in words."""
+        """Return what this config has and the counts leave out, in words."""
         on = {**everywhere()["marks"], **self.architecture.get("marks", {})}
         return [note for name, note in on.items() if self._is_on(name)]
 
@@ -197,7 +197,7 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
 
 
 def check_heads(width: int, heads: int, kv_heads: int, dim: int | None) -> None:
-    """Raises ValueError where groups are uneven, or where d_model does not split and no head dim is given."""
+    """Raise ValueError where groups are uneven, or where d_model does not split and no head dim is given."""
     if heads % kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads: H = {heads}, K = {kv_heads} leave {heads % kv_heads} over"

@@ -131,7 +131,7 @@ class Spread:
         return max(layer.activations[layer.choose.layout] for layer in self.layers)
 
     def sent(self) -> int:
-        """Bytes that a rank sends in a prefill, each layer in the layout to choose."""
+        """Return bytes that a rank sends in a prefill, each layer in the layout to choose."""
         return sum(layer.count * (layer.tensor_bytes + layer.choose.bytes) for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Spread:
 
 
 def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: str = "bf16") -> Spread:
-    """The model at that context over the ranks.
+    """Return the model at that context over the ranks.
 
     Raises:
         ValueError: an encoder with a decoder, or heads or widths that the tensor ranks do not divide.
@@ -174,7 +174,7 @@ def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: s
 
 
 def check_grid(model: Model, grid: Grid) -> None:
-    """Raises ValueError where the tensor ranks do not divide what they share."""
+    """Raise ValueError where the tensor ranks do not divide what they share."""
     if any(layer.role == "cross" for layer in model.layers):
         raise ValueError("an encoder with a decoder is not planned over several ranks")
     n = grid.tensor
@@ -192,7 +192,7 @@ def check_grid(model: Model, grid: Grid) -> None:
 
 
 def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 1) -> MeshCall:
-    """The attention of a layer over a whole text, under its own mask."""
+    """Return the attention of a layer over a whole text, under its own mask."""
     both, window = layer.role == "encoder", layer.window
     reach = None if window is None else (window - 1) // 2 if both else window - 1
     return MeshCall(
@@ -236,7 +236,7 @@ def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: 
 
 
 def _merging(call: MeshCall, mine: AttentionLayer, ranks: int, tokens: int) -> tuple[int, int]:
-    """Bytes and messages between the context ranks in a decoded token: partial outputs go, merged ones come.
+    """Return bytes and messages between the context ranks in a decoded token: partial outputs go, merged ones come.
 
     Latent attention runs absorbed there: its outputs are in the space of the latents.
     """
@@ -259,7 +259,7 @@ def _steps(ranks: int) -> int:
 
 
 def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall, cost: Cost) -> int:
-    """Bytes at once: the stream and what is added to it, and attention or feed-forward, whichever is more.
+    """Return bytes at once: the stream and what is added to it, and attention or feed-forward, whichever is more.
 
     Of keys that travel a rank holds a few heads: in a ring three messages (attended, coming, going), in a gather two
     heads of all keys, which is the part that more ranks do not make smaller.
@@ -281,7 +281,7 @@ def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall,
 
 
 def _inside(part: Part) -> int:
-    """Numbers a token between the matrices of a feed-forward layer."""
+    """Return numbers a token between the matrices of a feed-forward layer."""
     if len(part.matrices) != 2:
         return 0
     (width, _, ups), (_, _, downs) = part.matrices
@@ -297,7 +297,7 @@ def _cached(layer: AttentionLayer, grid: Grid, tokens: int, numbers: tuple[int, 
 
 
 def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:
-    """Tokens of a text that a context rank keeps at most: of every N one, of a window as well."""
+    """Return tokens of a text that a context rank keeps at most: of every N one, of a window as well."""
     return shares(tokens if layer.window is None else min(tokens, layer.window), grid.context)[0]
 
 
@@ -337,7 +337,7 @@ def _decode(
     batch: int,
     cache: int,
 ) -> Seconds:
-    """Every context rank computes the dense layers of all texts; attention runs on its own keys."""
+    """Return every context rank computes the dense layers of all texts; attention runs on its own keys."""
     macs = read = 0
     for part, whole in parts_of(model, grid.tensor):
         if part.stream == "decoder" and whole.parameters:

@@ -24,12 +24,12 @@ OTHERS = "*"
 
 
 def layer_key(layer: AttentionLayer, *, alone: bool) -> str:
-    """What a plan calls the layer; `alone`: it is the only kind of layer in its model."""
+    """Return what a plan calls the layer; `alone`: it is the only kind of layer in its model."""
     return str(layer.index) if alone or layer.role == "self" else f"{layer.role}.{layer.index}"
 
 
 def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
-    """The model as it is after the plan.
+    """Return the model as it is after the plan.
 
     Raises:
         ValueError: in one line, a plan that does not fit the model: a layer or a head that is not there, groups that do
@@ -60,7 +60,7 @@ def _sizes(layer: AttentionLayer) -> tuple[int, int]:
 
 
 def _others(model: Model, changed: Sequence[AttentionLayer]) -> Iterator[Part]:
-    """The parts beside attention: a table of position biases, which layers share, has a column a head."""
+    """Yield the parts beside attention: a table of position biases, which layers share, has a column a head."""
     heads = {"encoder": [0], "decoder": [0]}
     for layer in changed:
         if layer.role != "cross":
@@ -82,7 +82,7 @@ def _changed(layer: AttentionLayer, entry: object) -> AttentionLayer:
 
 
 def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:
-    """The layer with these query heads only, and the key-value heads they read (query head h reads h // G).
+    """Return the layer with these query heads only, and the key-value heads they read (query head h reads h // G).
 
     Example:
         >>> layer = AttentionLayer("self", 0, 64, 8, 4, 8, 8)
@@ -100,7 +100,7 @@ def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:
 
 
 def regrouped(layer: AttentionLayer, kv_heads: object) -> AttentionLayer:
-    """The layer with its key-value heads merged into fewer; each must be made of equally many."""
+    """Return the layer with its key-value heads merged into fewer; each must be made of equally many."""
     if layer.latent is not None:
         raise ValueError("latent attention has no key-value heads to merge")
     if type(kv_heads) is not int or not 1 <= kv_heads <= layer.num_kv_heads or layer.num_kv_heads % kv_heads:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from .mask_pairs import mask_pairs
 from .parts import Part, linear, macs, parameters, vector
 
 LayerRole = Literal["self", "cross", "encoder"]
@@ -55,7 +56,7 @@ class PositionTerms:
         return min(self.rows, 2 * tokens) if self.grows else self.rows
 
     def made(self) -> int:
-        """How many matrices the distances pass."""
+        """Return how many matrices the distances pass."""
         return 2 if self.shared else self.keys + self.queries
 
 
@@ -185,7 +186,7 @@ class AttentionLayer:
         yield linear("o_proj", "attention", H * V, width, bias=self.bias.o)
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters by part, biases with their matrix.
+        """Return parameters by part, biases with their matrix.
 
         Example:
             >>> AttentionLayer("self", 0, 4096, 32, 8, 128, 128).parameter_counts()
@@ -194,7 +195,7 @@ class AttentionLayer:
         return {part.name: part.parameters for part in self.parts()}
 
     def parameter_count(self) -> int:
-        """Parameters of all parts."""
+        """Return parameters of all parts."""
         return parameters(self.parts())
 
     # --- cache ------------------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class AttentionLayer:
         return 1 if self.latent is not None else 2 * self.num_kv_heads
 
     def cached_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes that one token leaves in the cache."""
+        """Return bytes that one token leaves in the cache."""
         return self.cached_numbers() * number_bytes + self.cached_vectors() * scale_bytes
 
     def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
@@ -240,13 +241,17 @@ class AttentionLayer:
         if self.role == "cross":
             return queries * keys
         if self.role == "encoder":
-            return queries * keys if self.window is None else _near(queries, self.window)
+            if self.window is None:
+                return queries * keys
+            reach = (self.window - 1) // 2
+            return mask_pairs(0, queries, queries, left=reach, right=reach)
+        first = max(0, keys - queries)
         if self.chunked and self.window is not None:
-            return _in_chunks(keys, self.window) - _in_chunks(keys - queries, self.window)
-        return _causal(keys, self.window) - _causal(keys - queries, self.window)
+            return mask_pairs(first, keys - first, keys, chunk=self.window)
+        return mask_pairs(first, keys - first, keys, left=None if self.window is None else self.window - 1)
 
     def position_macs(self, queries: int, keys: int) -> tuple[int, int]:
-        """Multiply-adds of content against position: (once a pass, for each text)."""
+        """Return multiply-adds of content against position: (once a pass, for each text)."""
         if self.positions is None:
             return 0, 0
         rows, wide = self.positions.met(max(queries, keys)), self.num_heads * self.head_dim
@@ -254,7 +259,7 @@ class AttentionLayer:
         return rows * self.d_model * wide * self.positions.made(), each
 
     def score_macs(self) -> int:
-        """Multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
+        """Return multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
         return self.num_heads * (self.head_dim + self.value_dim)
 
     def absorbed_macs(self) -> tuple[int, int]:
@@ -269,42 +274,12 @@ class AttentionLayer:
         return per_token, self.num_heads * (2 * rank + rope)
 
     def expansion_macs(self) -> int:
-        """Multiply-adds that make keys and values out of one cached latent vector."""
+        """Return multiply-adds that make keys and values out of one cached latent vector."""
         return sum(part.macs for part in self.parts() if part.name in ("k_proj", "v_proj"))
 
     def projection_macs(self, stream: str) -> int:
-        """Multiply-adds of the projections for one token of the stream."""
+        """Return multiply-adds of the projections for one token of the stream."""
         return macs(self.parts(), stream)
-
-
-def _causal(tokens: int, window: int | None) -> int:
-    """Pairs of a causal mask over the first `tokens`: 1 + 2 + ... up to the window."""
-    if tokens <= 0:
-        return 0
-    reach = tokens if window is None else min(tokens, window)
-    return reach * (reach + 1) // 2 + (tokens - reach) * reach
-
-
-def _in_chunks(tokens: int, chunk: int) -> int:
-    """Pairs of a causal mask within stretches of `chunk`."""
-    whole, rest = divmod(max(tokens, 0), chunk)
-    return whole * _causal(chunk, None) + _causal(rest, None)
-
-
-def _near(tokens: int, window: int) -> int:
-    """Pairs at most (window - 1) / 2 apart, both ways."""
-    reach = min((window - 1) // 2, tokens - 1)
-    return tokens + 2 * sum_of_gaps(tokens, reach)
-
-
-def sum_of_gaps(tokens: int, reach: int) -> int:
-    """Pairs (i, j) with ``1 <= i - j <= reach`` among `tokens`.
-
-    Example:
-        >>> sum_of_gaps(4, 2)       # 3 neighbours and 2 at distance two
-        5
-    """
-    return reach * tokens - reach * (reach + 1) // 2
 
 
 def with_kv_heads(layer: AttentionLayer, kv_heads: int) -> AttentionLayer:

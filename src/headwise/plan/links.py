@@ -67,7 +67,7 @@ class Link:
     latency: float = 0.0
 
     def seconds(self, count: float, messages: int) -> float:
-        """The time of that many bytes in that many messages, one after another.
+        """Return the time of that many bytes in that many messages, one after another.
 
         Example:
             >>> Link(50e9, 2e-6).seconds(1e9, 3)
@@ -80,7 +80,7 @@ class Link:
 
 
 def all_gather(parts: Sequence[int]) -> tuple[int, ...]:
-    """What each rank sends where all get all parts: its own to each other.
+    """Return what each rank sends where all get all parts: its own to each other.
 
     Example:
         >>> all_gather([3, 3, 2])
@@ -90,7 +90,7 @@ def all_gather(parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def reduce_scatter(parts: Sequence[int]) -> tuple[int, ...]:
-    """What each rank sends where rank r gets the sum of all ranks' part r: every part but its own.
+    """Return what each rank sends where rank r gets the sum of all ranks' part r: every part but its own.
 
     Example:
         >>> reduce_scatter([3, 3, 2])
@@ -101,7 +101,7 @@ def reduce_scatter(parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
-    """What each rank sends where all get the sum: a reduce-scatter, then an all-gather.
+    """Return what each rank sends where all get the sum: a reduce-scatter, then an all-gather.
 
     Example:
         >>> all_reduce(8, 4)                           # 2 (N - 1) / N of the numbers
@@ -114,7 +114,7 @@ def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
 def sent(
     call: MeshCall, layout: ContextLayout, ranks: int, *, order: TokenOrder | None = None, backward: bool = False
 ) -> tuple[int, ...]:
-    """Bytes that each rank sends in one call, forward or (`backward`) on the way back.
+    """Return bytes that each rank sends in one call, forward or (`backward`) on the way back.
 
     Example:
         >>> call = MeshCall(queries=64, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
@@ -174,7 +174,7 @@ _SENT: dict[ContextLayout, Callable[[MeshCall, int, TokenOrder, bool], list[int]
 
 
 def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everywhere: bool = True) -> tuple[int, ...]:
-    """Bytes that each rank sends in a step whose keys are cached on the ranks, token n on rank n mod N.
+    """Return bytes that each rank sends in a step whose keys are cached on the ranks, token n on rank n mod N.
 
     Rows (head, batch row, query) are dealt out to the ranks, each of which merges its own: partial outputs and lse go
     there from the owners, and what is merged goes to all.
@@ -233,7 +233,7 @@ def _pairs(call: MeshCall, ranks: int, order: TokenOrder) -> tuple[int, ...]:
 
 
 def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: bool = False) -> int:
-    """Messages one after another on the longest way.
+    """Return messages one after another on the longest way.
 
     N - 1 in a ring, one from each rank that a halo reaches to, log2 N in a gather, one in each all-to-all.
     """
@@ -287,7 +287,7 @@ def price(
     flop_rate: float | None = None,
     backward: bool = False,
 ) -> Cost:
-    """What one layout costs. Backward computes five products of each pair where forward computes two.
+    """Return what one layout costs. Backward computes five products of each pair where forward computes two.
 
     Example:
         >>> call = MeshCall(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128)

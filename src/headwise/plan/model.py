@@ -71,26 +71,26 @@ class Model:
         return all(layer.role == "encoder" for layer in self.layers)
 
     def parts(self) -> list[Part]:
-        """Every part of the text model, attention's first."""
+        """Return every part of the text model, attention's first."""
         layers: tuple[AttentionLayer | StateLayer, ...] = (*self.layers, *self.states)
         return [part for layer in layers for part in layer.parts()] + list(self.others)
 
     def attention_parameters(self) -> int:
-        """Parameters of all attention layers."""
+        """Return parameters of all attention layers."""
         return sum(layer.parameter_count() for layer in self.layers)
 
     def total_parameters(self) -> int:
-        """Parameters of the model, its towers included."""
+        """Return parameters of the model, its towers included."""
         return parameters(self.parts()) + self.tower_parameters()
 
     def part_bytes(self, part: Part) -> int:
-        """Bytes of a part's weights in the checkpoint."""
+        """Return bytes of a part's weights in the checkpoint."""
         return (
             part.parameters * self.weight_bytes if self.packing is None else self.packing.bytes(part, self.weight_bytes)
         )
 
     def stored_bytes(self) -> int:
-        """Bytes of all weights in the checkpoint, towers included, without layers that predict further tokens.
+        """Return bytes of all weights in the checkpoint, towers included, without layers that predict further tokens.
 
         Of a model with towers only the text model is quantised.
         """
@@ -98,11 +98,11 @@ class Model:
         return sum(map(self.part_bytes, self.parts())) + self.weight_bytes * parameters(towers)
 
     def tower_parameters(self) -> int:
-        """Parameters of the towers, and of what joins them to the text model."""
+        """Return parameters of the towers, and of what joins them to the text model."""
         return sum(tower.parameter_count() for tower in self.towers)
 
     def active_parameters(self) -> int:
-        """Parameters that one token of the decoder passes through: without look-up tables and unused experts."""
+        """Return parameters that one token of the decoder passes through: without look-up tables and unused experts."""
         stream = "encoder" if self.is_encoder else "decoder"
         return sum(part.active for part in self.parts() if part.stream == stream)
 
@@ -113,14 +113,14 @@ class Model:
         return context if self.source is None else self.source
 
     def notes_at(self, contexts: Iterable[int]) -> tuple[str, ...]:
-        """The notes, with one on the contexts that go beyond the positions that it has learned."""
+        """Return the notes, with one on the contexts that go beyond the positions that it has learned."""
         limit = self.positions
         beyond = [str(context) for context in contexts if limit is not None and context > limit]
         note = f"beyond the {limit} positions the model has learned: {', '.join(beyond)}"
         return (*self.notes, *([note] if beyond else []))
 
     def with_layers(self, layers: tuple[AttentionLayer, ...]) -> Model:
-        """The same model with other attention layers."""
+        """Return the same model with other attention layers."""
         return replace(self, layers=layers)
 
 
@@ -180,7 +180,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
 
 
 def _positions(fields: Fields) -> int | None:
-    """Tokens that the table of positions has rows for; some count from behind the row of the padding token."""
+    """Return tokens that the table of positions has rows for; some count from behind the row of the padding token."""
     about = fields.architecture
     if not about.get("positions") or not fields.flag(about.get("positions_when", True)):
         return None
@@ -192,7 +192,7 @@ def _positions(fields: Fields) -> int | None:
 
 
 def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -> Model:
-    """A text model with its towers: each read from its own part of the config."""
+    """Return a text model with its towers: each read from its own part of the config."""
     fields = Fields(config, about)
     inner, text_type = _text_of(config, about)
     named, own = _first_class(config), about["classes"]
@@ -255,7 +255,7 @@ def _first_class(config: Mapping[str, Any]) -> str | None:
 
 
 def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Whether the language-modelling head counts, and what to say of any other head."""
+    """Return whether the language-modelling head counts, and what to say of any other head."""
     named = _first_class(config)
     if named in (None, about["classes"]["lm"]):
         return True, None

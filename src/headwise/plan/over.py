@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .costs import KV_BYTES
-from .grid import Grid, Spread, spread
+from .grid import Grid, Seconds, Spread, spread
 from .links import Link
 from .model import Model, model_of
 from .shape import short
 from .sources import find_config
 from .units import link as read_link
-from .units import rate
+from .units import rate, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 MOST_RANKS, FAR = 4096, 10_000_000
 MAX_TOKENS, MAX_BATCH = 10**10, 10**7
@@ -66,9 +68,7 @@ class ModelOverRanks:
         return {"name": self.name, **self.spread.to_dict(), "scaling": rows, "notes": list(self.notes)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from .rank_text import tables
-
-        yield from tables(self)
+        yield from _tables(self)
 
     def __str__(self) -> str:
         from .text import plain
@@ -88,7 +88,7 @@ def over(
     bandwidth: float | str | None = None,
     flops: float | str | None = None,
 ) -> ModelOverRanks:
-    """What a model costs over `tensor` times `ranks` ranks: held, sent, and the least times.
+    """Return what a model costs over `tensor` times `ranks` ranks: held, sent, and the least times.
 
     Args:
         config: As for `headwise.plan.of`.
@@ -173,3 +173,108 @@ def _row(one: Spread, first: ScalingRow | None) -> ScalingRow:
     memory = one.weight_bytes + one.cache_bytes + one.activation_bytes
     after = None if decode is None else decode.link if decode.total is None else decode.total
     return ScalingRow(one.grid.ranks, one.tokens, memory, seconds, efficiency, share, after)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+ABSENT = "-"
+
+
+def _tables(model: ModelOverRanks) -> Iterator[Any]:
+    """Yield the whole text, in order."""
+    from rich.text import Text
+
+    yield _rank(model)
+    yield _layouts(model.spread)
+    yield _scaling_table(model)
+    yield Text(_remarks(model))
+
+
+def _rank(model: ModelOverRanks) -> Table:
+    from rich.table import Table
+
+    at = model.spread
+    grid = at.grid
+    table = Table(model.name, "a rank", title=f"{grid.ranks:,} ranks: {grid.tensor} x heads, {grid.context} x tokens")
+    text = f"{at.tokens:,} tokens" + (f", batch {at.batch}" if at.batch > 1 else "")
+    table.add_row("at", text)
+    table.add_row("weights", show_bytes(at.weight_bytes))
+    table.add_row("cache", ABSENT if at.decode is None else show_bytes(at.cache_bytes))
+    table.add_row("activations of a layer", show_bytes(at.activation_bytes))
+    table.add_row("sent in a prefill", show_bytes(at.sent()))
+    sent = sum(layer.count * layer.decode_bytes for layer in at.layers)
+    table.add_row("sent in a decoded token", ABSENT if at.decode is None else show_bytes(sent))
+    table.add_row("prefill, at least", _times(at.prefill))
+    table.add_row("a decoded token, at least", ABSENT if at.decode is None else _times(at.decode))
+    return table
+
+
+def _times(time: Seconds) -> str:
+    parts = {"computing": time.compute, "memory": time.memory, "link": time.link}
+    parts_text = ", ".join(f"{name} {show_seconds(value)}" for name, value in parts.items() if value is not None)
+    return parts_text if time.total is None else f"{show_seconds(time.total)} ({parts_text})"
+
+
+def _layouts(at: Spread) -> Table:
+    """For each kind of layer what each layout sends and takes; the one to choose first."""
+    from rich.table import Table
+
+    headers = ("layers", "layout", "sent, forward", "backward", "activations", "link", "at least")
+    table = Table(*headers, title="One layer of a prefill, on the rank that has most")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for layer in at.layers:
+        table.add_section()
+        table.add_row(
+            f"{layer.count} {layer.kind}", "tensor (two all-reduces)", show_bytes(layer.tensor_bytes), "", "", "", ""
+        )
+        for cost in layer.costs:
+            name = f"{cost.layout}, {cost.order}" if cost.layout == "ring" and not _halo(layer.kind) else cost.layout
+            name = "halo" if cost.layout == "ring" and _halo(layer.kind) else name
+            table.add_row(
+                "",
+                name + (" (choose)" if cost is layer.choose else ""),
+                show_bytes(cost.bytes),
+                show_bytes(layer.backward[cost.layout]),
+                show_bytes(layer.activations[cost.layout]),
+                ABSENT if cost.link_seconds is None else show_seconds(cost.link_seconds),
+                ABSENT if cost.seconds is None else show_seconds(cost.seconds),
+            )
+    return table
+
+
+def _halo(kind: str) -> bool:
+    return kind.startswith(("window", "chunks"))
+
+
+def _scaling_table(model: ModelOverRanks) -> Table:
+    from rich.table import Table
+
+    headers = ("ranks", "tokens", "held by a rank", "prefill", "efficiency", "link", "a decoded token")
+    table = Table(*headers, title="Scaling: the least times, by the link's bandwidth and latency")
+    for column in table.columns:
+        column.justify = "right"
+    tokens = None
+    for row in model.scaling:
+        if tokens not in (None, row.tokens):
+            table.add_section()
+        tokens = row.tokens
+        table.add_row(
+            f"{row.ranks:,}",
+            f"{row.tokens:,}",
+            show_bytes(row.rank_bytes),
+            show_seconds(row.prefill_seconds),
+            ABSENT if row.efficiency is None else f"{row.efficiency:.0%}",
+            ABSENT if row.link_share is None else f"{row.link_share:.0%}",
+            ABSENT if row.decode_seconds is None else show_seconds(row.decode_seconds),
+        )
+    return table
+
+
+def _remarks(model: ModelOverRanks) -> str:
+    lines = [f"not counted or not known: {note}" for note in model.notes]
+    if model.spread.prefill.compute is None:
+        lines.append("without a speed of computing (flops) times are the link's alone")
+    if model.spread.model.towers or model.spread.model.states:
+        lines.append("towers and layers with a state lie on every rank, whole")
+    return "\n".join(lines)

@@ -29,7 +29,7 @@ class Packing:
     experts_only: bool = False
 
     def packs(self, part: Part) -> bool:
-        """Whether the part's matrices are stored packed."""
+        """Return whether the part's matrices are stored packed."""
         if self.experts_only:
             return part.name == "experts"
         return part.room in ROOMS and part.name not in PLAIN and bool(part.matrices)
@@ -88,7 +88,7 @@ def _groups(about: Mapping[str, Any], default: int) -> Callable[[int], int]:
 
 
 def _fp8(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """A byte a weight, and a float32 for each block."""
+    """Return a byte a weight, and a float32 for each block."""
     block = about.get("weight_block_size")
     if block is None:
         return lambda inputs, outputs: inputs * outputs + 4
@@ -143,7 +143,7 @@ def _bitsandbytes(about: Mapping[str, Any]) -> Callable[[int, int], int]:
 
 
 def _compressed(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """The weights of the first group: their bits, and a scale of two bytes for a group, a row or the matrix."""
+    """Return the weights of the first group: their bits, and a scale of two bytes for a group, a row or the matrix."""
     config = about.get("config_groups")
     first = next(iter(config.values()), None) if isinstance(config, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None

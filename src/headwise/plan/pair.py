@@ -71,7 +71,7 @@ def _stack(fields: Fields, stack: str, width: int) -> Iterator[Part]:
 
 
 def _gated(fields: Fields) -> bool:
-    """Whether the feed-forward layers gate; a text such as ``gated-gelu`` says it."""
+    """Return whether the feed-forward layers gate; a text such as ``gated-gelu`` says it."""
     choice = fields.architecture["mlp"]
     if choice in ("plain", "gated"):
         return bool(choice == "gated")

@@ -35,7 +35,7 @@ class Part:
 
 
 def linear(name: str, room: str, inputs: int, outputs: int, *, bias: bool = False, stream: str = "decoder") -> Part:
-    """A matrix that every token passes, with one bias an output where there are biases.
+    """Return a matrix that every token passes, with one bias an output where there are biases.
 
     Example:
         >>> linear("q_proj", "attention", 4, 6, bias=True)
@@ -46,12 +46,12 @@ def linear(name: str, room: str, inputs: int, outputs: int, *, bias: bool = Fals
 
 
 def vector(name: str, room: str, size: int, *, stream: str = "decoder") -> Part:
-    """Numbers that every token passes without a matrix product: the weights of a norm, a bias."""
+    """Return numbers that every token passes without a matrix product: the weights of a norm, a bias."""
     return Part(name, room, size, 0, size, stream)
 
 
 def table(name: str, rows: int, width: int, *, stream: str = "decoder") -> Part:
-    """Rows that a token looks up; it reads one, so none of its size is counted as passed."""
+    """Return rows that a token looks up; it reads one, so none of its size is counted as passed."""
     return Part(name, "embedding", rows * width, 0, 0, stream)
 
 
@@ -68,10 +68,10 @@ def repeated(part: Part, copies: int, used: int) -> Part:
 
 
 def parameters(parts: Iterable[Part], room: str | None = None) -> int:
-    """Parameters of all parts, or of those of one room."""
+    """Return parameters of all parts, or of those of one room."""
     return sum(part.parameters for part in parts if room in (None, part.room))
 
 
 def macs(parts: Iterable[Part], stream: str) -> int:
-    """Multiply-adds that one token of the stream causes."""
+    """Return multiply-adds that one token of the stream causes."""
     return sum(part.macs for part in parts if part.stream == stream)

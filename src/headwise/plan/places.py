@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from .mask_pairs import mask_pairs
 from .shape import check_size
 
 TokenOrder = Literal["contiguous", "zigzag"]
@@ -88,7 +89,7 @@ class MeshCall:
         return self.latent or self.kv_heads * (self.head_dim + self.value_dim)
 
     def seen(self, start: int, stop: int) -> Stretch:
-        """The keys, of all S, that the queries from `start` to `stop` (of T) see together.
+        """Return the keys, of all S, that the queries from `start` to `stop` (of T) see together.
 
         Example:
             >>> MeshCall(8, 8, 1, 1, 4, 4, left=2).seen(4, 6), MeshCall(8, 8, 1, 1, 4, 4, chunk=3).seen(4, 6)
@@ -103,12 +104,7 @@ class MeshCall:
 
     def pairs(self, stop: int) -> int:
         """(query, key) pairs of the first `stop` queries."""
-        after = _keys_after(self.cached, stop, self.right, self.keys)
-        if self.chunk is not None:
-            before = _in_chunks(self.cached + stop, self.chunk) - _in_chunks(self.cached, self.chunk)
-        else:
-            before = _keys_before(self.cached, stop, self.left)
-        return before + after + stop
+        return mask_pairs(self.cached, stop, self.keys, left=self.left, right=self.right, chunk=self.chunk)
 
 
 # --- who has what -----------------------------------------------------------------------------------------------------
@@ -128,7 +124,7 @@ def shares(total: int, parts: int) -> tuple[int, ...]:
 
 @cache
 def stretches(total: int, parts: int) -> tuple[Stretch, ...]:
-    """The places of those shares: (start, stop) each.
+    """Return the places of those shares: (start, stop) each.
 
     Example:
         >>> stretches(11, 4)
@@ -140,7 +136,7 @@ def stretches(total: int, parts: int) -> tuple[Stretch, ...]:
 
 
 def order_of(call: MeshCall, ranks: int) -> TokenOrder:
-    """How queries are placed: zigzag where attention is causal without bound, for then late queries see more.
+    """Return how queries are placed: zigzag where attention is causal without bound, for then late queries see more.
 
     Example:
         >>> order_of(MeshCall(64, 64, 1, 1, 4, 4), 4), order_of(MeshCall(64, 64, 1, 1, 4, 4, left=7), 4)
@@ -152,7 +148,7 @@ def order_of(call: MeshCall, ranks: int) -> TokenOrder:
 
 @cache
 def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[tuple[Stretch, ...], ...]:
-    """The stretches of queries that each rank has.
+    """Return the stretches of queries that each rank has.
 
     Example:
         >>> places(8, 2, "zigzag")
@@ -166,7 +162,7 @@ def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[
 
 @cache
 def keys_by_rank(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Keys that each rank has: those of its queries, and its share of the cached."""
+    """Return keys that each rank has: those of its queries, and its share of the cached."""
     own = places(call.queries, ranks, order or order_of(call, ranks))
     old = shares(call.cached, ranks)
     return tuple(sum(b - a for a, b in own[r]) + old[r] for r in range(ranks))
@@ -191,7 +187,7 @@ class HeadShare(NamedTuple):
 
 @cache
 def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
-    """The heads of each rank: whole groups; where there are more ranks than groups, each a part of one group.
+    """Return the heads of each rank: whole groups; where there are more ranks than groups, each a part of one group.
 
     Example:
         >>> [share.query for share in head_shares(6, 3, 2)], [share.kv for share in head_shares(4, 2, 4)]
@@ -208,7 +204,7 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
 
 
 def heads_at_once(heads: int, head_bytes: int) -> int:
-    """How many of the key-value heads one message of keys has: one, or as many as take `MESSAGE` bytes together.
+    """Return how many of the key-value heads one message of keys has: one, or as many as take `MESSAGE` bytes together.
 
     Example:
         >>> heads_at_once(8, 100 << 10), heads_at_once(8, 1 << 20), heads_at_once(8, 100)
@@ -222,7 +218,7 @@ def heads_at_once(heads: int, head_bytes: int) -> int:
 
 @cache
 def needed(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Keys of other ranks that each rank's queries see.
+    """Return keys of other ranks that each rank's queries see.
 
     Example:
         >>> needed(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), needed(MeshCall(8, 8, 1, 1, 4, 4, left=1), 4)
@@ -272,7 +268,7 @@ def _key_starts(queries: int, cached: int, ranks: int) -> tuple[int, ...]:
 
 @cache
 def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Keys that each rank sends, its own, once to each other rank that sees them.
+    """Return keys that each rank sends, its own, once to each other rank that sees them.
 
     Example:
         >>> shown(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), shown(MeshCall(8, 8, 1, 1, 4, 4), 2)
@@ -303,34 +299,6 @@ def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[
     return tuple(result)
 
 
-# --- sums -------------------------------------------------------------------------------------------------------------
-
-
 def length(stretch: Stretch) -> int:
-    """How many lie in it."""
+    """Return how many tokens a stretch has."""
     return stretch[1] - stretch[0]
-
-
-def _capped(stop: int, cap: int | None) -> int:
-    """``sum(min(x, cap) for x in range(stop))``."""
-    if stop <= 0:
-        return 0
-    if cap is None or stop <= cap:
-        return stop * (stop - 1) // 2
-    return cap * (cap - 1) // 2 + (stop - cap) * cap
-
-
-def _keys_before(first: int, count: int, left: int | None) -> int:
-    """Keys before their own that the queries at places `first` onwards see."""
-    return _capped(first + count, left) - _capped(first, left)
-
-
-def _keys_after(first: int, count: int, right: int | None, keys: int) -> int:
-    """Keys after their own: the same, counted from the end."""
-    return _keys_before(keys - first - count, count, right)
-
-
-def _in_chunks(stop: int, chunk: int) -> int:
-    """Keys before their own that the queries of the first `stop` places see within chunks."""
-    whole, rest = divmod(stop, chunk)
-    return whole * _capped(chunk, None) + _capped(rest, None)

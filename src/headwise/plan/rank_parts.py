@@ -44,7 +44,7 @@ def _share(part: Part, tensor: int) -> Part:
 
 
 def _divided(part: Part, tensor: int, whole: int) -> Part:
-    """The part with its numbers divided, up; `whole` of its parameters (biases) are on every rank."""
+    """Return the part with its numbers divided, up; `whole` of its parameters (biases) are on every rank."""
 
     def share(number: int) -> int:
         return -(-number // tensor)
@@ -58,7 +58,7 @@ def _divided(part: Part, tensor: int, whole: int) -> Part:
 
 
 def rank_bytes(model: Model, part: Part, whole: Part) -> int:
-    """Bytes of a part on a rank: its share of what the whole takes, packed or not."""
+    """Return bytes of a part on a rank: its share of what the whole takes, packed or not."""
     if not whole.parameters:
         return 0
     return -(-model.part_bytes(whole) * part.parameters // whole.parameters)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from .chart import check_plans
 
 if TYPE_CHECKING:
-    from .record import AttentionPlan
+    from .plan_data import PlanData
 
 LISTS = {"notes", "card", "layers", "states", "towers", "contexts", "planned", "floors"}
 """What of a plan's `to_dict` is no number or name of its own; JSON has it."""
 
 
-def csv(plans: Sequence[AttentionPlan]) -> str:
-    """The numbers of plans, a line for each plan and context; after a plan its heads plan's, where it has one.
+def csv(plans: Sequence[PlanData]) -> str:
+    """Return the numbers of plans, a line for each plan and context; after a plan its heads plan's, where it has one.
 
     Columns are named as in `to_dict`, the inner name after the outer one. What a plan has none of is
     empty; what none of them has, such as a packing of the weights, has no column.
@@ -50,8 +50,8 @@ def csv_of(table: Sequence[Mapping[str, Any]]) -> str:
     return file.getvalue()
 
 
-def rows(plan: AttentionPlan, *, planned: bool = False) -> Iterator[dict[str, Any]]:
-    """A row for each context, then those after the heads plan."""
+def rows(plan: PlanData, *, planned: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield a row for each context, then those after the heads plan."""
     whole = plan.to_dict()
     for cost in plan.contexts:
         yield {"name": plan.name, "heads_plan": planned, **dict(_flat({**whole, **cost.to_dict()}))}

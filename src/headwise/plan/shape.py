@@ -45,7 +45,7 @@ class AttentionShape:
         bias: BiasOption = False,
         num_layers: int | None = None,
     ) -> AttentionShape:
-        """The shape with its defaults: K = H, D = d_model / H, V = D.
+        """Return the shape with its defaults: K = H, D = d_model / H, V = D.
 
         Raises:
             TypeError: a size is no int.
@@ -77,7 +77,7 @@ class AttentionShape:
         return cls(d_model, num_heads, num_kv_heads, head_dim, value_dim, bias, num_layers)
 
     def arguments(self) -> dict[str, Any]:
-        """The sizes as keyword arguments of `headwise.MultiHeadAttention` and `headwise.nn.trace_shape`.
+        """Return the sizes as keyword arguments of `headwise.MultiHeadAttention` and `headwise.nn.trace_shape`.
 
         Example:
             >>> AttentionShape.of(12, 3).arguments()
@@ -100,7 +100,7 @@ def check_size(name: str, size: object, *, optional: bool = False) -> None:
 
 
 def short(value: object) -> str:
-    """A value as it may be shown: on one line, not long."""
+    """Return a value as it may be shown: on one line, not long."""
     if isinstance(value, int) and abs(value) >= 10**20:
         return "a number of more than 20 digits"
     try:

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import parse, printable, shape_of
+from ..files.hub_cache import cached_snapshot
+from ..files.text import visible
+from .config import parse, shape_of
 from .fields import architectures
 from .layer import Biases
 from .model import model_of
 from .shape import AttentionShape, BiasOption
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 PLANNED = {"model_type", "attention_computations", "bytes_per_token", "contexts"}
 """What `AttentionPlan.to_dict` holds and no config does."""
 BIAS: dict[Biases, BiasOption] = {
@@ -31,7 +31,7 @@ BIAS: dict[Biases, BiasOption] = {
 
 @functools.cache
 def cards() -> dict[str, dict[str, Any]]:
-    """The built-in cards by name: title, config, note.
+    """Return the built-in cards by name: title, config, note.
 
     >>> sorted(cards()["gpt-3"])
     ['config', 'left_out', 'note', 'title']
@@ -50,7 +50,7 @@ def known() -> dict[str, Any]:
 
 
 def read_config(config: Any) -> AttentionShape:
-    """The attention shape that a config describes: one layer of its text model.
+    """Return the attention shape that a config describes: one layer of its text model.
 
     Of an architecture that `headwise.plan.of` knows it is the first layer that is planned there, biases included. Of
     others the sizes are read under the names that configs in use have for them (``hidden_size`` or ``n_embd``, ...),
@@ -95,7 +95,7 @@ def _planned(config: Mapping[str, Any]) -> AttentionShape | None:
 
 
 def _on_disk(what: object) -> Path | None:
-    """The config.json that a name leads to; None where there is none of that name, or it is no name."""
+    """Return the config.json that a name leads to; None where there is none of that name, or it is no name."""
     if not isinstance(what, str | Path) or "\0" in str(what) or not os.path.lexists(what):
         return None
     path = Path(what)
@@ -120,31 +120,31 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """As `find_config`, of anything that is an object in JSON."""
     if isinstance(what, Mapping):
-        return printable(str(what.get("model_type", "config"))), dict(what), {}
+        return visible(str(what.get("model_type", "config")), limit=100), dict(what), {}
     if not isinstance(what, str | Path):
         config = what.to_dict() if hasattr(what, "to_dict") else None
         if not isinstance(config, Mapping):
             raise TypeError(
                 f"a config is a path, a name, a dict or an object with to_dict(); got {type(what).__name__}"
             )
-        return printable(str(config.get("model_type", "config"))), dict(config), {}
+        return visible(str(config.get("model_type", "config")), limit=100), dict(config), {}
     if what == "":  # a Path makes "." of it
         raise ValueError("the config's name is empty; give a config.json, a checkpoint folder, a card or a hub name")
     path = _on_disk(what)
     if path is not None:
         own = (path.parent.name or str(what)) if path.name == "config.json" else path.stem
-        return printable(own), _read(path), {}
+        return visible(own, limit=100), _read(path), {}
     name = str(what)
     card = cards().get(name.lower())
     if card is not None:
         return name.lower(), card["config"], card
-    cached = _cached(name)
+    cached = cached_snapshot(name)
     if cached is not None:
-        return name, _read(cached), {}
+        return name, _read(cached / "config.json"), {}
     near = _near(name)
     hint = f"cards like it: {', '.join(near)}" if near else "headwise plan --list shows the cards"
     raise ValueError(
-        f"'{printable(name)}': no such file or folder, no card and no model in the hub's local cache; {hint}"
+        f"'{visible(name, limit=100)}': no such file or folder, no card and no model in the hub's local cache; {hint}"
     )
 
 
@@ -163,19 +163,3 @@ def _read(path: Path) -> dict[str, Any]:
         return parse(path)
     except ValueError as wrong:
         raise ValueError(f"{str(path)!r}: {wrong}") from None
-
-
-def _cached(name: str) -> Path | None:
-    """The config of a model in the hub's local cache, the snapshot that ``main`` points to; None without one."""
-    if not HUB_NAME.fullmatch(name) or ".." in name:
-        return None
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    folder = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"), "models--" + name.replace("/", "--"))
-    try:
-        commit = (folder / "refs" / "main").read_text("ascii")[:41].strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    config = folder / "snapshots" / commit / "config.json"
-    return config if COMMIT.fullmatch(commit) and config.is_file() else None

@@ -34,11 +34,11 @@ class StateLayer:
     matrices: tuple[Part, ...]
 
     def parts(self) -> tuple[Part, ...]:
-        """Every matrix and vector."""
+        """Return every matrix and vector."""
         return self.matrices
 
     def bytes(self, number_bytes: int) -> int:
-        """Bytes that one text takes, where a number of the model's dtype has so many.
+        """Return bytes that one text takes, where a number of the model's dtype has so many.
 
         Example:
             >>> StateLayer(0, "mamba", 96, 384, 4, ()).bytes(2)
@@ -65,7 +65,7 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
 
 
 def _listed(fields: Fields, about: dict[str, Any], layers: int) -> list[bool] | None:
-    """What ``layer_types`` says, where the architecture has it and it is not null."""
+    """Return what ``layer_types`` says, where the architecture has it and it is not null."""
     types = fields.raw("layer_types")[1] if "layer_types" in fields.defaults else None
     if types is None:
         return None
@@ -78,18 +78,18 @@ def _listed(fields: Fields, about: dict[str, Any], layers: int) -> list[bool] | 
 
 
 def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Every n-th layer attends."""
+    """Return the layers that attend: every n-th."""
     every = fields.size(about["every"])
     return [(i + 1) % every == 0 for i in range(layers)]
 
 
 def _odd(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Every other layer attends, the first among them."""
+    """Return the layers that attend: every other one, from the first."""
     return [i % 2 == 0 for i in range(layers)]
 
 
 def _period(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """One layer of each period attends."""
+    """Return the layers that attend: one of each period."""
     period, offset = fields.size(about["period"]), fields.size(about["offset"], least=0)
     if offset >= period:
         raise ValueError(f"{about['offset']} = {offset} is not below {about['period']} = {period}")
@@ -97,7 +97,7 @@ def _period(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
 
 
 def _indices(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """The layers of a list attend; where it is null, all or none."""
+    """Return the layers that attend: those of a list; where it is null, all or none."""
     listed = fields.numbers(about["indices"])
     return [about.get("null_is_all", False) if listed is None else i in listed for i in range(layers)]
 
@@ -111,7 +111,7 @@ _RULES: dict[str, Callable[[Fields, dict[str, Any], int], list[bool]]] = {
 
 
 def state_layers(fields: Fields, layers: int) -> tuple[StateLayer, ...]:
-    """The layers with a state of a model with one stack; none for most models."""
+    """Return the layers with a state of a model with one stack; none for most models."""
     about: dict[str, Any] | None = fields.architecture.get("states")
     if about is None:
         return ()
@@ -136,7 +136,7 @@ def _numbers(name: str, size: int) -> Part:
 
 
 def _conv(channels: int, kernel: int, *, bias: bool) -> Part:
-    """A convolution of each channel by itself: kernel multiply-adds a channel and token."""
+    """Return a convolution of each channel by itself: kernel multiply-adds a channel and token."""
     size = channels * kernel + (channels if bias else 0)
     return Part("conv", "state", size, channels * kernel, size)
 
@@ -206,7 +206,7 @@ def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
 
 
 def _short_conv(fields: Fields, about: dict[str, Any]) -> StateSizes:
-    """A convolution between two gates; it has no recurrent state."""
+    """Return a convolution between two gates; it has no recurrent state."""
     width, kernel, bias = fields.size("hidden_size"), fields.size("conv_L_cache"), fields.flag("conv_bias")
 
     def parts() -> Iterator[Part]:

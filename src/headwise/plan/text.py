@@ -14,14 +14,14 @@ from .units import figures, show, show_bytes, show_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .record import AttentionPlan, ContextCost
+    from .plan_data import ContextCost, PlanData
 
 SYMBOLS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "q_down": "W_DQ", "kv_down": "W_DKV"}
 NONE = "-"
 
 
 def plain(result: Any) -> str:
-    """What `print` of a plan, or of any result that Rich knows how to show, gives: its tables without colour."""
+    """Return what `print` of a plan, or of any result that Rich knows how to show, gives: its tables without colour."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)
@@ -30,8 +30,8 @@ def plain(result: Any) -> str:
     return text.get().rstrip()
 
 
-def tables(plan: AttentionPlan) -> Iterator[Any]:
-    """The whole text of one plan, in order."""
+def tables(plan: PlanData) -> Iterator[Any]:
+    """Yield the whole text of one plan, in order."""
     from rich.text import Text
 
     yield overview([plan])
@@ -44,7 +44,7 @@ def tables(plan: AttentionPlan) -> Iterator[Any]:
     yield Text(remarks(plan))
 
 
-def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
+def side_by_side(plans: Sequence[PlanData]) -> Any:
     """The overview of several plans, then what each one's heads plan saves and its steps at the speeds that were given.
 
     Each one's remarks stand below; rich prints it.
@@ -67,22 +67,22 @@ def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
     return Group(overview(plans), *own, *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
 
 
-def _beside_others(plan: AttentionPlan) -> Iterator[Table]:
-    """What was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
+def _beside_others(plan: PlanData) -> Iterator[Table]:
+    """Yield what was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
     if plan.planned is not None:
         yield savings(plan, plan.planned)
     yield from (_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None)
 
 
 def _titled(name: str, table: Table) -> Table:
-    """The table of one plan among several."""
+    """Return the table of one plan among several."""
     from rich.text import Text
 
     table.title = Text(f"{name}: {table.title}")
     return table
 
 
-def _check_alike(plans: Sequence[AttentionPlan]) -> None:
+def _check_alike(plans: Sequence[PlanData]) -> None:
     """Raise ValueError where a row would have numbers of different contexts or batches."""
     first = plans[0]
     for plan in plans:
@@ -96,8 +96,8 @@ def _check_alike(plans: Sequence[AttentionPlan]) -> None:
                 )
 
 
-def remarks(plan: AttentionPlan) -> str:
-    """What the reader must know beside the numbers."""
+def remarks(plan: PlanData) -> str:
+    """Return what the reader must know beside the numbers."""
     lines = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
     if plan.notes:
         lines = [f"not counted or not known: {note}" for note in plan.notes]
@@ -113,7 +113,7 @@ def remarks(plan: AttentionPlan) -> str:
 # --- one column a plan ------------------------------------------------------------------------------------------------
 
 
-def overview(plans: Sequence[AttentionPlan]) -> Table:
+def overview(plans: Sequence[PlanData]) -> Table:
     """Sizes, parameters, cache and operations; a column for each plan."""
     from rich.table import Table
     from rich.text import Text
@@ -135,7 +135,7 @@ def overview(plans: Sequence[AttentionPlan]) -> Table:
     return table
 
 
-def _facts(plan: AttentionPlan, *, one_dtype: bool) -> dict[str, str]:
+def _facts(plan: PlanData, *, one_dtype: bool) -> dict[str, str]:
     model, rooms = plan.model, plan.parameters()
     share = rooms["attention"] / rooms["total"]
     first = model.layers[0]
@@ -158,7 +158,7 @@ def _facts(plan: AttentionPlan, *, one_dtype: bool) -> dict[str, str]:
     }
 
 
-def _beside(plan: AttentionPlan) -> dict[str, str]:
+def _beside(plan: PlanData) -> dict[str, str]:
     """Towers, each with its parameters and a picture's cost; layers that predict further tokens."""
     rows = {}
     for tower in plan.model.towers:
@@ -176,7 +176,7 @@ def _beside(plan: AttentionPlan) -> dict[str, str]:
 
 
 def _state_facts(model: Model) -> dict[str, str]:
-    """The layers with a state, where there are any."""
+    """Return the layers with a state, where there are any."""
     if not model.states:
         return {}
     count, one = len(model.states), model.states[0]
@@ -184,7 +184,7 @@ def _state_facts(model: Model) -> dict[str, str]:
     return {"layers with a state": f"{count} {one.kind}, {size} each for a text of any length"}
 
 
-def _context_facts(plan: AttentionPlan, cost: ContextCost) -> dict[str, str]:
+def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
     gqa = NONE if cost.as_gqa8_bytes is None else show_bytes(cost.as_gqa8_bytes)
     if plan.model.is_encoder:
         cache = {
@@ -224,7 +224,7 @@ def _layer_counts(layers: Sequence[AttentionLayer]) -> str:
 
 
 def _spread(values: Any) -> str:
-    """The value all layers share, or the first few of those there are."""
+    """Return the value all layers share, or the first few of those there are."""
     different = list(dict.fromkeys(values))
     return "; ".join(different[:3]) + ("; ..." if len(different) > 3 else "")
 
@@ -232,8 +232,8 @@ def _spread(values: Any) -> str:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def projections(plan: AttentionPlan) -> Table:
-    """Parameters of each projection, a layer and in all, biases with their matrix."""
+def projections(plan: PlanData) -> Table:
+    """Return parameters of each projection, a layer and in all, biases with their matrix."""
     from rich.table import Table
 
     table = Table("parameters", "a layer", "in all layers", title="Projections")
@@ -271,7 +271,7 @@ def _floor_table(cost: ContextCost) -> Table:
     return table
 
 
-def savings(plan: AttentionPlan, planned: AttentionPlan) -> Table:
+def savings(plan: PlanData, planned: PlanData) -> Table:
     """Before and after a heads plan."""
     from rich.table import Table
 

@@ -37,11 +37,11 @@ class Tower:
     tokens: int | None
 
     def parts(self) -> list[Part]:
-        """Every part, attention's first."""
+        """Return every part, attention's first."""
         return [part for layer in self.layers for part in layer.parts()] + list(self.others)
 
     def parameter_count(self) -> int:
-        """Parameters of all of it."""
+        """Return parameters of all of it."""
         return parameters(self.parts())
 
     def flops(self) -> int | None:
@@ -84,7 +84,7 @@ def known_towers() -> dict[str, dict[str, Any]]:
 
 
 def tower_of(config: Mapping[str, Any], key: str, spec: Mapping[str, Any]) -> tuple[Tower, list[str], Fields]:
-    """The tower that a config's `key` describes, fields in it that are not known, and its fields.
+    """Return the tower that a config's `key` describes, fields in it that are not known, and its fields.
 
     Raises:
         ValueError: a tower of an architecture that is not known, or a field that is wrong.
@@ -156,7 +156,7 @@ def _others(fields: Fields, layers: int) -> Iterator[Part]:
 
 
 def _pool(fields: Fields, width: int, inner: int) -> Iterator[Part]:
-    """A learned query that attends to all patches, and a feed-forward layer."""
+    """Yield a learned query that attends to all patches, and a feed-forward layer."""
     yield vector("probe", "head", width)
     yield linear("pool", "head", width, 4 * width, bias=True)
     yield vector("pool_norm", "head", norm_size(fields, width))
@@ -179,7 +179,7 @@ def _merge(fields: Fields, about: dict[str, str], width: int) -> Iterator[Part]:
 
 
 def connector(fields: Fields, tower: Fields, text_width: int) -> tuple[Part, ...]:
-    """What joins a tower to the text model, as the architecture's ``connector`` says."""
+    """Return what joins a tower to the text model, as the architecture's ``connector`` says."""
     about = fields.architecture.get("connector")
     if about is None:
         return ()
@@ -188,7 +188,7 @@ def connector(fields: Fields, tower: Fields, text_width: int) -> tuple[Part, ...
 
 
 def _mlp(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> Iterator[Part]:
-    """Two matrices; the layers that are taken lie side by side."""
+    """Yield two matrices; the layers that are taken lie side by side."""
     called, taken = fields.raw(about["layers"])
     count = len(taken) if isinstance(taken, list) else 1
     if count == 0:
@@ -204,7 +204,7 @@ def _mlp(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> Ite
 
 
 def _matrix(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> Iterator[Part]:
-    """One matrix; with a norm before it, or neighbours side by side, where the architecture has them."""
+    """Yield one matrix; with a norm before it, or neighbours side by side, where the architecture has them."""
     width = tower.size(about["from"])
     if about.get("norm"):
         yield vector("connector_norm", "norm", width)

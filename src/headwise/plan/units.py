@@ -55,7 +55,7 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def link(text: str) -> tuple[float, float]:
-    """A link between ranks: bytes a second, and the seconds until a message arrives.
+    """Return a link between ranks: bytes a second, and the seconds until a message arrives.
 
     Example:
         >>> link("50GB/s,2us")
@@ -78,7 +78,7 @@ def link(text: str) -> tuple[float, float]:
 
 
 def show_seconds(seconds: float) -> str:
-    """A time in the largest unit that leaves a number of at least 1.
+    """Return a time in the largest unit that leaves a number of at least 1.
 
     Example:
         >>> show_seconds(0.00123), show_seconds(61), show_seconds(2e-7)
@@ -90,7 +90,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def figures(number: float, digits: int = 3) -> str:
-    """A number to that many digits, without an exponent where it is large.
+    """Return a number to that many digits, without an exponent where it is large.
 
     Example:
         >>> figures(0.12345), figures(99.96), figures(1234.5, 4), figures(98765)
@@ -100,7 +100,7 @@ def figures(number: float, digits: int = 3) -> str:
 
 
 def show_bytes(count: float) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least 1.
+    """Return bytes in the largest binary unit that leaves a number of at least 1.
 
     Example:
         >>> show_bytes(70272), show_bytes(512), show_bytes(10.41 * 2**30)
@@ -114,7 +114,7 @@ def show_bytes(count: float) -> str:
 
 
 def show(count: float, unit: str = "") -> str:
-    """A number with the field's decimal prefix.
+    """Return a number with the field's decimal prefix.
 
     Example:
         >>> show(8030261248), show(1.5e15, "FLOP"), show(12), show(999_600)

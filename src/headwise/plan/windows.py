@@ -11,12 +11,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def chunks(fields: Fields) -> bool:
-    """Whether windows are stretches with fixed ends."""
+    """Return whether windows are stretches with fixed ends."""
     return bool(fields.architecture.get("windows", {}).get("chunked", False))
 
 
 def windows_of(fields: Fields, layers: int) -> list[int | None]:
-    """The window of each layer, in keys with the query itself; None where a layer sees everything.
+    """Return the window of each layer, in keys with the query itself; None where a layer sees everything.
 
     ``layer_types`` decides where the config has it; otherwise the rule that the architecture names does.
 
@@ -40,7 +40,7 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
 
 
 def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
-    """The window in keys; an encoder's counts both sides, `local_attention // 2` each."""
+    """Return the window in keys; an encoder's counts both sides, `local_attention // 2` each."""
     if "when" in rule and not fields.flag(rule["when"]):
         raise ValueError(f"layer_types has {SLIDING} and {rule['when']} is off: which window is meant?")
     called = rule.get("window", "sliding_window")
@@ -51,7 +51,7 @@ def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
 
 
 def _listed(fields: Fields, layers: int, word: str) -> list[bool] | None:
-    """What ``layer_types`` says; None where the config does not have it."""
+    """Return what ``layer_types`` says; None where the config does not have it."""
     _, types = fields.raw("layer_types")
     if types is None:
         return None
@@ -64,13 +64,13 @@ def _listed(fields: Fields, layers: int, word: str) -> list[bool] | None:
 
 
 def _all(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Every layer, where a window is set (and switched on)."""
+    """Return every layer, where a window is set (and switched on)."""
     on = fields.flag(rule["when"]) if "when" in rule else True
     return [on and fields.optional("sliding_window") is not None] * layers
 
 
 def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """All but every n-th layer; counted from the first where the first is full."""
+    """Return all but every n-th layer; counted from the first where the first is full."""
     field = rule.get("every_field")
     every = fields.size(field) if field else rule["every"]
     if "window" not in rule and fields.optional("sliding_window") is None:
@@ -80,20 +80,20 @@ def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
 
 
 def _after(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """The layers from a number on."""
+    """Return the layers from a number on."""
     on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
     start = fields.size(rule["after"], least=0)
     return [on and i >= start for i in range(layers)]
 
 
 def _odd_before(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Every other layer, the first among them, below a number."""
+    """Return every other layer, the first among them, below a number."""
     on, stop = fields.flag(rule["when"]), fields.size(rule["before"], least=0)
     return [on and (i + 1) % 2 != 0 and i < stop for i in range(layers)]
 
 
 def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """The layers without rotary positions, listed or every n-th."""
+    """Return the layers without rotary positions, listed or every n-th."""
     on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
     listed = fields.numbers(rule["layers"], length=layers)
     every = fields.size(rule["every_field"])
@@ -102,7 +102,7 @@ def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
 
 
 def _rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """The layers with rotary positions, listed or all but every n-th."""
+    """Return the layers with rotary positions, listed or all but every n-th."""
     every = fields.size(rule["every_field"])
     listed = fields.raw(rule["layers"])[1] or None
     rope = fields.numbers(rule["layers"], length=layers) if listed else None

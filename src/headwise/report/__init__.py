@@ -13,7 +13,7 @@ The maps are plain canvas: that takes a screen of script, while any plotting lib
 charts, which do not, are drawn by a 51 KB part of D3; see ``vendor/README.md``.
 """
 
-from headwise.disk import check_destination, put
+from headwise.files.atomic_file import check_destination, put
 
 from .disk import write
 from .page import check_engine, render

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headwise.look.head import HeadRecord
 from headwise.look.palette import letter_and_colour
-from headwise.look.records import HeadRecord
 from headwise.look.roles import ROLES
 
 from .escape import cut

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from headwise.disk import check_destination, put
+from headwise.files.atomic_file import check_destination, put
 
 from .page import render
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write(look: Look, path: str | os.PathLike[str]) -> int:
-    """Writes the report of a look; the file is there whole, or not at all.
+    """Write the report of a look; the file is there whole, or not at all.
 
     Args:
         look: what :func:`headwise.look.at` returned.

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headwise.disk import visible
-
-__all__ = ["cut", "json_for_html", "visible"]
-
 _HTML_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
@@ -29,5 +25,5 @@ def json_for_html(value: Any) -> str:
 
 
 def cut(text: str, limit: int = 200) -> str:
-    """The text, or its beginning and an ellipsis: a hostile name must not fill the page."""
+    """Return the text, or its beginning and an ellipsis: a hostile name must not fill the page."""
     return text if len(text) <= limit else text[:limit] + "\u2026"

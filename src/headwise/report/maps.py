@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwise.look.records import HeadMap, HeadRecord
+from headwise.look.head import HeadMap, HeadRecord
 
 from .squeeze import squeezed
 
@@ -24,7 +24,7 @@ WHOLE = tuple((10_000, levels) for levels in (256, 64, 16, 8))
 
 
 def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
-    """The maps within so many characters; 144 incompressible ones of 128 x 128 cells take 1.6 million.
+    """Return the maps within so many characters; 144 incompressible ones of 128 x 128 cells take 1.6 million.
 
     Levels are not packed into bits: deflate codes 16 equally likely levels in 4 bits, and real maps in far fewer.
     """
@@ -44,7 +44,7 @@ def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
 
 
 def in_levels(data: bytes, levels: int) -> bytes:
-    """Bytes of 256 levels in fewer."""
+    """Return bytes of 256 levels in fewer."""
     return data.translate(_table(levels))
 
 
@@ -54,7 +54,7 @@ def _table(levels: int) -> bytes:
 
 
 def coarse(head: HeadRecord) -> HeadMap:
-    """The pooled map of the record as a large map, for a look that kept no large ones."""
+    """Return the pooled map of the record as a large map, for a look that kept no large ones."""
     weights = np.array(head.map, dtype=np.float64).reshape(len(head.map), -1 if head.map else 0)
     return encoded(weights)
 
@@ -66,7 +66,7 @@ def encoded(weights: npt.NDArray[np.float64]) -> HeadMap:
 
 
 def pooled(large: HeadMap, side: int) -> HeadMap:
-    """The map with at most ``side`` cells a side: mass summed over keys, averaged over queries."""
+    """Return the map with at most ``side`` cells a side: mass summed over keys, averaged over queries."""
     if large.rows <= side and large.columns <= side:
         return large
     weights = (np.frombuffer(large.data, dtype=np.uint8).astype(np.float64) / 255) ** 2

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from headwise.look.records import HeadRecord
+from headwise.look.head import HeadRecord
 
 from .catalogue import roles_met
 from .escape import cut
@@ -69,7 +69,7 @@ def rounded(value: float | None) -> float | None:
 
 
 def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
-    """What the numbers are called (``statistics``, ``roles``) and, squeezed, the numbers themselves.
+    """Return what the numbers are called (``statistics``, ``roles``) and, squeezed, the numbers themselves.
 
     Raises:
         ValueError: so many heads that not even the barest set fits.
@@ -121,7 +121,7 @@ def _of_role(heads: Sequence[HeadRecord], name: str) -> OfRole:
 
 
 def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Sequence[str]) -> dict[str, list[Any]]:
-    """What each head has beside its scores; roles by their place, those played stand before the others."""
+    """Return what each head has beside its scores; roles by their place, those played stand before the others."""
     played = [head.roles for head in heads]
     return {
         "own": [[rounded(s.value(head)) for head in heads] for s in STATISTICS],
@@ -137,7 +137,7 @@ def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Seq
 
 
 def _limited(heads: dict[str, list[Any]], roles: Sequence[OfRole], limits: Limits) -> dict[str, list[Any]]:
-    """A list a number, of one entry a head; of roles, a list a role."""
+    """Return a list for each number, of one entry a head; of roles, a list a role."""
 
     def values(role: OfRole) -> list[float | int | None]:
         if limits.digits == LIMITS[0].digits:
@@ -159,7 +159,7 @@ def _limited(heads: dict[str, list[Any]], roles: Sequence[OfRole], limits: Limit
 
 
 def _short(value: float | int | None, digits: int | None = 5) -> float | int | None:
-    """A share, to four digits and so many decimals: below that nothing is shown; a whole number as it is."""
+    """Return a share, to four digits and so many decimals: below that nothing is shown; a whole number as it is."""
     if value is None or isinstance(value, int):
         return value
     return None if digits is None or not math.isfinite(value) else rounded(round(value, digits))

@@ -8,8 +8,9 @@ from typing import Any
 
 from headwise.look.axes import TEXT as WORDS
 from headwise.look.axes import Axis
+from headwise.look.head import HeadRecord
 from headwise.look.pictures import Picture
-from headwise.look.records import HeadRecord, Look
+from headwise.look.records import Look
 from headwise.look.roles import ROLES, TEXT
 
 from . import maps, numbers, vectors
@@ -73,12 +74,12 @@ def page_data(look: Look) -> dict[str, Any]:
 
 
 def _place(head: HeadRecord, over: tuple[int, int]) -> tuple[Any, ...]:
-    """What the heads of a layer share."""
+    """Return what the heads of a layer share."""
     return cut(head.module, 300), head.call, head.layer, cut(head.part), head.queries, head.keys, over
 
 
 def _axes(look: Look) -> tuple[list[Axis], list[tuple[int, int]]]:
-    """The axes of a look, and of each head those of its queries and keys, by number; -1 where none is known.
+    """Return the axes of a look, and of each head those of its queries and keys, by number; -1 where none is known.
 
     A look at one text alone tells them by their length: the text, and beside an encoder the text behind a start token.
     """
@@ -96,7 +97,7 @@ def _axes(look: Look) -> tuple[list[Axis], list[tuple[int, int]]]:
 
 
 def _axis(axis: Axis, main: bool) -> dict[str, Any]:
-    """An axis as the page holds it; the tokens of the main text are in its cells."""
+    """Return an axis as the page holds it; the tokens of the main text are in its cells."""
     names = [] if main else [cut(name, 60) for name in axis.names[:MOST_TOKENS]]
     at = [number for cell in axis.cells for number in cell]
     apart = {cut(name, 60): list(places) for name, places in axis.apart.items()}
@@ -139,7 +140,7 @@ def _side(heads: Sequence[HeadRecord], columns: Sequence[int], over_text: Sequen
 
 
 def _cells(tokens: Sequence[str], side: int) -> list[dict[str, Any]]:
-    """What each cell of an axis stands for: its first token, how many, and their text (its full length if cut).
+    """Return what each cell of an axis stands for: its first token, how many, and their text (its full length if cut).
 
     Token t is in cell ``t * side // len(tokens)``, as in the pooled maps of the statistics.
     """

@@ -8,8 +8,9 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from headwise.extras import missing_extra
+from headwise.files.text import visible
 
-from .escape import json_for_html, visible
+from .escape import json_for_html
 
 if TYPE_CHECKING:
     from headwise.look.records import Look
@@ -20,25 +21,25 @@ _SCRIPTS = tuple(
         *(
             "data",
             "text",
-            "heat",
-            "vectors",
-            "overview",
+            "panels/heat",
+            "panels/vectors",
+            "panels/overview",
             "filter",
-            "chart",
-            "map",
-            "arcs",
+            "panels/chart",
+            "panels/map",
+            "panels/arcs",
             "sum",
-            "evidence",
-            "picture",
+            "panels/evidence",
+            "panels/picture",
         ),
-        *("tokens", "table", "keys", "main"),
+        *("panels/tokens", "panels/table", "keys", "main"),
     )
 )
 """In order: each uses only what stands before it."""
 
 
 def render(look: Look) -> str:
-    """The report as one HTML text: pure data and code, no address of anything outside.
+    """Return the report as one HTML text: pure data and code, no address of anything outside.
 
     The same look gives the same text. Strings of the look enter at two places only: as escaped JSON (see
     :func:`headwise.report.escape.json_for_html`), and, made visible and autoescaped, as the page's title.
@@ -55,7 +56,7 @@ def render(look: Look) -> str:
         raise TypeError(f"a report is made of a headwise.look.Look; got {type(look).__name__}")
 
     library = _read("vendor", "d3.min.js")
-    script = "(() => {\n" + "\n".join(_read("js", name) for name in _SCRIPTS) + "\n})();\n"
+    script = "(() => {\n" + "\n".join(_read("js", *name.split("/")) for name in _SCRIPTS) + "\n})();\n"
     style = _read("report.css")
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data:; "
@@ -78,7 +79,7 @@ def render(look: Look) -> str:
 
 
 def check_engine() -> None:
-    """Raises `headwise.extras.MissingExtra` where the template engine is not installed."""
+    """Raise `headwise.extras.MissingExtra` where the template engine is not installed."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:

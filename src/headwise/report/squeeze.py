@@ -10,7 +10,7 @@ from typing import Any
 
 
 def squeezed(parts: Iterable[bytes], budget: int) -> str | None:
-    """The parts, deflated, as base64; None, and no time lost, where that exceeds the budget.
+    """Return the parts, deflated, as base64; None, and no time lost, where that exceeds the budget.
 
     Level 6 is ten times faster than 9 and 3 % larger. Z_FILTERED: no matches of three bytes, which cost more than they
     save where few levels repeat by chance.
@@ -27,6 +27,6 @@ def squeezed(parts: Iterable[bytes], budget: int) -> str | None:
 
 
 def squeezed_json(value: Any, budget: int) -> str | None:
-    """A value as JSON, squeezed: nothing in it can be read as markup, whatever strings it holds."""
+    """Return a value as JSON, squeezed: nothing in it can be read as markup, whatever strings it holds."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return squeezed([text.encode("ascii")], budget)

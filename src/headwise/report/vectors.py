@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from headwise.look.head import HeadRecord
 from headwise.look.neurons import ByteVectors, Neurons
-from headwise.look.records import HeadRecord
 
 from .squeeze import squeezed
 
@@ -61,7 +61,7 @@ def _described(call: Neurons, tokens: int) -> dict[str, Any]:
 
 
 def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[CallHead]:
-    """All groups: those with a head of a strong role first, then in the order of layers."""
+    """Return all groups: those with a head of a strong role first, then in the order of layers."""
     strengths: dict[tuple[int, int], float] = {}
     for head in heads:
         if head.roles:

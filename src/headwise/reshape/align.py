@@ -24,7 +24,7 @@ OPEN = 1e-9  # of the largest product; smaller ones do not tell how to turn
 
 
 def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
-    """The mean of each group's values, turned to be closest to each other."""
+    """Return the mean of each group's values, turned to be closest to each other."""
     rotations = Maps.zeros(moments.value).read
     for group in groups:
         members = list(group)
@@ -33,7 +33,7 @@ def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
 
 
 def aligned_keys(frame: KeyBasis, moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
-    """The mean of each group's keys, turned to be closest to each other."""
+    """Return the mean of each group's keys, turned to be closest to each other."""
     rotations = Maps.zeros(moments.key).read
     for group in groups:
         members = list(group)
@@ -55,7 +55,7 @@ class KeyBasis:
         self.normed = bool(norms)
         self.fixed = bool(norms) and weights.norm == "layer"
         none = torch.arange(0, device="cpu")
-        self.first, self.second = weights.rotation.pairs() if weights.rotation is not None else (none, none)
+        self.first, self.second = weights.rotary.pairs() if weights.rotary is not None else (none, none)
         self.rest = torch.arange(2 * len(self.first), D, device="cpu")
         rows = torch.cat([norm.reshape(-1, D) for norm in norms]) if norms else weights.query.new_ones(1, D)
         self.free_pairs = (rows[:, self.first] == rows[:, self.second]).all(0)
@@ -84,7 +84,7 @@ class KeyBasis:
         into[:, first, second] = -factors.imag
 
     def rest_of(self, moments: Float[Tensor, "n D m D"]) -> Float[Tensor, "n R m R"]:
-        """The moments of the numbers that do not turn with the position."""
+        """Return the moments of the numbers that do not turn with the position."""
         return moments[:, self.rest][:, :, :, self.rest]
 
     def pairs_of(self, moments: Float[Tensor, "n D n D"]) -> Complex[Tensor, "pairs n n"]:
@@ -113,7 +113,7 @@ def aligned_differences(weights: HeadWeights, moments: Moments) -> Float[Tensor,
 
 
 def unlike(products: Float[Tensor, "K n K n"], agreement: Callable[[Tensor], Tensor]) -> Float[Tensor, "K K"]:
-    """The squared distance of every two heads at their largest agreement, as a share of the squares of all."""
+    """Return the squared distance of every two heads at their largest agreement, as a share of the squares of all."""
     square = torch.einsum("idid->i", products)
     apart = square[:, None] + square - 2 * agreement(products)
     return apart.clamp_min(0) / square.sum().clamp_min(torch.finfo(torch.float64).tiny)
@@ -181,7 +181,7 @@ def sign_flips(moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
 
 
 def nearest_orthogonal(matrix: Float[Tensor, "V V"]) -> Float[Tensor, "V V"]:
-    """The orthogonal Q with the largest ``tr(Q^T matrix)``; what the matrix leaves open stays as it is."""
+    """Return the orthogonal Q with the largest ``tr(Q^T matrix)``; what the matrix leaves open stays as it is."""
     open_ends = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device) * (OPEN * matrix.abs().max())
     U, _, Vh = torch.linalg.svd(matrix + open_ends)
     return U @ Vh

@@ -33,11 +33,11 @@ class Sizes:
         return self.H // self.K
 
     def of(self, part: str) -> int:
-        """Numbers that a head has of a part: q, k, v, o (as o_proj reads it), n; one where the part is ''."""
+        """Return numbers that a head has of a part: q, k, v, o (as o_proj reads it), n; one where the part is ''."""
         return {"": 1, "q": self.D, "k": self.D, "v": self.V, "o": self.V, "n": self.D - self.rope_dim}[part]
 
     def heads(self, kind: str) -> int:
-        """How many there are of H or K."""
+        """Return how many there are of H or K."""
         return self.H if kind == "H" else self.K
 
 
@@ -53,7 +53,7 @@ class KeptHeads:
         return self.query if kind == "H" else self.kv
 
     def sizes(self, before: Sizes) -> Sizes:
-        """The layer's sizes with these heads alone."""
+        """Return the layer's sizes with these heads alone."""
         return Sizes(len(self.query), len(self.kv), before.D, before.V, before.rope_dim)
 
 
@@ -65,7 +65,7 @@ class HeadRun:
     parts: tuple[str, ...]
 
     def width(self, sizes: Sizes) -> int:
-        """Numbers that one head has here."""
+        """Return numbers that one head has here."""
         return sum(sizes.of(part) for part in self.parts)
 
 
@@ -87,11 +87,11 @@ class TensorRuns:
     whole: bool = False
 
     def parts(self) -> set[str]:
-        """Which parts of a head the tensor holds."""
+        """Return which parts of a head the tensor holds."""
         return {part for axis in self.axes for run in axis for part in run.parts}
 
     def fits(self, shape: Sequence[int], sizes: Sizes) -> bool:
-        """Whether a tensor of this shape can be of these sizes."""
+        """Return whether a tensor of this shape can be of these sizes."""
         if self.whole:
             return True
         return len(shape) == len(self.axes) and all(
@@ -100,7 +100,7 @@ class TensorRuns:
         )
 
     def shape(self, shape: Sequence[int], sizes: Sizes, kept: KeptHeads) -> tuple[int, ...]:
-        """The shape with these heads alone."""
+        """Return the shape with these heads alone."""
         if self.whole:
             return tuple(shape)
         return tuple(
@@ -109,7 +109,7 @@ class TensorRuns:
         )
 
     def keep(self, tensor: Tensor, sizes: Sizes, kept: KeptHeads) -> Tensor:
-        """The tensor with these heads alone."""
+        """Return the tensor with these heads alone."""
         for n, places in self._places(sizes, kept):
             tensor = tensor.index_select(n, places.to(tensor.device))
         return tensor
@@ -138,7 +138,7 @@ class TensorRuns:
 
 @functools.cache
 def form(text: str) -> TensorRuns:
-    """What a text such as ``(H q | K k | K v) M`` says.
+    """Return what a text such as ``(H q | K k | K v) M`` says.
 
     Raises:
         ValueError: a text that is none: a part that is not known, or heads within heads.

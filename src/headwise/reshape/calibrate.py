@@ -22,7 +22,7 @@ OnBatch = Callable[[int, int], None] | None
 
 
 def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
-    """What `layouts` knows of a model that is loaded, its tensors under the names they have there.
+    """Return what `layouts` knows of a model that is loaded, its tensors under the names they have there.
 
     Raises:
         TypeError: no model with a config.
@@ -36,7 +36,7 @@ def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
 
 
 def weights_in_memory(model: nn.Module, family: Family, layer: Layer) -> HeadWeights:
-    """The weights of a layer of a model that is loaded."""
+    """Return the weights of a layer of a model that is loaded."""
     return head_weights(family, layer, lambda name: model.get_parameter(name).detach())
 
 
@@ -72,7 +72,7 @@ def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
 def read_moments(
     model: nn.Module, family: Family, rows: Sequence[Tensor], progress: OnBatch = None
 ) -> dict[str, Moments]:
-    """The moments of each layer's heads while the model reads rows of ids, each (B, T), by the layer's key.
+    """Return the moments of each layer's heads while the model reads rows of ids, each (B, T), by the layer's key.
 
     Raises:
         ValueError: queries, keys or values that are NaN or infinite.
@@ -96,7 +96,7 @@ def read_moments(
 
 
 def say(model: nn.Module, ids: Any) -> Any:
-    """What a model gives of texts; the decoder of an encoder-decoder reads the text that its encoder reads."""
+    """Return what a model gives of texts; the decoder of an encoder-decoder reads the text that its encoder reads."""
     takes = inspect.signature(model.forward).parameters
     both = {"decoder_input_ids": ids} if "decoder_input_ids" in takes else {}
     return model(input_ids=ids, use_cache=False, **both)

@@ -20,7 +20,7 @@ Count = tuple[int, int]
 
 
 def parse_heads(text: str) -> list[tuple[str, int]]:
-    """Heads as the command line has them: LAYER.HEAD, with commas between.
+    """Return heads as the command line has them: LAYER.HEAD, with commas between.
 
     Raises:
         ValueError: anything else.
@@ -39,13 +39,13 @@ def parse_heads(text: str) -> list[tuple[str, int]]:
 
 
 def _plain(key: str) -> str:
-    """A layer's key without leading zeros."""
+    """Return a layer's key without leading zeros."""
     role, _, index = key.rpartition(".")
     return f"{role}.{int(index)}" if role else str(int(index))
 
 
 def named(family: Family, heads: str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]) -> dict[str, set[int]]:
-    """The heads to lose of each layer, checked; of every layer, with an empty set for one that loses none."""
+    """Return the heads to lose of each layer, checked; of every layer, with an empty set for one that loses none."""
     if isinstance(heads, str):
         pairs: list[tuple[Any, Any]] = list(parse_heads(heads))
     elif isinstance(heads, Mapping):
@@ -76,7 +76,7 @@ def _pair(item: Any) -> tuple[Any, Any]:
 
 
 def checked_scores(family: Family, scores: HeadScores) -> HeadScores:
-    """A finite score of every head of every layer; raises ValueError for one that is missing."""
+    """Return a finite score of every head of every layer; raise ValueError for one that is missing."""
     if not isinstance(scores, Mapping) or not all(isinstance(key, tuple) and len(key) == 2 for key in scores):
         raise TypeError(f"scores are numbers by (layer, head), or a function that gives them; got {short(scores)}")
     for (key, head), value in scores.items():
@@ -99,7 +99,7 @@ def checked_scores(family: Family, scores: HeadScores) -> HeadScores:
 
 
 def kept_exactly(layer: Layer, gone: set[int]) -> KeptHeads | None:
-    """What stays where these heads go, and no other; None where the key-value heads would be read unevenly."""
+    """Return what stays where these heads go, and no other; None where the key-value heads would be read unevenly."""
     sizes, group = layer.sizes, layer.sizes.group
     query = [head for head in range(sizes.H) if head not in gone]
     read = [head // group for head in query]
@@ -110,7 +110,7 @@ def kept_exactly(layer: Layer, gone: set[int]) -> KeptHeads | None:
 
 
 def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float | int]) -> KeptHeads | None:
-    """The best-scored heads of a layer, so many of them, none that must go; None where there are not so many.
+    """Return the best-scored heads of a layer, so many of them, none that must go; None where there are not so many.
 
     Whole groups go, and as many heads of each group that stays. Of equal scores the first stay.
     """
@@ -148,7 +148,7 @@ def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float | int) -> lis
 def choose(
     family: Family, counts: Mapping[str, Count], gone: Mapping[str, set[int]], scores: HeadScores
 ) -> dict[str, KeptHeads] | None:
-    """The best heads of every layer, so many as `counts` says by config field; None where too many must go."""
+    """Return the best heads of every layer, so many as `counts` says by config field; None where too many must go."""
     kept: dict[str, KeptHeads] = {}
     for field, layers in family.counts.items():
         for together in _together(family, layers):
@@ -163,19 +163,19 @@ def choose(
 
 
 def _together(family: Family, layers: list[Layer]) -> list[list[Layer]]:
-    """The layers that must keep the same heads, together; each other one alone."""
+    """Return the layers that must keep the same heads, together; each other one alone."""
     shared = [[layer for layer in layers if layer.role == role] for role in family.same_heads]
     alone = [[layer] for layer in layers if layer.role not in family.same_heads]
     return [some for some in shared if some] + alone
 
 
 def total(kept: Mapping[str, KeptHeads], scores: HeadScores) -> float | int:
-    """The scores of all heads that stay."""
+    """Return the scores of all heads that stay."""
     return sum(scores[key, head] for key, some in kept.items() for head in some.query)
 
 
 def exactly(family: Family, gone: Mapping[str, set[int]]) -> dict[str, KeptHeads]:
-    """What stays where these heads go and no other.
+    """Return what stays where these heads go and no other.
 
     Raises:
         ValueError: in one line, which more heads would have to go for one config to count them all.

@@ -31,7 +31,7 @@ class Target:
 
 
 def target(family: Family, counts: Counts) -> Target:
-    """The class for these numbers of (query, key-value) heads, by the config's fields as in `Family.counts`.
+    """Return the class for these numbers of (query, key-value) heads, by the config's fields as in `Family.counts`.
 
     Raises:
         ValueError: in one line: there is none, and why.
@@ -53,7 +53,7 @@ def target(family: Family, counts: Counts) -> Target:
 
 
 def loads(family: Family, counts: Counts) -> bool:
-    """Whether some class does."""
+    """Return whether some class loads these numbers of heads."""
     try:
         target(family, counts)
     except ValueError:
@@ -149,12 +149,12 @@ def _defaults(family: Family, new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Any, dim: int) -> Any:
-    """A value to set; the one that is arithmetic on the head dim."""
+    """Return a value to set; the one that is arithmetic on the head dim."""
     return dim**-0.5 if value == "{D} ** -0.5" else value
 
 
 def _class(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """What the class of a model with some head is called in the new architecture."""
+    """Return what the class of a model with some head is called in the new architecture."""
     by_name = {old[kind]: new[kind] for kind in ("lm", "base")}
     before, after = old["config"].removesuffix("Config"), new["config"].removesuffix("Config")
     return by_name.get(name) or (after + name.removeprefix(before) if name.startswith(before) else name)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..disk import check_destination, writing
+from ..files.atomic_file import check_destination, writing
 from ..nn.resting import in_eval_mode, resting
 from ..processes import Processes
 from ..shapes import INTEGERS, describe
@@ -74,7 +74,7 @@ class DistillConfig:
             raise ValueError(f"text and weight_decay are at least 0; got {self.text} and {self.weight_decay}")
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         check_counts(step=step)
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
@@ -82,7 +82,7 @@ class DistillConfig:
         return self.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
     def batch(self, stream: Tensor, step: int, first: int | None = None) -> Tensor:
-        """The windows (rows, length) of a step; each begins with the token `first`, where there is one."""
+        """Return the windows (rows, length) of a step; each begins with the token `first`, where there is one."""
         check_counts(step=step)
         _check_stream(stream, self, first)
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
@@ -119,7 +119,7 @@ def distill(
     accelerator: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LossCurve:
-    """Trains `student`, in place, to give the teacher's distribution of the next token.
+    """Train `student`, in place, to give the teacher's distribution of the next token.
 
     The loss is the Kullback-Leibler divergence of the student's distribution from the teacher's, a token (Hinton et al.
     2015, arXiv 1503.02531). Under torchrun each process reads its share of the windows, and gradients are averaged.
@@ -183,12 +183,12 @@ def distill(
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """What a transformers model says of the next token."""
+    """Return what a transformers model says of the next token."""
     return model(input_ids=ids, use_cache=False).logits
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """The Kullback-Leibler divergence of each place's distribution, summed: nats."""
+    """Return the Kullback-Leibler divergence of each place's distribution, summed: nats."""
     said, known = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
     apart = (known - said).masked_fill(known == -math.inf, 0.0)  # of what cannot come: 0 log 0 is 0
     return (known.exp() * apart).sum()
@@ -220,7 +220,7 @@ class _Run:
         self.marks: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Goes on where the last run stopped, if it left anything."""
+        """Go on where the last run stopped, if it left anything."""
         if self.state is not None and not self.processes.rank:
             check_destination(self.state)
         if self.state is not None and self.state.exists():
@@ -228,7 +228,7 @@ class _Run:
             mine = asdict(self.config)
             if saved["recipe"] != mine:
                 names = [name for name in mine if saved["recipe"].get(name) != mine[name]]
-                other = ", ".join(f"{name} {shown(saved['config'].get(name))}, not {mine[name]}" for name in names)
+                other = ", ".join(f"{name} {shown(saved['recipe'].get(name))}, not {mine[name]}" for name in names)
                 raise ValueError(f"{self.state}: the state of another run ({other}); remove it, or distill as it says")
             for name, what in (("text", "on another text"), ("teacher", "with another teacher")):
                 if saved[name] != self.marks[name]:
@@ -262,7 +262,7 @@ class _Run:
         return [p for p in self.plain.parameters() if p.requires_grad]
 
     def loss(self, ids: Tensor) -> Tensor:
-        """The mean of each row's places, summed over rows."""
+        """Return the mean of each row's places, summed over rows."""
         said = self.call(self.student, ids)
         with torch.no_grad():
             known = self.call(self.teacher, ids)
@@ -303,7 +303,7 @@ class _Run:
 
 
 def _mark_of(*parts: Any) -> str:
-    """What tells texts and models apart: a hash.
+    """Return what tells texts and models apart: a hash.
 
     Of a tensor of weights some numbers from everywhere in it: another model's are others, and a large one is not read.
     """
@@ -323,7 +323,7 @@ def _mark_of(*parts: Any) -> str:
 
 
 def _state_of(path: Path) -> dict[str, Any]:
-    """What a run left. Anything may stand in a file of that name, and torch says of it how to run its code."""
+    """Return what a run left. Anything may stand in a file of that name, and torch says of it how to run its code."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):

@@ -25,7 +25,7 @@ CURVE, PICTURE = "distill.json", "distill.png"
 
 
 def distilled_tensors(source: ReshapableCheckpoint, student: nn.Module) -> list[Planned]:
-    """The student's numbers, in the dtype and under the name that each tensor of its checkpoint has.
+    """Return the student's numbers, in the dtype and under the name that each tensor of its checkpoint has.
 
     Raises:
         ValueError: the checkpoint has a tensor that the student has not, in that shape.
@@ -48,7 +48,7 @@ def _converted(part: Tensor, dtype: Any) -> Callable[[], Tensor]:
 def distill_facts(
     source: ReshapableCheckpoint, teacher: str, config: DistillConfig, curve: LossCurve, context: int = 8192
 ) -> dict[str, Any]:
-    """What was done, as plain data, for JSON and RESHAPE.md.
+    """Return what was done, as plain data, for JSON and RESHAPE.md.
 
     Args:
         source: The student's checkpoint, as `headwise.hf.checkpoint` opens it.
@@ -94,7 +94,7 @@ def write_distilled(
     proof: Proof | None = PLAIN,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Writes the distilled checkpoint, whole or not at all, with its curve as JSON and as a picture.
+    """Write the distilled checkpoint, whole or not at all, with its curve as JSON and as a picture.
 
     Args:
         source: The checkpoint that the student was loaded from.
@@ -137,7 +137,7 @@ def write_distilled(
 
 
 def picture_of(curve: LossCurve) -> bytes | None:
-    """The losses as a PNG; None where matplotlib is not installed."""
+    """Return the losses as a PNG; None where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

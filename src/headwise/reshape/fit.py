@@ -68,7 +68,7 @@ def fitted_differences(weights: HeadWeights, moments: Moments) -> Tensor:
 
 
 def basis(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
-    """How n heads of d numbers share d numbers best: write and read, (..., n, d, d) each, as in `Maps`.
+    """Return how n heads of d numbers share d numbers best: write and read, (..., n, d, d) each, as in `Maps`.
 
     With ``products`` (..., n, d, n, d) the sums over tokens of ``v_i v_j^H``, and ``uses`` (..., n, d, d) how errors
     count, they make the sum of ``e_i^H uses_i e_i`` of ``e_i = v_i - read_i m`` the least. `m` is as large as a head.
@@ -84,7 +84,7 @@ def basis(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weighed(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The products in numbers whose plain squares count, the way there, and the way back."""
+    """Return the products in numbers whose plain squares count, the way there, and the way back."""
     size, vectors = torch.linalg.eigh(uses)
     size = size.clamp_min(0)
     used = size > UNUSED * size.amax((-2, -1), keepdim=True)
@@ -95,7 +95,7 @@ def _weighed(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _beyond(weighed: Tensor) -> float:
-    """What the d numbers that n heads share best leave out."""
+    """Return what the d numbers that n heads share best leave out."""
     d = weighed.shape[-1]
     return float(torch.linalg.eigvalsh(weighed.flatten(-4, -3).flatten(-2))[..., :-d].clamp_min(0).sum())
 

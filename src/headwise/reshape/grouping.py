@@ -38,7 +38,7 @@ def check_groups(groups: Sequence[Sequence[int]], num_kv_heads: int) -> Groups:
 
 
 def grouped(differ: Float[Tensor, "K K"], groups: int, seed: int = 0) -> Groups:
-    """Heads in groups of equal size such that the differences within groups sum to the least.
+    """Return heads in groups of equal size such that the differences within groups sum to the least.
 
     All ways are tried where they are few (`MOST_PARTITIONS`); else heads are put together greedily from several orders
     drawn by `seed`, and then swapped between groups as long as that helps.
@@ -57,7 +57,7 @@ def grouped(differ: Float[Tensor, "K K"], groups: int, seed: int = 0) -> Groups:
 
 
 def cost(d: list[list[float]], groups: Sequence[Sequence[int]]) -> float:
-    """The differences within groups."""
+    """Return the differences within groups."""
     return sum(d[i][j] for group in groups for n, i in enumerate(group) for j in group[:n])
 
 
@@ -67,7 +67,7 @@ def partitions(K: int, size: int) -> int:
 
 
 def _all(heads: list[int], size: int) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to group the heads; the first head's group comes first."""
+    """Yield every way to group the heads; the first head's group comes first."""
     from itertools import combinations
 
     if not heads:
@@ -81,7 +81,7 @@ def _all(heads: list[int], size: int) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _greedy(d: list[list[float]], order: list[int], size: int) -> list[list[int]]:
-    """The next head of the order begins a group, and takes the nearest of those that are left."""
+    """Return groups made in order: the next head begins one, and takes the nearest of those that are left."""
     left, groups = list(order), []
     while left:
         group = [left.pop(0)]
@@ -94,7 +94,7 @@ def _greedy(d: list[list[float]], order: list[int], size: int) -> list[list[int]
 
 
 def _swapped(d: list[list[float]], groups: list[list[int]]) -> list[list[int]]:
-    """Heads of two groups change places until no such change helps."""
+    """Return the groups after swaps of heads between two of them, until no swap helps."""
 
     def ties(head: int, group: list[int], without: int) -> float:
         return sum(d[head][member] for member in group if member != without)

@@ -18,7 +18,7 @@ NORMS = ("rms", "layer", "across")
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotaryLayout:
     """How a head's queries and keys turn with the position: the first `rotary_dim` of their D numbers, in pairs.
 
     A pair is n and n + rotary_dim / 2, or with `interleaved` 2n and 2n + 1, as in `headwise.nn.Rotary`.
@@ -60,7 +60,7 @@ class HeadWeights:
         query_norm: (D,), or (H, D) where each head has its own, or None: the weights of a norm of the queries.
         key_norm: (D,), or (K, D), or None.
         norm: What the norms are: "rms" or "layer" of each head's vector, or "across": one rms over all heads' numbers.
-        rotation: How queries and keys turn with the position, after the norms; None where they do not.
+        rotary: How queries and keys turn with the position, after the norms; None where they do not.
         per_head: Further tensors with a row for each query head, by names of the caller's: slopes, a table of biases.
     """
 
@@ -76,7 +76,7 @@ class HeadWeights:
     query_norm: Float[Tensor, "*H D"] | None = None
     key_norm: Float[Tensor, "*K D"] | None = None
     norm: Norm = "rms"
-    rotation: Rotation | None = None
+    rotary: RotaryLayout | None = None
     per_head: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class HeadWeights:
         return f"HeadWeights(H={H}, K={K}, D={D}, V={V}, {describe(self.query)})"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of each tensor that is there, and the tensor; those of `per_head` by their own names."""
+        """Yield the name of each tensor that is there, and the tensor; those of `per_head` by their own names."""
         for entry in fields(self):
             part = getattr(self, entry.name)
             if isinstance(part, Tensor):
@@ -120,17 +120,17 @@ class HeadWeights:
         yield from self.per_head.items()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadWeights:
-        """The same weights with `change` done to each tensor."""
+        """Return the same weights with `change` done to each tensor."""
         parts = {e.name: getattr(self, e.name) for e in fields(self)}
         changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **changed, per_head={name: change(part) for name, part in self.per_head.items()})
 
     def to(self, dtype: torch.dtype) -> HeadWeights:
-        """The same weights in another dtype."""
+        """Return the same weights in another dtype."""
         return self.map(lambda part: part.to(dtype))
 
     def select(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> HeadWeights:
-        """The layer of these query heads, in this order; the others are left out.
+        """Return the layer of these query heads, in this order; the others are left out.
 
         Args:
             heads: Indices of query heads, each at most once.
@@ -181,7 +181,7 @@ class HeadWeights:
         return shared
 
     def expanded(self) -> HeadWeights:
-        """The same layer with a key-value head for each query head: K = H, each repeated for its group."""
+        """Return the same layer with a key-value head for each query head: K = H, each repeated for its group."""
         group = self.group
 
         def repeat(part: Tensor | None) -> Tensor | None:
@@ -242,5 +242,5 @@ def _check(weights: HeadWeights) -> None:
             raise ValueError(f"{name} has a row for each of the {H} query heads; got {describe(part)}")
     if weights.norm not in NORMS:
         raise ValueError(f"norm is one of {', '.join(NORMS)}; got {shown(weights.norm)}")
-    if weights.rotation is not None and weights.rotation.rotary_dim > D:
-        raise ValueError(f"rotary_dim is at most D = {D}; got {weights.rotation.rotary_dim}")
+    if weights.rotary is not None and weights.rotary.rotary_dim > D:
+        raise ValueError(f"rotary_dim is at most D = {D}; got {weights.rotary.rotary_dim}")

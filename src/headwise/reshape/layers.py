@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..plan.shape import short
 from .axes import HeadRun, TensorRuns
-from .heads import HeadWeights, Norm, Rotation
+from .heads import HeadWeights, Norm, RotaryLayout
 from .layout import Family, Layer
 
 NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
@@ -19,7 +19,7 @@ NORMS = {"q_norm.weight": "query_norm", "k_norm.weight": "key_norm"}
 
 
 def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) -> HeadWeights:
-    """The weights of a layer whose tensors `read` gives by name.
+    """Return the weights of a layer whose tensors `read` gives by name.
 
     Raises:
         ValueError: latent attention, whose keys and values are not of that form.
@@ -45,7 +45,7 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
             for part, some in _cut(tensor, form, layer):
                 parts[f"{NAMES[part]}_bias" if tensor.ndim == 1 else NAMES[part]] = some
     norm: Norm = family.about.get("norm", "rms")
-    return HeadWeights(**parts, norm=norm, rotation=rotation_of(family, layer), per_head=per_head)
+    return HeadWeights(**parts, norm=norm, rotary=rotary_layout(family, layer), per_head=per_head)
 
 
 def layer_tensors(
@@ -77,8 +77,8 @@ def layer_tensors(
     return made
 
 
-def rotation_of(family: Family, layer: Layer) -> Rotation | None:
-    """How a layer's queries and keys turn with the position; None where they do not."""
+def rotary_layout(family: Family, layer: Layer) -> RotaryLayout | None:
+    """Return how a layer's queries and keys turn with the position; None where they do not."""
     about = family.about.get("turns")
     if about is None:
         return None
@@ -87,7 +87,7 @@ def rotation_of(family: Family, layer: Layer) -> Rotation | None:
         return None
     dim = layer.sizes.D
     if "factor" not in about:  # whatever the config says of one, this class does not read it
-        return Rotation(dim, interleaved=about.get("interleaved", False))
+        return RotaryLayout(dim, interleaved=about.get("interleaved", False))
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters are a table of settings; config.json has {short(rope)}")
@@ -98,11 +98,11 @@ def rotation_of(family: Family, layer: Layer) -> Rotation | None:
     factor: Any = next((value for value in factors if value is not None), about["factor"])
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"the part of a head that turns is above 0 and at most 1; config.json has {short(factor)}")
-    return Rotation(int(dim * factor), interleaved=about.get("interleaved", False))
+    return RotaryLayout(int(dim * factor), interleaved=about.get("interleaved", False))
 
 
 def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) -> bool:
-    """Whether a layer's queries and keys turn, where a list or an interval in the config says which do."""
+    """Return whether a layer's queries and keys turn, where a list or an interval in the config says which do."""
     turning, every = config.get(about["layers"]), config.get(about["every"]) or about["default"]
     if turning is None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -117,13 +117,13 @@ def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) 
 
 
 def _output_bias(layer: Layer) -> str:
-    """The name that the bias of the output projection has, if there is one: beside what o_proj reads."""
+    """Return the name that the bias of the output projection has, if there is one: beside what o_proj reads."""
     weight = next(name for name, form in layer.tensors.items() if "o" in form.parts())
     return weight.removesuffix("weight") + "bias"
 
 
 def _norm(tensor: Tensor, layer: Layer) -> Tensor:
-    """A norm's weights, by head where it has some for each."""
+    """Return a norm's weights, by head where it has some for each."""
     return tensor.unflatten(0, (-1, layer.sizes.D)) if tensor.ndim == 1 and len(tensor) > layer.sizes.D else tensor
 
 
@@ -144,7 +144,7 @@ def _cut(tensor: Tensor, form: TensorRuns, layer: Layer) -> Iterator[tuple[str, 
 
 
 def _joined(form: TensorRuns, weights: HeadWeights, *, bias: bool) -> Tensor:
-    """The way back from `_cut`."""
+    """Return the way back from `_cut`."""
     [n] = [n for n, axis in enumerate(form.axes) if axis]
     return torch.cat([_stretch(run, n, weights, bias=bias) for run in form.axes[n]], n)
 

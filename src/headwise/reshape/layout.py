@@ -60,7 +60,7 @@ class Family:
     outer: tuple[str, Mapping[str, Any]] | None = None
 
     def whole(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """All of config.json, with this as `config`."""
+        """Return all of config.json, with this as `config`."""
         if self.outer is None:
             return dict(config)
         name, outer = self.outer
@@ -100,7 +100,7 @@ class Family:
         return table
 
     def field_name(self, field: str) -> str:
-        """What to call a field of `counts` in a text about all layers."""
+        """Return what to call a field of `counts` in a text about all layers."""
         return heads_field(self.fields, self.counts[field][0].role) if self.by_layer else field
 
     @property
@@ -109,7 +109,7 @@ class Family:
         return tuple(self.about.get("same_heads", ()))
 
     def layer(self, key: str) -> Layer:
-        """The layer of that name."""
+        """Return the layer of that name."""
         for layer in self.layers:
             if layer.key == key:
                 return layer
@@ -118,7 +118,7 @@ class Family:
 
 
 def _ends(keys: list[str]) -> list[str]:
-    """The first and the last layer of each role, as a range; a layer alone by its name."""
+    """Return the first and the last layer of each role, as a range; a layer alone by its name."""
     ends = []
     for role in ROLES:
         mine = [key for key in keys if (key.partition(".")[0] if "." in key else "self") == role]
@@ -127,7 +127,7 @@ def _ends(keys: list[str]) -> list[str]:
 
 
 def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[str, Any]) -> Family:
-    """What `layouts` knows of a checkpoint with this config and these tensors.
+    """Return what `layouts` knows of a checkpoint with this config and these tensors.
 
     Raises:
         ValueError: in one line: an architecture that is not in the table, a config that contradicts itself, layers or
@@ -196,7 +196,7 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
 
 
 def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
-    """Layers at a path: their numbers, and for each the prefix and the rest of the names of its tensors."""
+    """Return layers at a path: their numbers, and for each the prefix and the rest of the names of its tensors."""
     before, after = path.split("{}")
     match_of = re.compile(rf"((?:.*\.)?){re.escape(before)}(\d{{1,6}}){re.escape(after)}\.(.+)").fullmatch
     layers: dict[int, tuple[str, list[str]]] = {}
@@ -214,7 +214,7 @@ def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
 
 
 def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> dict[str, TensorRuns]:
-    """The tensors of a layer by their full names."""
+    """Return the tensors of a layer by their full names."""
     unknown = sorted(set(tensors) - set(known))
     if unknown:
         raise ValueError(
@@ -230,7 +230,7 @@ def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> 
 
 
 def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError unless every tensor of attention has the shape that the config promises."""
+    """Raise ValueError unless every tensor of attention has the shape that the config promises."""
     for layer in family.layers:
         for name, one in layer.tensors.items():
             if not one.fits(shapes[name], layer.sizes):
@@ -245,7 +245,7 @@ def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def heads_field(fields: Fields, role: str) -> str:
-    """The name in this config of the field that counts the query heads of a role's layers."""
+    """Return the name in this config of the field that counts the query heads of a role's layers."""
     return fields.raw(_standard(role, fields))[0]
 
 
@@ -262,7 +262,7 @@ def _count(role: str, fields: Fields) -> str:
 
 
 def sizes_of(fields: Fields, role: str) -> Sizes:
-    """The sizes of a role's layers; raises ValueError for a config that contradicts itself."""
+    """Return the sizes of a role's layers; raise ValueError for a config that contradicts itself."""
     if fields.architecture.get("latent"):
         heads, rope = fields.size("num_attention_heads"), fields.size("qk_rope_head_dim")
         return Sizes(heads, heads, fields.size("qk_nope_head_dim") + rope, fields.size("v_head_dim"), rope)
@@ -280,14 +280,14 @@ def sizes_of(fields: Fields, role: str) -> Sizes:
 
 
 def spellings(fields: Fields, standard: str) -> list[str]:
-    """Every name under which this config has the field; the architecture's own where it has none."""
+    """Return every name under which this config has the field; the architecture's own where it has none."""
     own = fields.own.get(standard, standard)
     names = dict.fromkeys((own, standard, *(alias for alias, field in fields.aliases.items() if field == own)))
     return [name for name in names if name in fields.config] or [own]
 
 
 def with_heads(family: Family, counts: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-    """The config with other numbers of heads: (query heads, key-value heads) by `Family.counts`' fields."""
+    """Return the config with other numbers of heads: (query heads, key-value heads) by `Family.counts`' fields."""
     config, fields = dict(family.config), family.fields
     if base_type(family.model_type):
         return by_layer_config(config, [counts[field][0] for field in family.counts])

@@ -41,7 +41,7 @@ class Manifest:
 
 
 def digest(pieces: Iterable[bytes]) -> Digest:
-    """Bytes and sha256 of a file that comes in pieces."""
+    """Return bytes and sha256 of a file that comes in pieces."""
     sha, size = hashlib.sha256(), 0
     for piece in pieces:
         sha.update(piece)
@@ -50,7 +50,7 @@ def digest(pieces: Iterable[bytes]) -> Digest:
 
 
 def verify(folder: str | os.PathLike[str]) -> Manifest:
-    """Reads every file of a written folder again, and compares it with the folder's manifest.
+    """Read every file of a written folder again, and compare it with the folder's manifest.
 
     Files that the manifest does not name are not looked at.
 
@@ -79,7 +79,7 @@ def verify(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def _read(folder: Path) -> Manifest:
-    """The manifest, and no guess at what a damaged one could mean."""
+    """Return the manifest, and no guess at what a damaged one could mean."""
     path = folder / MANIFEST
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode) or os.lstat(path).st_size > MAX_MANIFEST:

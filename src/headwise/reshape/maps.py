@@ -41,7 +41,7 @@ class Maps:
 
     @classmethod
     def of_first(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
-        """The first head of each group stands for the others."""
+        """Return the maps by which the first head of each group stands for the others."""
         first = torch.zeros(rotations.shape[0], 1, 1, dtype=rotations.dtype, device=rotations.device)
         first[[group[0] for group in groups]] = 1.0
         return cls(rotations.transpose(1, 2) * first, rotations)
@@ -49,7 +49,7 @@ class Maps:
     def missed(
         self, products: Float[Tensor, "K n K n"], uses: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]
     ) -> float:
-        """The share of keys or values that the shared ones do not give back, in squares weighed by `uses`.
+        """Return the share of keys or values that the shared ones do not give back, in squares weighed by `uses`.
 
         That is the sum of ``e_i^T uses_i e_i`` of ``e_i = v_i - read_i m`` by the share of the sum for ``v_i`` itself.
         """
@@ -68,7 +68,7 @@ class Maps:
 
 
 def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequence[int]]) -> HeadWeights:
-    """The layer in which each group has one key-value head; its query heads come in the order of the groups."""
+    """Return the layer in which each group has one key-value head; its query heads come in the order of the groups."""
     wide = weights.to(torch.float64)
     order = torch.tensor([kv for group in groups for kv in group], device=weights.query.device)
     heads = (order[:, None] * weights.group + torch.arange(weights.group, device=order.device)).flatten()

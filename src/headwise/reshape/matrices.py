@@ -26,7 +26,7 @@ class Matrix:
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Matrix:
-        """Raises TypeError for a module that holds no such matrix."""
+        """Raise TypeError for a module that holds no such matrix."""
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
             raise TypeError(

@@ -26,7 +26,7 @@ def prune_module(
     *,
     layouts: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Takes heads out of a module, in place: parameters are replaced by smaller ones, so give them to a new optimizer.
+    """Take heads out of a module, in place: parameters are replaced by smaller ones, so give them to a new optimizer.
 
     Layers may lose different numbers of heads. Under GQA every key-value head that stays must be read by equally many.
 
@@ -117,7 +117,7 @@ def _check_projections(mha: MultiHeadAttention) -> None:
 
 
 def _checked(layer: Layer, gone: list[int]) -> KeptHeads:
-    """What stays of one layer; raises ValueError for heads that cannot go."""
+    """Return what stays of one layer; raise ValueError for heads that cannot go."""
     wrong = [head for head in gone if not 0 <= head < layer.sizes.H]
     if wrong:
         raise ValueError(f"layer {layer.key} has the heads 0 to {layer.sizes.H - 1}; got {wrong[0]}")

@@ -55,7 +55,7 @@ class Merge:
         return tuple(kv * group + n for some in self.groups for kv in some for n in range(group))
 
     def apply(self, weights: HeadWeights) -> HeadWeights:
-        """The layer with fewer key-value heads; its query heads stand in the order in which groups read them."""
+        """Return the layer with fewer key-value heads; its query heads stand in the order in which groups read them."""
         if all(len(group) == 1 for group in self.groups):
             return weights
         return shared(weights, self.keys, self.values, self.groups)
@@ -115,7 +115,7 @@ def merge(
 
 
 def _check_finite(weights: HeadWeights, name: str) -> None:
-    """Raises ValueError where a layer's projections hold NaN or infinity: heads cannot be compared by them."""
+    """Raise ValueError where a layer's projections hold NaN or infinity: heads cannot be compared by them."""
     for part in ("query", "key", "value", "output"):
         bias = getattr(weights, f"{part}_bias")
         if not all(bool(some.isfinite().all()) for some in (getattr(weights, part), bias) if some is not None):
@@ -126,7 +126,7 @@ def _check_finite(weights: HeadWeights, name: str) -> None:
 
 
 def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[Maps, Maps]:
-    """How keys, and values, become shared ones."""
+    """Return how keys, and values, become shared ones."""
     if method == "fitted":
         return fitted_maps(weights, moments, groups)
     if method == "aligned":

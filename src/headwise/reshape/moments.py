@@ -77,7 +77,7 @@ class Moments:
         self.add(call.query, call.key, call.value)
 
     def check_finite(self, name: str) -> None:
-        """Raises ValueError where the layer's queries, keys or values were NaN or infinite on the text."""
+        """Raise ValueError where the layer's queries, keys or values were NaN or infinite on the text."""
         for part, what in (("query", "queries"), ("key", "keys"), ("value", "values")):
             if not bool(getattr(self, part).isfinite().all()):
                 raise ValueError(

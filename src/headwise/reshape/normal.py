@@ -43,17 +43,17 @@ class NormalEquations:
         return made
 
     def is_finite(self) -> bool:
-        """Whether no token held NaN or infinity."""
+        """Return whether no token held NaN or infinity."""
         return bool(self.xx.diagonal().isfinite().all()) and math.isfinite(self.yy)
 
     def solve(self, ridge: float, start: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
-        """The W of least error, held to `start`: each row by `ridge` times the squares of its number."""
+        """Return the W of least error, held to `start`: each row by `ridge` times the squares of its number."""
         damping = self.xx.diagonal() * ridge
         damping = torch.diag(damping + damping.max().clamp_min(torch.finfo(torch.float64).tiny) * 1e-9)
         return start + torch.linalg.solve(self.xx + damping, self.xy - self.xx @ start)
 
     def error(self, W: Float[Tensor, "n m"]) -> float:
-        """The squared error of W, as a share of the squares of y."""
+        """Return the squared error of W, as a share of the squares of y."""
         left = float((W * (self.xx @ W)).sum() - 2 * (W * self.xy).sum()) + self.yy
         return max(0.0, left / max(self.yy, torch.finfo(torch.float64).tiny))
 
@@ -61,7 +61,7 @@ class NormalEquations:
 def best(
     fit: NormalEquations, check: NormalEquations, start: Float[Tensor, "n m"], ridges: Sequence[float] = RIDGES
 ) -> tuple[Float[Tensor, "n m"], float | None]:
-    """The map fitted to both, with that ridge whose fit to the first does best on the second.
+    """Return the map fitted to both, with that ridge whose fit to the first does best on the second.
 
     `start` itself and None where no fit does better.
     """

@@ -67,7 +67,7 @@ class Pair:
     last: str | None = None
 
     def read(self, batch: Batch, until: str | None = None) -> dict[str, ModuleBatch]:
-        """What each attention module saw; with `until`, no module after that one is run."""
+        """Return what each attention module saw; with `until`, no module after that one is run."""
         self.seen, self.last = {name: ModuleBatch() for name in self.layers}, until
         for model in (self.original, self.changed):
             with suppress(_Enough):
@@ -135,7 +135,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def batches_of(batches: Sequence[Some]) -> tuple[list[Some], list[Some]]:
-    """What is fitted to, and every fifth batch (or the last) to check it by."""
+    """Return what is fitted to, and every fifth batch (or the last) to check it by."""
     if isinstance(batches, Tensor) or not isinstance(batches, Sequence) or len(batches) < 2:
         raise ValueError(
             "batches are a list of at least two, each ids (B, T) or the keywords of a call: some are fitted to, others "

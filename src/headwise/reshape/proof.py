@@ -51,7 +51,7 @@ PLAIN = Proof()
 
 
 def require(answer: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the result loads whole and computes what the gated original does."""
+    """Raise ValueError unless the result loads whole and computes what the gated original does."""
     for kind in ("missing", "unexpected"):
         if answer[kind]:
             raise ValueError(

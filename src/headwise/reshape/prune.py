@@ -64,7 +64,7 @@ class Pruning:
         return {key: heads for key, heads in lost.items() if heads}
 
     def tensors(self) -> list[Planned]:
-        """Every tensor of the result."""
+        """Return every tensor of the result."""
         where = {name: (layer, form) for layer in self.family.layers for name, form in layer.tensors.items()}
         return [self._tensor(name, *where.get(name, (None, None))) for name in self.source.tensors]
 
@@ -79,7 +79,7 @@ class Pruning:
         return planned
 
     def heads_plan(self) -> dict[str, Any]:
-        """The heads that stay, by layer, as `headwise.plan.of` reads it."""
+        """Return the heads that stay, by layer, as `headwise.plan.of` reads it."""
         return {"layers": {key: {"keep": list(some.query)} for key, some in self.kept.items()}}
 
     def gates(self) -> list[list[int]]:
@@ -114,7 +114,7 @@ class Pruning:
         }
 
     def _counts(self, *, pruned: bool) -> dict[str, int | list[int]]:
-        """Heads and key-value heads, by the config's fields; layer by layer where each has its own number."""
+        """Return heads and key-value heads, by the config's fields; layer by layer where each has its own number."""
         counts: dict[str, int | list[int]] = {}
         if base_type(self.target.model_type):
             return {
@@ -130,7 +130,7 @@ class Pruning:
 
 
 def changed(planned: Planned, form: TensorRuns, sizes: Sizes, some: KeptHeads, *, zero: bool) -> Planned:
-    """A tensor with these heads alone, or with 0 for the others."""
+    """Return a tensor with these heads alone, or with 0 for the others."""
     make = planned.make
     if zero:
         return Planned(planned.name, planned.dtype, planned.shape, lambda: form.zero(make(), sizes, some))
@@ -139,7 +139,7 @@ def changed(planned: Planned, form: TensorRuns, sizes: Sizes, some: KeptHeads, *
 
 
 def as_stored(planned: Planned, target: Target) -> Planned:
-    """A tensor as the class stores it that loads the result: a matrix the other way round, where it does."""
+    """Return a tensor as the class stores it that loads the result: a matrix the other way round, where it does."""
     if not planned.name.endswith(target.transposed):
         return planned
     make = planned.make
@@ -155,7 +155,7 @@ def plan_prune(
     scores: HeadScores | Scorer | None = None,
     zero: bool = False,
 ) -> Pruning:
-    """What `prune` would change, and nothing written. The arguments are those of `prune`.
+    """Return what `prune` would change, and nothing written. The arguments are those of `prune`.
 
     Raises:
         TypeError: something of another type.
@@ -201,7 +201,7 @@ def _check_request(heads: object, keep_fraction: object, budget: object, zero: o
 
 
 def _target(family: Family, chosen: Mapping[str, KeptHeads]) -> Target:
-    """The class that loads what is left, or an error that says what would load instead."""
+    """Return the class that loads what is left, or an error that says what would load instead."""
     loses = any(len(chosen[layer.key].query) < layer.sizes.H for layer in family.layers)
     if loses and "inexact" in family.about:
         raise ValueError(
@@ -214,7 +214,7 @@ def _target(family: Family, chosen: Mapping[str, KeptHeads]) -> Target:
 
 
 def _what_loads(family: Family) -> str:
-    """Which numbers of heads load, in words, where there is one number for all layers."""
+    """Return which numbers of heads load, in words, where there is one number for all layers."""
     if len(family.counts) > 1:
         return ""
     [(field, layers)] = family.counts.items()
@@ -235,7 +235,7 @@ def prune(
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Takes heads out of a checkpoint, and writes one that stock transformers loads: whole, or not at all.
+    """Take heads out of a checkpoint, and write one that stock transformers loads: whole, or not at all.
 
     The config counts the heads of all layers by one number, so as many go in each layer. An encoder keeps a number for
     each layer, in a class that `headwise.hf` registers with transformers (see `headwise.plan.by_layer`). Query

@@ -83,9 +83,12 @@ def reconstruct(
     def weights_of(key: str) -> HeadWeights:
         return weights_in_memory(changed, family, family.layer(key))
 
+    finished: Any  # mypy does not see that it is of the plan's own kind
     if isinstance(plan, Pruning):
-        return _with_solved(plan, weights_of, losses, tokens)
-    return _with_weights(plan, weights_of, losses, tokens, done)
+        finished = _with_solved(plan, weights_of, losses, tokens)
+    else:
+        finished = _with_weights(plan, weights_of, losses, tokens, done)
+    return finished
 
 
 def _with_solved(plan: Pruning, weights_of: WeightsOf, losses: Mapping[str, float | None], tokens: int) -> Pruning:

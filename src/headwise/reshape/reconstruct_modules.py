@@ -117,7 +117,7 @@ class _Reconstructor:
         self.passes = self.done = 0
 
     def begin(self, passes: int) -> None:
-        """Runs both models whole once, to see that all modules are there and in which order they run."""
+        """Run both models whole once, to see that all modules are there and in which order they run."""
         self.passes = passes
         for name, seen in self.pair.read(self.fit[0]).items():
             output = self.pair.layers[name].output
@@ -127,7 +127,7 @@ class _Reconstructor:
         self.order = list(self.pair.order)
 
     def read(self, batches: list[Batch], until: str | None) -> Iterator[dict[str, ModuleBatch]]:
-        """What the modules see of each batch."""
+        """Yield what the modules see of each batch."""
         for batch in batches:
             yield self.pair.read(batch, until)
             self.done += 1
@@ -135,7 +135,7 @@ class _Reconstructor:
                 self.progress(self.done, self.passes * (len(self.fit) + len(self.check)))
 
     def projection(self, where: str) -> Matrix:
-        """A projection of the changed model."""
+        """Return a projection of the changed model."""
         return Matrix.of(self.pair.changed.get_submodule(where), where)
 
     def sums(self, names: Sequence[str]) -> dict[str, tuple[NormalEquations, NormalEquations]]:
@@ -150,7 +150,7 @@ class _Reconstructor:
         return both
 
     def solve_output(self, name: str, fit: NormalEquations, check: NormalEquations) -> Reconstruction:
-        """Solves W_O and puts it in its place."""
+        """Solve W_O and puts it in its place."""
         if not (fit.is_finite() and check.is_finite()):
             raise ValueError(
                 f"module {name!r}: its heads or its outputs on this text hold NaN or infinity, and nothing is fitted "
@@ -167,7 +167,7 @@ class _Reconstructor:
         return Reconstruction(name, check.error(start), check.error(_whole(matrix)), ridge, values=False)
 
     def solve_both(self, name: str, steps: int) -> Reconstruction:
-        """Solves W_O, then W_V given it, then W_O once more."""
+        """Solve W_O, then W_V given it, then W_O once more."""
         where = self.pair.layers[name]
         matrix = self.projection(where.output)
         samples: list[list[Sample]] = []
@@ -203,7 +203,7 @@ class _Reconstructor:
 
 
 def _whole(matrix: Matrix) -> Tensor:
-    """The matrix in float64, its bias as a last row."""
+    """Return the matrix in float64, its bias as a last row."""
     parts = [matrix.W] if matrix.b is None else [matrix.W, matrix.b[None]]
     return torch.cat(parts).to(torch.float64)
 
@@ -214,7 +214,7 @@ def _empty(matrix: Matrix) -> NormalEquations:
 
 
 def _with_ones(heads: Tensor, matrix: Matrix) -> Tensor:
-    """The heads side by side, and a 1 that meets the bias."""
+    """Return the heads side by side, and a 1 that meets the bias."""
     return heads if matrix.b is None else torch.cat([heads, heads.new_ones(*heads.shape[:-1], 1)], -1)
 
 

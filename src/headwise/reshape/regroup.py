@@ -61,7 +61,7 @@ class Regrouping:
     measured: Mapping[str, Any]
 
     def tensors(self) -> list[Planned]:
-        """Every tensor of the result; a layer's are made together when the first of them is asked for."""
+        """Return every tensor of the result; a layer's are made together when the first of them is asked for."""
         layer_of = {name: layer for layer in self.family.layers for name in layer.tensors}
         maker = _Maker(self)
         made = []
@@ -141,7 +141,7 @@ class _Maker:
 
 
 def read_weights(source: ReshapableCheckpoint, family: Family, layer: Layer) -> HeadWeights:
-    """The weights of a layer of a checkpoint, in float32 at least."""
+    """Return the weights of a layer of a checkpoint, in float32 at least."""
 
     def read(name: str) -> Tensor:
         part = source.read(name)
@@ -161,7 +161,7 @@ def plan_regroup(
     seed: int = 0,
     progress: OnLayer = None,
 ) -> Regrouping:
-    """What `regroup` would change, and nothing written. The arguments are those of `regroup`.
+    """Return what `regroup` would change, and nothing written. The arguments are those of `regroup`.
 
     Raises:
         TypeError, ValueError: in one line, what does not fit: an architecture whose layout is not known, a number of
@@ -192,7 +192,7 @@ def plan_regroup(
 
 
 def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> tuple[Family, Target]:
-    """What of a regrouping is known without a weight: the layers, and the class that loads the result.
+    """Return what of a regrouping is known without a weight: the layers, and the class that loads the result.
 
     Raises:
         TypeError, ValueError: as `plan_regroup`.
@@ -206,7 +206,7 @@ def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> 
 
 
 def _target(family: Family, num_kv_heads: int) -> Target:
-    """The class that loads it, or an error that says what would load."""
+    """Return the class that loads it, or an error that says what would load."""
     counts = {}
     for field, layers in family.counts.items():
         sizes = layers[0].sizes
@@ -223,7 +223,7 @@ def _target(family: Family, num_kv_heads: int) -> Target:
 
 
 def _errors(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """A table of the errors before and after a reconstruction, if there was one."""
+    """Return a table of the errors before and after a reconstruction, if there was one."""
     if not measured:
         return []
     errors = [(name, *(f"{error:.4f}" for error in pair)) for name, pair in measured["errors"].items()]
@@ -243,7 +243,7 @@ def regroup(
     proof: Proof | None = PLAIN,
     progress: OnLayer = None,
 ) -> dict[str, Any]:
-    """Lets groups of key-value heads of a checkpoint share one, and writes one that stock transformers loads.
+    """Let groups of key-value heads of a checkpoint share one, and write one that stock transformers loads.
 
     Multi-head attention becomes grouped-query or multi-query, and the cache smaller by as much. Whole, or not at all.
 
@@ -283,7 +283,7 @@ def write_regrouped(
     progress: OnLayer = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Writes what was planned, as `regroup` does.
+    """Write what was planned, as `regroup` does.
 
     Args:
         plan: What `plan_regroup` made, changed by `reconstruct` or not.

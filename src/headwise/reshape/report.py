@@ -25,7 +25,7 @@ Row = tuple[str, str, str]
 
 
 def readme(title: str, *notes: str) -> bytes:
-    """The folder's README."""
+    """Return the folder's README."""
     return f"# {title}\n\n{' '.join(notes)}\n\n{RESHAPE} has the details.\n".encode()
 
 
@@ -77,7 +77,7 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def rows(facts: Mapping[str, Any]) -> list[Row]:
-    """What is different, before and after: sizes, and what was measured."""
+    """Return what is different, before and after: sizes, and what was measured."""
     return [*_sizes(facts), *_measured(facts.get("proof") or {})]
 
 
@@ -100,7 +100,7 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
-    """What the proof measured."""
+    """Yield what the proof measured."""
     loss, seconds = proof.get("loss"), proof.get("seconds") or {}
     yield from _pair("parameters", proof.get("parameters"), "{:,}".format)
     yield from _pair(f"cache of {proof.get('tokens')} tokens in float32", proof.get("cache_bytes"), _bytes)
@@ -112,7 +112,7 @@ def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _proof(proof: Mapping[str, Any] | None) -> Iterator[str]:
-    """What was proved, in sentences."""
+    """Yield what was proved, in sentences."""
     if proof is None:
         yield "Not verified: nobody loaded the result."
         return
@@ -143,6 +143,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _pair(what: str, pair: Sequence[Any] | None, text: Callable[[Any], str]) -> Iterator[Row]:
-    """A row, where there is anything to tell."""
+    """Yield a row, where there is anything to tell."""
     if pair is not None and pair[1] is not None:
         yield what, "" if pair[0] is None else text(pair[0]), text(pair[1])

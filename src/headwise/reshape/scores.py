@@ -16,7 +16,7 @@ NearestHead = tuple[tuple[int, int], float | None, tuple[int, int] | None]
 
 
 def random_scores(seed: int = 0) -> Scorer:
-    """A scorer that draws numbers from `seed`: the baseline that any other has to beat.
+    """Return a scorer that draws numbers from `seed`: the baseline that any other has to beat.
 
     Raises TypeError or ValueError for a seed that is no int of at least 0.
 
@@ -38,7 +38,7 @@ def random_scores(seed: int = 0) -> Scorer:
 
 
 def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
-    """A scorer of numbers ``[layer][head]``, layers in the order in which they attend in a forward pass.
+    """Return a scorer of numbers ``[layer][head]``, layers in the order in which they attend in a forward pass.
 
     Such are those of `headwise.look.importance`. An encoder attends before its decoder, and in each layer of that
     self-attention before cross-attention.
@@ -87,7 +87,7 @@ def _is_list(value: object) -> bool:
 
 
 def in_order(layers: Iterable[Layer]) -> list[Layer]:
-    """The layers in the order in which they attend."""
+    """Return the layers in the order in which they attend."""
     return sorted(layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross"))
 
 

@@ -76,7 +76,7 @@ class PruneRequest:
 
 
 def select(family: Family, tensors: Mapping[str, Entry], wish: PruneRequest) -> Chosen:
-    """The heads that stay.
+    """Return the heads that stay.
 
     Raises:
         ValueError: in one line, why there are none such.
@@ -115,14 +115,14 @@ def _only(family: Family, field: str, count: Count) -> dict[str, Count]:
 
 
 def _best(family: Family, counts: Mapping[str, Count], scores: HeadScores) -> dict[str, KeptHeads]:
-    """The best heads, so many, where none must go."""
+    """Return the best heads, so many, where none must go."""
     best = choose.choose(family, counts, {layer.key: set() for layer in family.layers}, scores)
     assert best is not None
     return best
 
 
 def loadable(family: Family, field: str) -> list[Count]:
-    """The numbers of heads that pruning can leave and some class loads, the most first."""
+    """Return the numbers of heads that pruning can leave and some class loads, the most first."""
     sizes = family.counts[field][0].sizes
     return [count for count in choose.possible(sizes) if loads(family, _only(family, field, count))]
 
@@ -161,7 +161,7 @@ def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
 
 
 def _completed(family: Family, gone: Mapping[str, set[int]], scores: HeadScores) -> Chosen:
-    """The named heads go, and as few others as one config needs, the worst by score."""
+    """Return what stays without the named heads and as few others as one config needs, the worst by score."""
     counts: dict[str, Count] = {}
     for field, layers in family.counts.items():
         mine = {layer.key for layer in layers}
@@ -197,7 +197,7 @@ def bytes_of(tensors: Iterable[Entry | Planned]) -> int:
 
 
 def _steps(family: Family) -> list[dict[str, Count]]:
-    """All numbers of heads that load, the most first; several fields shrink together, by the same part."""
+    """Return all numbers of heads that load, the most first; several fields shrink together, by the same part."""
     fields = {field: loadable(family, field) for field in family.counts}
     if len(fields) == 1:
         [(field, counts)] = fields.items()
@@ -214,7 +214,7 @@ def _steps(family: Family) -> list[dict[str, Count]]:
 
 
 def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
-    """The most heads that the budget allows; of equally many, the better ones."""
+    """Return the most heads that the budget allows; of equally many, the better ones."""
     best: tuple[float, dict[str, KeptHeads], int] | None = None
     enough, least, most = 0, 0, budget.megabytes * 1e6
     for counts in _steps(family):
@@ -244,7 +244,7 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
 
 
 def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str, KeptHeads]) -> int:
-    """Bytes of all weights once these heads alone are left."""
+    """Return bytes of all weights once these heads alone are left."""
     forms = {name: (layer, form) for layer in family.layers for name, form in layer.tensors.items()}
     total = 0
     for name, entry in tensors.items():
@@ -255,7 +255,7 @@ def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str
 
 
 def cache_of(family: Family, tensors: Mapping[str, Entry], counts: Mapping[str, Count], context: int) -> int:
-    """Bytes of keys and values of one text, in the dtype of the weights; 0 for a model that only reads."""
+    """Return bytes of keys and values of one text, in the dtype of the weights; 0 for a model that only reads."""
     if not context or all(layer.role == "encoder" for layer in family.layers):
         return 0
     width = max(tensors[name].dtype.itemsize for layer in family.layers for name in layer.tensors)

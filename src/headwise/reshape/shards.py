@@ -65,7 +65,7 @@ class Shard:
 
 
 def plan_shards(tensors: Sequence[Planned]) -> list[Shard]:
-    """The files of these tensors: filled in their order, so that a layer stays together."""
+    """Return the files of these tensors: filled in their order, so that a layer stays together."""
     _check(tensors)
     groups: list[list[Planned]] = [[]]
     filled = 0

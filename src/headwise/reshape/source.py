@@ -65,16 +65,16 @@ class CheckpointSource(Protocol):
         """Every file that is read: config.json, weights and their index, and `files`."""
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in memory of its own."""
+        """Return one tensor, on the CPU, in memory of its own."""
 
     def chunks(self, file: str) -> Iterator[bytes]:
-        """The bytes of one of `inputs`, in pieces."""
+        """Yield the bytes of one of `inputs`, in pieces."""
 
     def copy(self, file: str) -> Iterator[bytes]:
-        """The bytes of one of `files` as they may be handed on: without keys that name code."""
+        """Yield the bytes of one of `files` as they may be handed on: without keys that name code."""
 
     def check(self) -> None:
-        """Raises ValueError unless every file is what it was when the folder was opened."""
+        """Raise ValueError unless every file is what it was when the folder was opened."""
 
 
 @runtime_checkable

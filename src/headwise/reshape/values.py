@@ -51,7 +51,7 @@ class Sample:
 
 
 def error(layer: ValueSystem, W: Tensor, samples: Sequence[Sample]) -> float:
-    """The squared error of the output with these values, as a share of the squares of the output to reach."""
+    """Return the squared error of the output with these values, as a share of the squares of the output to reach."""
     left = whole = 0.0
     with torch.no_grad():
         for sample in samples:
@@ -65,7 +65,7 @@ def error(layer: ValueSystem, W: Tensor, samples: Sequence[Sample]) -> float:
 def solve_values(
     layer: ValueSystem, start: Tensor, fit: Sequence[Sample], check: Sequence[Sample], steps: int
 ) -> Tensor | None:
-    """The W (N, K V) of least error on `fit`, by so many steps of conjugate gradients from `start`.
+    """Return the W (N, K V) of least error on `fit`, by so many steps of conjugate gradients from `start`.
 
     Of the steps the one that does best on `check` is taken, None where that is the start. The matrix of the normal
     equations is as large as W squared and never made: a step is one pass of attention forward and backward. They are
@@ -78,7 +78,7 @@ def solve_values(
         return torch.einsum("nkv,kvw->nkw", blocks, by_output).flatten(1)
 
     def product(direction: Tensor, *, residual: bool = False) -> Tensor:
-        """The normal equations' matrix times a direction; or the gradient at it of half the squared error."""
+        """Return the normal equations' matrix times a direction; or the gradient at it of half the squared error."""
         total = torch.zeros_like(direction)
         for sample in fit:
             W = direction.detach().to(sample.source.dtype).requires_grad_()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..files.atomic_folder import check_new_folder, claim, clear, ended_in_order, hidden_name, remove, settle
 from .manifest import FILE, MANIFEST, Digest, Manifest, digest
-from .place import check_destination, claim, clear, ended_in_order, hidden_name, remove, settle
 from .shards import Planned as Planned
 from .shards import Shard, as_json, index, plan_shards
 from .source import CheckpointSource
@@ -27,7 +27,7 @@ Bytes = bytes | memoryview
 
 
 def kept(source: CheckpointSource, name: str) -> Planned:
-    """A tensor of the source as it is."""
+    """Return a tensor of the source as it is."""
     entry = source.tensors[name]
     return Planned(name, entry.dtype, entry.shape, lambda: source.read(name))
 
@@ -42,7 +42,7 @@ def write(
     check: Callable[[Path], Mapping[str, bytes] | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
-    """Writes config, weights, the source's `files` and a manifest into a folder that is there whole, or not at all.
+    """Write config, weights, the source's `files` and a manifest into a folder that is there whole, or not at all.
 
     It is written beside the destination under a hidden name, synced, checked, and renamed once. A run that is killed
     leaves that hidden folder, and the next run in the same place removes it. The memory it takes is that of one tensor
@@ -75,7 +75,7 @@ def write(
     further = settings | _checked(extra, taken)
     size = sum(len(shard.header) + shard.size for shard in shards) + sum(map(len, further.values()))
     size += sum(os.stat(source.folder / name).st_size for name in source.files if name not in further)
-    target = check_destination(destination, source.folder, size)
+    target = check_new_folder(destination, source.folder, size)
     source.check()
     clear(target.parent)
     folder = Folder(hidden_name(target), destination, ByteProgress(progress, shards, source))
@@ -112,7 +112,7 @@ def _checked(files: Mapping[str, bytes] | None, taken: set[str]) -> dict[str, by
 
 
 def _pieces(shard: Shard) -> Iterator[Bytes]:
-    """The bytes of a file, with one tensor at a time in memory."""
+    """Yield the bytes of a file, with one tensor at a time in memory."""
     yield shard.header
     for tensor in shard.tensors:
         yield from _bytes(tensor)
@@ -154,7 +154,7 @@ class ByteProgress:
             self.tell(self.done, self.total)
 
     def over(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """The same pieces, each counted."""
+        """Yield the same pieces, each counted."""
         for piece in pieces:
             self.add(len(piece))
             yield piece
@@ -181,12 +181,12 @@ class Folder:
             ) from error
 
     def claim(self) -> None:
-        """Makes it and locks it."""
+        """Make it and locks it."""
         with self.plain_errors():
             self.lock = claim(self.path)
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """Writes a new file, and makes it last."""
+        """Write a new file, and sync it."""
         sha, size = hashlib.sha256(), 0
         with self.plain_errors():
             descriptor = os.open(self.path / name, NEW, 0o666)
@@ -208,12 +208,12 @@ class Folder:
         self.files[name] = size, sha.hexdigest()
 
     def settle(self, target: Path) -> None:
-        """Gives it its name."""
+        """Give it its name."""
         with self.plain_errors():
             settle(self.path, target)
 
     def check(self) -> None:
-        """Raises ValueError unless it holds what was put into it, and no more: a check may have written there."""
+        """Raise ValueError unless it holds what was put into it, and no more: a check may have written there."""
         sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)}
         for name in sorted(sizes.keys() | self.files.keys()):
             if sizes.get(name) != (self.files[name][0] if name in self.files else None):

@@ -34,7 +34,7 @@ class Order:
         return cls(entity, next((n for n, name in enumerate(names) if name in ("etype", "entity", "type")), len(names)))
 
     def read(self, fields: Sequence[str]) -> tuple[str, str]:
-        """The name and the kind in an opening bracket."""
+        """Return the name and the kind in an opening bracket."""
         return (
             fields[self.entity] if self.entity < len(fields) else fields[0],
             fields[self.kind] if self.kind < len(fields) else "",
@@ -86,7 +86,7 @@ class _Open:
 
 
 def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -> tuple[Mention, ...]:
-    """The mentions of a sentence, in the order of their first words, longer ones first.
+    """Return the mentions of a sentence, in the order of their first words, longer ones first.
 
     Args:
         tokens: the line of each token, and the library's token.

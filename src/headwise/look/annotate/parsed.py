@@ -12,7 +12,7 @@ CLUSTERS = "coref_clusters"
 
 
 def from_spacy(doc: Any, *, name: str = "") -> Document:
-    """The words, word classes, relations and mentions of a spaCy ``Doc``, sentence by sentence.
+    """Return the words, word classes, relations and mentions of a spaCy ``Doc``, sentence by sentence.
 
     Relations keep the names that the user's model gives them (those of spaCy's English models are not Universal
     Dependencies: dobj, pobj, prep); ``ROOT`` becomes "root". Mentions are the spans of the groups ``coref_clusters_1``
@@ -52,7 +52,7 @@ def _clusters(doc: Any) -> list[tuple[str, Any]]:
 
 
 def _sentence(doc: Any, tokens: list[Any], after: int, clusters: list[tuple[str, Any]]) -> Sentence:
-    """One sentence; `after` is where the next begins in the text."""
+    """Return one sentence; `after` is where the next begins in the text."""
     start, end = tokens[0].idx, tokens[-1].idx + len(tokens[-1].text)
     index = {token.i: n for n, token in enumerate(tokens)}
     words = tuple(

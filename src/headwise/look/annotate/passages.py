@@ -20,7 +20,7 @@ PARTS = {"compound", "flat", "fixed", "goeswith"}
 def passages(
     documents: Sequence[Document], tokenizer: Callable[..., Any], *, length: int | None = None
 ) -> list[Passage]:
-    """What `headwise.look.at` and `over` read as ``readings={"sentences": ...}``: a passage for each document.
+    """Return what `headwise.look.at` and `over` read as ``readings={"sentences": ...}``: a passage for each document.
 
     A word's query is its last token, the first that has seen all of it; as a key it is all its tokens. Linked are
 
@@ -109,7 +109,7 @@ class _Tokens:
 
 
 def _fitting(document: Document, tokenizer: Callable[..., Any], length: int | None) -> list[_Tokens]:
-    """The document, in as many parts as its length asks."""
+    """Return the document, in as many parts as its length asks."""
     if not document.sentences:
         return []
     text = _Tokens.read(document, tokenizer)
@@ -123,7 +123,7 @@ def _fitting(document: Document, tokenizer: Callable[..., Any], length: int | No
 
 
 def _links(text: _Tokens) -> Mapping[str, Sequence[Sequence[int]]]:
-    """All links that the annotation of a text gives; those without any are left out."""
+    """Return all links that the annotation of a text gives; those without any are left out."""
     words = text.sentence.words
     pairs: dict[str, list[tuple[int, int]]] = {}
     for i, word in enumerate(words):

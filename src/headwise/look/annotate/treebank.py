@@ -27,7 +27,7 @@ _FORMAT = "see https://universaldependencies.org/format.html"
 
 
 def ours() -> tuple[Document, ...]:
-    """The sentences that come with headwise, annotated by hand; those of two names and a gift have an answer.
+    """Return the sentences that come with headwise, annotated by hand; those of two names and a gift have an answer.
 
     Of these, ``sentence.notes["answer"]`` is the name that ends them and ``notes["other"]`` the name that does not.
 
@@ -38,7 +38,7 @@ def ours() -> tuple[Document, ...]:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Document, ...]:
-    """The documents of a CoNLL-U file, in UTF-8: see `parse`.
+    """Return the documents of a CoNLL-U file, in UTF-8: see `parse`.
 
     Raises:
         MissingExtra: the library conllu is not installed.
@@ -63,7 +63,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Document, ...]:
 
 
 def parse(text: str, *, name: str = "CoNLL-U") -> tuple[Document, ...]:
-    """The documents of a CoNLL-U text: one for each ``# newdoc``, or a single one.
+    """Return the documents of a CoNLL-U text: one for each ``# newdoc``, or a single one.
 
     Read are words, UPOS, HEAD and DEPREL, comments with a value (as notes), and mentions, from the brackets of
     ``Entity`` in MISC as CorefUD writes them: ``Entity=(e1-person-2`` opens a mention of e1, ``Entity=e1)`` closes it,
@@ -109,7 +109,7 @@ class _Block:
     tokens: list[tuple[int, Any]] = field(default_factory=list)
 
     def wrong(self, line: int, what: str) -> ValueError:
-        """The error of a line: its number, and what is wrong with it."""
+        """Return the error of a line: its number, and what is wrong with it."""
         return ValueError(f"{self.name}, line {line}: {what}")
 
     def parsed(self) -> dict[str, str]:
@@ -131,7 +131,7 @@ class _Block:
         return notes
 
     def _token(self, number: int, line: str) -> Any:
-        """What the library reads in a line."""
+        """Return what the library reads in a line."""
         try:
             import conllu
             from conllu.exceptions import ParseException
@@ -156,7 +156,7 @@ class _Block:
 
 
 def _blocks(text: str, name: str) -> Iterator[_Block]:
-    """The sentences' lines: empty lines stand between them."""
+    """Yield the sentences' lines: empty lines stand between them."""
     lines: list[str] = []
     for number, line in enumerate([*text.removeprefix("\ufeff").split("\n"), ""], 1):
         line = line.rstrip("\r")
@@ -174,7 +174,7 @@ def _misc(line: list[str], column: int) -> dict[str, str]:
 
 
 def _sentence(block: _Block, notes: Mapping[str, str], order: Order) -> Sentence:
-    """A sentence from the library's tokens."""
+    """Return a sentence from the library's tokens."""
     words = [(number, token) for number, token in block.tokens if isinstance(token["id"], int)]
     for i, (number, token) in enumerate(words, 1):
         if token["id"] != i:
@@ -198,12 +198,12 @@ def _sentence(block: _Block, notes: Mapping[str, str], order: Order) -> Sentence
 
 
 def _held(value: str) -> str:
-    """A column's value, empty where it is '_'."""
+    """Return a column's value, empty where it is '_'."""
     return "" if value == "_" else value
 
 
 def _spans(block: _Block, notes: Mapping[str, str]) -> tuple[str, list[tuple[int, int]], bool]:
-    """The text, where each word is in it, and whether a space follows.
+    """Return the text, where each word is in it, and whether a space follows.
 
     What was written stands in the lines of words, or of ranges of words ("don't", 1-2). A range whose words make it up
     one after the other is divided; otherwise each of its words has all of it.

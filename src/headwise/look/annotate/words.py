@@ -123,7 +123,7 @@ class Document:
 
 
 def aligned(source: Sentence | Document, offsets: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
-    """The word of each token, by the characters that both cover.
+    """Return the word of each token, by the characters that both cover.
 
     Whitespace is no part of a word, so a token with the space before its word, or a mark for one, is a token of that
     word. A token within a word belongs to it, as does each token of a character that was cut into bytes. A token over
@@ -177,7 +177,7 @@ def _span(text: str, place: int, pair: Any) -> tuple[int, int]:
 
 
 def _word_at(whole: Sentence, starts: Sequence[int], start: int, end: int) -> int | None:
-    """The word that covers most of the characters; None where there are none."""
+    """Return the word that covers most of the characters; None where there are none."""
     best, most = None, 0
     first = bisect_right(starts, start) - 1
     while first > 0 and whole.words[first - 1].end > start:  # words written as one share their start

@@ -1,6 +1,6 @@
 """The call of the native kernel as autograd keeps it, the gradient of its gradient, and operators without the kernel.
 
-The gradient itself is the library's own (csrc/kernels/backward.h). Where that is to be differentiated again, or many
+The gradient itself is the library's own (csrc/kernels/backward/). Where that is to be differentiated again, or many
 gradients come as one, the definition takes its place: `by_definition` is differentiable as often as one likes, and
 builds the T x S matrix.
 """

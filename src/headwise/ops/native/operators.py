@@ -4,7 +4,7 @@ A saved program (`torch.export`, AOTInductor) names operators, and a process tha
 before. So `import headwise` registers them; it does not import torch for that, but waits for it. And because nothing is
 registered later, the first call of a process takes the same path as every other.
 
-The library (csrc/torch/bind*.cpp) defines all operators but `attend_train`, which is `attend_kept` with
+The library (csrc/binding/*.cpp) defines all operators but `attend_train`, which is `attend_kept` with
 `attend_backward` as its gradient. Where there is no library, those that an exported program may hold are defined by the
 reference.
 """

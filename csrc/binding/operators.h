@@ -1,0 +1,30 @@
+// An operator of torch.ops.headwise. Each .cpp file in this folder has a table of its own; attention.cpp registers all
+// of them.
+#pragma once
+
+#include "binding/tensors.h"
+
+namespace headwise {
+
+struct Operator {
+  const char* name;
+  const char* schema;
+  const char* key;  // CPU, except for operators without tensor arguments, which have no device
+  Boxed function;
+};
+
+extern const Operator kBackward[3];    // backward.cpp
+extern const Operator kCache[2];       // cache.cpp
+extern const Operator kStatistics[2];  // statistics.cpp
+extern const Operator kStep;           // step.cpp
+
+// Runs the call. The results out and lse become the first two entries of the stack.
+void attend(Call& p, int32_t torch_dtype, StableIValue* stack);
+
+Handle empty_lse(Call& p);  // (B, H, T); sets p.lse
+
+// Allocates a tensor (B, H, T, V) in the memory order (B, T, H, V), in which the heads of a position are contiguous for
+// the output projection. Sets the data and strides of `to`, but not its dtype.
+Handle empty_heads(int64_t B, int64_t H, int64_t T, int64_t V, int32_t torch_dtype, Tensor4& to);
+
+}  // namespace headwise

@@ -1,0 +1,102 @@
+// Rotary positions of a decode step: rotates one row of each head and rounds wherever torch rounds. Not to be called
+// under FlushDenormals, because torch keeps denormals.
+#pragma once
+
+#include "call/step_call.h"
+#include "kernels/cache/quantize-inl.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+// A thread's scratch. Each array has room for the whole vectors of a head.
+struct StepScratch {
+  float *x, *partner, *cos, *sin;
+  uint16_t* halves;
+
+  StepScratch(char* base, int64_t width) {
+    const int64_t n = round_up(width, W);
+    x = reinterpret_cast<float*>(base);
+    partner = x + n;
+    cos = partner + n;
+    sin = cos + n;
+    halves = reinterpret_cast<uint16_t*>(sin + n);
+  }
+};
+
+static int64_t step_scratch_bytes(int64_t width) { return round_up(width, W) * 18; }
+
+static inline void round_in_place(float* x, int64_t n, Dtype dtype, uint16_t* halves) {
+  if (dtype == Dtype::f32) return;
+  write_floats(reinterpret_cast<char*>(halves), dtype, x, n);
+  copy_floats(x, reinterpret_cast<const char*>(halves), dtype, 1, n, n);
+}
+
+// Loads the cosine and the sine of each rotated element.
+static inline void load_angles(const Rotary& rotary, int64_t b, const StepScratch& s) {
+  const int64_t size = rotary.size, half = size / 2, n = rotary.by_number ? size : half;
+  const auto load_line = [&](const void* from, const int64_t* stride, float* line, float* out) {
+    const char* row = static_cast<const char*>(from) + b * stride[0] * size_of(rotary.dtype);
+    copy_floats(rotary.by_number ? out : line, row, rotary.dtype, stride[1], n, n);
+    for (int64_t d = 0; d < size && !rotary.by_number; ++d) out[d] = line[rotary.interleaved ? d / 2 : d % half];
+  };
+  load_line(rotary.cos, rotary.cos_stride, s.x, s.cos);
+  load_line(rotary.sin, rotary.sin_stride, s.x, s.sin);
+}
+
+// Writes a head of n elements, rotated, to s.x, as floats that `dtype` can hold.
+static inline void rotate_row(const Rotary& rotary, const char* row, Dtype dtype, int64_t stride, int64_t n,
+                              const StepScratch& s) {
+  copy_floats(s.x, row, dtype, stride, n, round_up(n, W));
+  if (rotary.cos == nullptr) return;
+  const int64_t size = rotary.size, half = size / 2;
+  float* HW_RESTRICT x = s.x + rotary.first;
+  float* HW_RESTRICT partner = s.partner;
+  if (rotary.interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      partner[2 * i] = -x[2 * i + 1];
+      partner[2 * i + 1] = x[2 * i];
+    }
+  } else {
+    for (int64_t i = 0; i < half; ++i) {
+      partner[i] = -x[half + i];
+      partner[half + i] = x[i];
+    }
+  }
+  for (int64_t d = 0; d < size; ++d) x[d] *= s.cos[d];
+  for (int64_t d = 0; d < size; ++d) partner[d] *= s.sin[d];
+  round_in_place(x, size, rotary.dtype, s.halves);
+  round_in_place(partner, size, rotary.dtype, s.halves);
+  for (int64_t d = 0; d < size; ++d) x[d] += partner[d];
+  round_in_place(x, size, dtype, s.halves);
+}
+
+// Rotates and writes all heads of row b of the batch.
+static void place_row(const Call& cache, const Step& step, int64_t b, char* scratch) {
+  const int64_t D = cache.D, V = step.value_width;
+  const StepScratch s(scratch, max(D, V));
+  const Dtype dtype = step.query.dtype;
+  if (step.rotary.cos != nullptr) load_angles(step.rotary, b, s);
+  for (int64_t h = 0; h < cache.H; ++h) {
+    rotate_row(step.rotary, at(step.query, b, h, 0), dtype, step.query.stride[3], D, s);
+    write_floats(step.rotated + (b * cache.H + h) * D * size_of(dtype), dtype, s.x, D);
+  }
+  const int64_t place = step.places[b], page = cache.table == nullptr ? 0 : place / cache.page;
+  const int64_t to_row = cache.table == nullptr ? b : cache.table[b * cache.table_stride + page];
+  const int64_t to_place = cache.table == nullptr ? place : place % cache.page;
+  const auto write = [&](const Tensor4& to, const Tensor4& scale, int64_t head, int64_t n) {
+    char* data = const_cast<char*>(at(to, to_row, head, to_place));
+    if (to.dtype != Dtype::i8) return write_floats(data, dtype, s.x, n);
+    const char* of = at(scale, to_row, head, to_place);
+    *reinterpret_cast<float*>(const_cast<char*>(of)) = quantize_floats(s.x, n, reinterpret_cast<int8_t*>(data));
+  };
+  for (int64_t head = 0; head < cache.K; ++head) {
+    rotate_row(step.rotary, at(step.key, b, head, 0), dtype, step.key.stride[3], D, s);
+    write(cache.key, cache.key_scale, head, D);
+    if (step.value.data == nullptr) continue;
+    copy_floats(s.x, at(step.value, b, head, 0), dtype, step.value.stride[3], V, round_up(V, W));
+    write(cache.value, cache.value_scale, head, V);
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

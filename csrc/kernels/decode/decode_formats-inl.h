@@ -1,0 +1,161 @@
+// The formats in which decode reads keys and values: how two vectors of floats are made from 2 W elements of a row.
+#pragma once
+
+#include "kernels/decode/decode_int8-inl.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+// The most keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while
+// its values are multiplied, so both must fit into the L1 cache. In integer arithmetic a tile has a quarter of the
+// bytes and more work for each of them; with matrix instructions it has half of the bytes and little work.
+constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
+
+// True if keys and values are read in the order of memory: on AMD's CPUs, and with vectors of 16 lanes for elements of
+// 16 bits.
+constexpr bool kFloatsInOrder = HW_PREFETCH_LOCALITY == 0, kHalvesInOrder = kFloatsInOrder || W == 16;
+template <class Read>
+constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kFloatsInOrder : kHalvesInOrder && !Read::kTiles;
+
+// In this order, a tile has 16 KiB of keys or of values, because the work that is done once for a tile takes some 100
+// cycles.
+constexpr int64_t kTileBytes = 16 << 10;
+
+// Returns the bits of a bfloat16 that is given as a float.
+HW_INLINE uint16_t high_half(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+struct ReadF32 {
+  using T = float;
+  static constexpr bool kIntoL2 = false;   // lines are prefetched into the L2 cache, not the L1 cache
+  static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
+  static constexpr bool kScaled = false;   // a token has a scale
+  static constexpr int kDigits = 0;        // digits of a query in integer arithmetic; 0 for float arithmetic
+  static constexpr bool kTiles = false;    // products are computed by decode_amx-inl.h
+  static constexpr int64_t kStep = 2 * W;  // elements at a time
+  static constexpr int kTile = kFloatsInOrder ? kInt8Tile : kDecodeTile;
+  HW_INLINE void load2(const float* p, F& a, F& b) {
+    a = load(p);
+    b = load(p + W);
+  }
+  // The index of element i of a row among the elements that `load2` returns; groups of `kRun` neighbours stay together.
+  static constexpr int64_t kRun = 2 * W;
+  HW_INLINE int64_t place(int64_t i) { return i; }
+  // Keys and queries, and their product.
+  HW_INLINE void load_key(const float* p, F& a, F& b) { load2(p, a, b); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) {
+    a = load(q + i);
+    b = load(q + i + W);
+  }
+  HW_INLINE F times(F acc, F qa, F qb, F ka, F kb) { return fma(qb, kb, fma(qa, ka, acc)); }
+  // Row r, of `padded` elements.
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    memcpy(q + r * padded, x, static_cast<size_t>(padded) * sizeof(float));
+  }
+};
+
+struct ReadF16 : ReadF32 {
+  using T = uint16_t;
+  static constexpr int kTile = kHalvesInOrder ? kInt8Tile : kDecodeTile;
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) {
+    a = load_f16(p);
+    b = load_f16(p + W);
+  }
+  HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
+};
+
+// bfloat16 as floats: the even elements in one vector, the odd ones in the other.
+struct ReadBf16 : ReadF32 {
+  using T = uint16_t;
+  static constexpr int kTile = ReadF16::kTile;
+  static constexpr int64_t kRun = 1;
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
+  HW_INLINE int64_t place(int64_t i) {
+    const int64_t in = i % (2 * W);
+    return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
+  }
+  HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    for (int64_t d = 0; d < padded; ++d) q[r * padded + place(d)] = x[d];
+  }
+};
+
+// bfloat16 in pairs: only where `kHasBf16`.
+struct ReadBf16Pairs : ReadBf16 {
+  static constexpr bool kPairs = true;
+  static constexpr int64_t kRun = 4;
+  HW_INLINE int64_t place(int64_t i) { return i / (2 * W) * (2 * W) + place_of_pair(static_cast<int>(i % (2 * W))); }
+  HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) {
+    load_key(reinterpret_cast<const uint16_t*>(q) + i, a, a);
+  }
+  HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    for (int64_t d = 0; d < padded; ++d) reinterpret_cast<uint16_t*>(q)[r * padded + d] = high_half(x[d]);
+  }
+};
+
+// bfloat16 in tiles of products: only if `kHasAmx`. Q is [pair of columns][row], with as many rows as a tile has.
+struct ReadBf16Tiles : ReadBf16 {
+  static constexpr bool kTiles = true;
+  static constexpr int kTile = kHalfTile;
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    for (int64_t d = 0; d < padded; ++d) reinterpret_cast<uint16_t*>(q)[(d / 2 * W + r) * 2 + d % 2] = high_half(x[d]);
+  }
+};
+
+struct ReadInt8 : ReadF32 {
+  using T = int8_t;
+  static constexpr bool kScaled = true;
+  HW_INLINE void load2(const int8_t* p, F& a, F& b) {
+    a = load_i8(p);
+    b = load_i8(p + W);
+  }
+  HW_INLINE void load_key(const int8_t* p, F& a, F& b) { load2(p, a, b); }
+};
+
+// int8 in integer arithmetic: only where `kHasVnni`.
+template <int Query, int Weight>
+struct ReadInt8Dot : ReadInt8 {
+  static constexpr int kDigits = Query, kWeightDigits = Weight;
+  using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries for which two digits are not enough
+  static constexpr int64_t kStep = kBytes, kRun = 4;
+  static constexpr int kTile = kInt8Tile;
+  HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
+};
+
+// The same format, its lines prefetched into the L2 cache.
+template <class Read>
+struct IntoL2 : Read {
+  static constexpr bool kIntoL2 = true;
+};
+template <int Query, int Weight>
+struct IntoL2<ReadInt8Dot<Query, Weight>> : ReadInt8Dot<Query, Weight> {
+  static constexpr bool kIntoL2 = true;
+  using MoreDigits = IntoL2<ReadInt8Dot<3, Weight>>;
+};
+
+// The distance from the next tile to the prefetched lines, in bytes, if rows of this many bytes are contiguous.
+template <class Read>
+HW_INLINE int64_t lead(int64_t pitch, int64_t width) {
+  return Read::kIntoL2 && pitch == width ? 2 << 10 : 0;
+}
+
+constexpr int64_t kMaxStep = kBytes;
+
+// Keys of a tile, a power of two.
+template <class Read>
+HW_INLINE int keys_of_tile(const Call& p) {
+  int keys = Read::kTile;
+  if constexpr (kInOrder<Read> && !Read::kScaled) {
+    const int64_t row = max(p.D, p.V) * static_cast<int64_t>(sizeof(typename Read::T));
+    while (keys > kDecodeTile && keys * row > kTileBytes) keys /= 2;
+  }
+  return keys;
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

@@ -1,0 +1,212 @@
+// The scores of decode in float arithmetic: products of few rows with the keys of a tile.
+#pragma once
+
+#include "kernels/decode/decode_amx-inl.h"
+#include "kernels/tile/key_tiles-inl.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr int kDecodeRows = W < 16 ? 4 : 8;  // the most rows for which W sums and their operands fit into the registers
+
+struct DecodeScratch {
+  float* query;   // [row][D up to a step], in the reader's order
+  float* sums;    // [row][V up to a step], in the reader's order
+  float* scores;  // [row][key of the tile], then weights
+  char *key_copy, *value_copy;
+  float* line;  // a row as floats
+  QueryRows* rows;
+  uint32_t* weight_tiles;  // only if products are in tiles
+  float row_max[kDecodeRows], row_sum[kDecodeRows], rescale[W] = {0};
+  // In integer arithmetic: the digits of queries and weights, their biases, and the units of their last digits.
+  int8_t *query_digits, *weight_digits;
+  int32_t query_bias[kDecodeRows * 4] = {0}, weight_bias[kDecodeRows * 4];
+  float query_unit[kDecodeRows] = {0}, weight_unit[kDecodeRows];
+
+  DecodeScratch(Arena& arena, const Call& p) {
+    const int64_t padded_D = round_up(p.D, kMaxStep), padded_V = round_up(p.V, kMaxStep);
+    query = arena.take<float>(kDecodeRows * padded_D);
+    sums = arena.take<float>(kDecodeRows * padded_V);
+    scores = arena.take<float>(kDecodeRows * kInt8Tile);
+    key_copy = arena.take<char>(kInt8Tile * padded_D * 4);
+    value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
+    line = arena.take<float>(max(padded_D, padded_V));
+    rows = arena.take<QueryRows>(1);
+    weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
+    query_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * padded_D * kQueryBytes<3> : 0);
+    weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
+  }
+};
+
+// Scores of U keys and R rows, from `row` on, U R = W sums: side by side in `out`, row by row.
+template <class Read, int R, class Lines>
+static inline void key_dots(const float* HW_RESTRICT query, int row, int64_t padded_D,
+                            const typename Read::T* HW_RESTRICT key, int64_t stride, Lines& prefetcher,
+                            float* HW_RESTRICT out) {
+  constexpr int U = W / R;
+  F acc[W];
+  HW_UNROLL
+  for (int i = 0; i < W; ++i) acc[i] = zero();
+  for (int64_t d = 0; d < padded_D; d += 2 * W) {
+    F qa[R], qb[R];
+    if constexpr (R <= U) {  // stays in registers for all keys
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) Read::load_query(query, (row + r) * padded_D + d, qa[r], qb[r]);
+    }
+    HW_UNROLL
+    for (int u = 0; u < U; ++u) {
+      F a, b;
+      Read::load_key(key + u * stride + d, a, b);
+      prefetcher.step(u);
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) {
+        if constexpr (R > U) Read::load_query(query, (row + r) * padded_D + d, qa[r], qb[r]);
+        acc[r * U + u] = Read::times(acc[r * U + u], qa[r], qb[r], a, b);
+      }
+    }
+  }
+  store(out, reduce_each(acc));
+}
+
+// Q K^T of R rows, from `row` on, and the keys from <= j < n in float arithmetic.
+template <class Read, int R, class Lines>
+HW_INLINE void key_scores(const DecodeScratch& s, int row, int from, int64_t padded_D, const typename Read::T* k,
+                          int64_t stride, int n, Lines& prefetcher) {
+  constexpr int U = W / R;
+  float* scores = s.scores + row * Read::kTile;
+  float out[W];
+  for (int j = from; j < n; j += U) {
+    if (j + U <= n) {
+      key_dots<Read, R>(s.query, row, padded_D, k + j * stride, stride, prefetcher, out);
+    } else {  // the last keys one at a time, each as U times the same key
+      for (int i = j; i < n; ++i) {
+        key_dots<Read, R>(s.query, row, padded_D, k + i * stride, 0, prefetcher, out);
+        for (int r = 0; r < R; ++r) scores[r * Read::kTile + i] = out[r * U];
+      }
+      return;
+    }
+    for (int r = 0; r < R; ++r) memcpy(scores + r * Read::kTile + j, out + r * U, U * sizeof(float));
+  }
+}
+
+// The same for four rows of `Steps` vectors, which stay in registers. Each key is multiplied completely, so that keys
+// are read in the order of memory. The sums have the bits of `key_dots`.
+template <class Read, int Steps, class Lines>
+HW_INLINE void key_scores_in_order(const DecodeScratch& s, int row, const typename Read::T* k, int64_t stride, int n,
+                                   Lines& prefetcher) {
+  constexpr int R = 4;
+  F query[R][Steps], unused;
+  HW_UNROLL
+  for (int i = 0; i < R * Steps; ++i) {
+    Read::load_query(s.query, (row * Steps + i) * 2 * W, query[i / Steps][i % Steps], unused);
+  }
+  int j = 0;
+  for (; j + 4 <= n; j += 4) {
+    F fours[4];
+    HW_UNROLL
+    for (int u = 0; u < 4; ++u) {
+      const auto* key = k + (j + u) * stride;
+      F acc[R];
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) acc[r] = zero();
+      HW_UNROLL
+      for (int d = 0; d < Steps; ++d) {
+        F x;
+        Read::load_key(key + d * 2 * W, x, unused);
+        prefetcher.step(u * Steps + d);
+        HW_UNROLL
+        for (int r = 0; r < R; ++r) acc[r] = Read::times(acc[r], query[r][d], unused, x, unused);
+      }
+      fours[u] = sums_of_four(acc);
+    }
+    float by_row[W];
+    store(by_row, join_fours_by_vector(fours));
+    for (int r = 0; r < R; ++r) {
+      memcpy(s.scores + (row + r) * Read::kTile + j, by_row + r * 4, 4 * sizeof(float));
+    }
+  }
+  if (j < n) key_scores<Read, R>(s, row, j, Steps * 2 * W, k, stride, n, prefetcher);
+}
+
+// The same of one row, for readers that give two vectors a step.
+template <class Read, int Steps, class Lines>
+HW_INLINE void row_scores_in_order(const DecodeScratch& s, const typename Read::T* k, int64_t stride, int n,
+                                   Lines& prefetcher) {
+  F query[Steps][2];
+  HW_UNROLL
+  for (int i = 0; i < Steps; ++i) Read::load_query(s.query, i * 2 * W, query[i][0], query[i][1]);
+  int j = 0;
+  for (; j + W <= n; j += W) {
+    F acc[W];
+    HW_UNROLL
+    for (int u = 0; u < W; ++u) {
+      const auto* key = k + (j + u) * stride;
+      acc[u] = zero();
+      HW_UNROLL
+      for (int d = 0; d < Steps; ++d) {
+        F a, b;
+        Read::load_key(key + d * 2 * W, a, b);
+        prefetcher.step();
+        acc[u] = Read::times(acc[u], query[d][0], query[d][1], a, b);
+      }
+    }
+    store(s.scores + j, reduce_each(acc));
+  }
+  if (j < n) key_scores<Read, 1>(s, 0, j, Steps * 2 * W, k, stride, n, prefetcher);
+}
+
+// Forwards every second step, so that two passes over a tile together prefetch the next one. The compiler knows the
+// step numbers, so that no step has a branch.
+template <class Lines>
+class EverySecond {
+ public:
+  HW_MEMBER explicit EverySecond(Lines& lines) : lines_(lines) {}
+  HW_MEMBER void step(int i) {
+    if (i % 2 == 0) lines_.step();
+  }
+
+ private:
+  Lines& lines_;
+};
+
+// Q K^T of all rows in the order of memory, four rows at a time.
+template <class Read, int R, class Lines>
+HW_INLINE void all_scores_in_order(const DecodeScratch& s, int64_t padded_D, const typename Read::T* k, int64_t stride,
+                                   int n, Lines& prefetcher) {
+  const auto four = [&](int row, auto& lines) HW_LAMBDA {
+    if constexpr (Read::kPairs) {
+      if (padded_D == 4 * W) return key_scores_in_order<Read, 2>(s, row, k, stride, n, lines);
+      if (padded_D == 6 * W) return key_scores_in_order<Read, 3>(s, row, k, stride, n, lines);
+      if (padded_D == 8 * W) return key_scores_in_order<Read, 4>(s, row, k, stride, n, lines);
+    }
+    key_scores<Read, 4>(s, row, 0, padded_D, k, stride, n, lines);
+  };
+  if constexpr (R == 4) return four(0, prefetcher);
+  EverySecond first(prefetcher), second(prefetcher);
+  four(0, first);
+  four(4, second);
+}
+
+template <class Read, int R>
+static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
+                                   Prefetcher<Read>& prefetcher) {
+  const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
+  if constexpr (Read::kTiles) {
+    tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, prefetcher, s.scores);
+  } else {
+    prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
+      if constexpr (kInOrder<Read> && R == 1 && sizeof(typename Read::T) == 4) {
+        if (padded_D == 4 * W) return row_scores_in_order<Read, 2>(s, k, key.stride, n, lines);
+        if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
+      }
+      if constexpr (kInOrder<Read> && R >= 4) {
+        all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
+      } else {
+        key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);
+      }
+    });
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

@@ -1,0 +1,16 @@
+// Runs a decode step on torch's threads, one item for each row of the batch.
+#include "call/step_call.h"
+#include "runtime/dispatch.h"
+
+namespace headwise {
+
+void place_step(const Call& cache, const Step& step) {
+  const Kernels& set = kernels();
+  const int64_t width = cache.D > step.value_width ? cache.D : step.value_width;
+  const double nanoseconds = static_cast<double>(cache.B * (cache.H + 2 * cache.K)) * static_cast<double>(width);
+  for_each_item(
+      workers_for(nanoseconds), cache.B, true, set.step_scratch_bytes(width),
+      [&](int64_t b, char* scratch) { set.place_row(cache, step, b, scratch); }, scratch_of);
+}
+
+}  // namespace headwise

@@ -1,0 +1,141 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from .partial import HAS_LOCKS, clear, hidden_name, hidden_names, is_there, lock
+from .text import visible
+
+ENDING = "partial"
+
+
+def put(content: bytes, path: str | os.PathLike[str]) -> None:
+    """Write a file, as `writing` does.
+
+    Raises:
+        OSError: as `check_destination`; or the disk is full.
+    """
+    if not isinstance(content, bytes):
+        raise TypeError(f"a file's content is bytes; got {type(content).__name__}; encode a text with .encode()")
+    with writing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
+    """Open a file to write to: beside its place under a hidden name, then renamed, so it is there whole or not at all.
+
+    What runs that were killed left half-written beside it is cleared away. `what` names in errors what is written.
+
+    Raises:
+        OSError: as `check_destination`; or the disk is full.
+    """
+    target = _place(path)
+    clear(target.parent, hidden_names(target, ENDING), os.unlink)
+    partial, descriptor = _claim(target, path)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if not HAS_LOCKS:
+                file.close()  # Windows renames no open file; elsewhere the lock is held until it has its name
+            os.replace(partial, target)
+    except BaseException as error:  # an interrupt, too, must leave nothing half-written
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            name, why = visible(os.fspath(path)) + (what and f", {what}"), error.strerror or type(error).__name__
+            raise OSError(f"cannot write {name}: {why}; make room, or give another path") from error
+        raise
+    _sync_folder(target.parent)
+
+
+def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
+    """Return the bytes of a file, at most so many; `what` names in the error what is read from it.
+
+    Raises:
+        TypeError: no path.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{what} is read from a path; got {type(path).__name__}")
+    try:
+        with open(path, "rb") as file:
+            return file.read(most)
+    except OSError as error:
+        name = visible(str(os.fspath(path)))
+        raise type(error)(f"cannot read {name}: {error.strerror or type(error).__name__}") from error
+
+
+def check_destination(path: str | os.PathLike[str]) -> Path:
+    """Return the real path that a file would be written to; raise what `put` would, before the work is done.
+
+    A file is made beside it and removed again: permissions do not tell all (a disk that is only read, /proc).
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        IsADirectoryError: the path is a folder.
+        OSError: the path is a device or the like; or no file can be made in its folder.
+    """
+    target = _place(path)
+    partial, descriptor = _claim(target, path)
+    os.close(descriptor)
+    partial.unlink(missing_ok=True)  # it may have been cleared away meanwhile
+    return target
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    """Return the real path, of a plain file or of none yet."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a file is written to a path; got {type(path).__name__}")
+    shown = visible(str(os.fspath(path)))
+    if not shown:
+        raise FileNotFoundError("cannot write: the name of the file is empty; give one")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {shown}: its folder does not exist; make it first, or give another path")
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        return target
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        raise type(error)(f"cannot write {shown}: {error.strerror}; give another path") from error
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"cannot write {shown}: it is a folder; give a file name, such as report.html in it")
+    if not stat.S_ISREG(mode):
+        raise OSError(f"cannot write {shown}: it is not a plain file; give the path of a plain or new file")
+    return target
+
+
+def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """Return a new hidden file beside the target, open and locked; an error names the path as it was given."""
+    while True:
+        partial = hidden_name(target, ENDING)
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            shown, why = visible(str(os.fspath(path))), error.strerror or type(error).__name__
+            raise type(error)(
+                f"cannot write {shown}: no file can be made in its folder ({why}); give another path"
+            ) from error
+        lock(descriptor)
+        if not HAS_LOCKS or is_there(descriptor, partial):
+            return partial, descriptor
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming last through a power cut, where the system lets a folder be synced."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

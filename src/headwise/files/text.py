@@ -1,0 +1,33 @@
+"""Text that comes from outside, made safe to print."""
+
+from __future__ import annotations
+
+
+def visible(text: str, *, limit: int = 200) -> str:
+    r"""Return the text without anything that a terminal or a title bar would act on.
+
+    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates, spaces other than
+    the plain one and all else that Python calls not printable become a visible ``\x1b``. A text longer than `limit`
+    is cut, and its length is added.
+
+    Example:
+        >>> print(visible("\x1b[2Jmodel\u202e"))
+        \x1b[2Jmodel\u202e
+    """
+    shown = "".join(c if c.isprintable() else _escape(c) for c in text[:limit])
+    return shown if len(text) <= limit else f"{shown}... ({len(text):,} characters)"
+
+
+def one_line(error: BaseException, *, limit: int = 200) -> str:
+    r"""Return the message of an error of another library as one short line; it may quote a hostile file.
+
+    Example:
+        >>> print(one_line(ValueError("no header\n\n  in \x1b[2J")))
+        no header in \x1b[2J
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return visible(" ".join(lines[:2]) if lines else type(error).__name__, limit=limit)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
