@@ -6,28 +6,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
 from operator import and_
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..ops.attention import attention
+from ..ops.graphs import methods_outside_graphs
 from ..ops.masks.compose import EVERYTHING, Mask, as_mask
-from ..ops.masks.make import causal, keep, lengths
+from ..ops.masks.make import causal, lengths
 from ..ops.native.step import Held, Scores, Seen, Turn, decode_step, runs_plain
 from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
-from ..shapes import DTYPES, describe
-from ..shapes.kinds import FAR, check_tensor, shown, whole_numbers
-from .quantize import check_learns_nothing
+from ..shapes.kinds import FAR, check_tensor
+from .checks import check_append
+from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
+from .padding import Side, first_columns, real_queries
+from .saved import Saved
 
-Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
-NO_GRADIENT_IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
 STEP_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 """What queries of a step may be."""
 Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form that a cache stores them in."""
+IN_GRAPHS = ("append", "attend", "positions", "takes_steps")
+"""Methods of caches that torch.compile traces: they put operators into the graph. It calls the others as they are."""
 
 
 class _Append(NamedTuple):
@@ -38,7 +41,7 @@ class _Append(NamedTuple):
     side: Side
 
 
-class KVCache(ABC):
+class KVCache(Saved, ABC):
     """Keys and values of the tokens that an attention layer has seen, row by row of a batch.
 
     State is explicit: a cache is handed in and handed back; each method that changes it returns it. Where a call is
@@ -60,9 +63,14 @@ class KVCache(ABC):
         causal: queries see no later key. False for cross-attention.
         lengths: tokens that each row has seen.
         chunk: the most tokens of one append; None for any number.
+        handle: by which a graph of torch.compile finds the cache.
     """
 
     chunk: int | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        methods_outside_graphs(cls, IN_GRAPHS)
 
     def __init__(
         self,
@@ -78,9 +86,21 @@ class KVCache(ABC):
         self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
         self.dtype, self.shared, self.causal = dtype, shared, causal
-        self.lengths = [0] * batch
+        self.handle = handle_of(self)
+        self._lengths = [0] * batch
         self._last = _Append(0, [0] * batch, "right")
         self._input_dtype = torch.float32  # of the last tokens; `keys` of int8 are read in it
+
+    def __copy__(self: CacheT) -> CacheT:
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), handle=handle_of(new))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "handle"} | {"_last": tuple(self._last)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _last=_Append(*state["_last"]), handle=handle_of(self))
 
     # -- what a cache must do ------------------------------------------------------------------------------------------
 
@@ -135,13 +155,36 @@ class KVCache(ABC):
     @property
     def columns(self) -> list[int]:
         """Keys of `view` that each row attends: its tokens, but for those that a rolling cache has dropped."""
-        return self.lengths
+        return self._lengths
 
     def _rule(self, offset: Tensor | None) -> Mask:
         """A rule of the cache's own; `offset` (B,): the column of the first query, None where all end together."""
         return causal(offset=offset) if self.causal else EVERYTHING
 
     # -- what follows --------------------------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each row has seen."""
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def positions(self, T: int, device: torch.device | None = None) -> Tensor:
+        """Return where T new tokens stand, behind those that each row has seen: (T,), or (B, T) where rows differ.
+
+        In a graph of torch.compile always (B, T).
+        """
+        if in_graph(self):
+            device = torch.device("cpu") if device is None else device
+            return torch.ops.headwise.cache_positions(self.handle, self.batch, T, device)  # type: ignore[no-any-return]
+        return self._positions(T, device)
+
+    def _positions(self, T: int, device: torch.device | None) -> Tensor:
+        seen = torch.tensor(self.lengths, device=device)
+        return torch.arange(T, device=device) + (seen[0] if len(set(self.lengths)) == 1 else seen[:, None])
 
     @property
     def length(self) -> int:
@@ -171,7 +214,13 @@ class KVCache(ABC):
             ValueError: sizes or a device that do not fit, no room, or a gradient that int8 would lose; the cache is
                 unchanged.
         """
-        T, counts = _check_append(self, key, value, lengths, side)
+        if in_graph(self, key, value):
+            append_in_graph(self, key, value, lengths, side)
+            return self
+        return self._append(key, value, lengths, side)
+
+    def _append(self: CacheT, key: Tensor, value: Tensor | None, lengths: Any, side: Side) -> CacheT:
+        T, counts = check_append(self, key, value, lengths, side)
         self._make_room(counts)
         starts = [T - count if side == "left" else 0 for count in counts]
         self._write(key, value, counts, starts)
@@ -196,6 +245,11 @@ class KVCache(ABC):
         Raises:
             TypeError, ValueError: an empty cache, a query of other sizes, and what `headwise.attention` refuses.
         """
+        if in_graph(self, query) and (result := attend_in_graph(self, query, mask, options)) is not None:
+            return result
+        return self._attend(query, mask, options)
+
+    def _attend(self, query: Tensor, mask: Mask | Tensor | None, options: dict[str, Any]) -> Any:
         T, columns = self.check_query(query), self.columns
         key, value = self.view()
         rules = self.rules(T, columns, as_mask(mask), query.device)
@@ -234,7 +288,7 @@ class KVCache(ABC):
         storage = self._reserve_step()
         out = decode_step(query, key, value, turn, storage, scores, self._in_sight(storage.places, mask))
         if out is not None:
-            self.lengths = [n + 1 for n in self.lengths]
+            self._lengths = [n + 1 for n in self._lengths]
             self._last, self._input_dtype = _Append(1, [1] * self.batch, "right"), key.dtype
         return out
 
@@ -243,13 +297,12 @@ class KVCache(ABC):
 
         A class that does not say itself where a token goes, as one derived from these, has none.
         """
-        ragged = len(set(self.lengths)) > 1
         return (
             runs_plain()
             and self.causal
             and "_reserve_step" in vars(type(self))
             and self.device.type == "cpu"
-            and not (ragged and ((mask is not None and mask.parts) or self._sight()[1]))
+            and not (len(set(self._lengths)) > 1 and ((mask is not None and mask.parts) or self._sight()[1]))
             and self._has_room()
         )
 
@@ -315,13 +368,13 @@ class KVCache(ABC):
         """What T queries may attend: by the cache's own rule and the caller's; queries of padding attend nothing."""
         counts = self._last.counts if self._last.tokens == T else [T] * self.batch
         side = self._last.side
-        offset = _offset(T, columns, counts, side)
+        offset = first_columns(T, columns, counts, side)
         rules = [self._rule(offset)]
         if offset is not None:
             rules.insert(0, lengths(torch.tensor(columns, device="cpu")))
             mask = mask.placed(offset)
         if any(n != T for n in counts):
-            rules.append(_real_queries(T, counts, side))
+            rules.append(real_queries(T, counts, side))
         both = reduce(and_, [*rules, mask])
         return both if device.type == "cpu" else both.to(device)
 
@@ -343,56 +396,4 @@ class KVCache(ABC):
         )
 
 
-def _offset(T: int, columns: list[int], counts: list[int], side: Side) -> Tensor | None:
-    """(B,): the column of each row's first query; None where the last query of every row has the last column."""
-    padded_right = side == "right" and any(n != T for n in counts)
-    if len(set(columns)) == 1 and not padded_right:
-        return None
-    first = [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
-    return torch.tensor(first, device="cpu")
-
-
-def _real_queries(T: int, counts: list[int], side: Side) -> Mask:
-    """The queries that are no padding: the first `counts` of each row, or the last where padding is on the left."""
-    i, n = torch.arange(T, device="cpu"), torch.tensor(counts, device="cpu")[:, None]
-    real = i >= T - n if side == "left" else i < n
-    return keep(real[:, None, :, None])
-
-
-def _check_append(
-    cache: KVCache, key: Tensor, value: Tensor | None, lengths: Sequence[int] | Tensor | None, side: str
-) -> tuple[int, list[int]]:
-    """(T, real tokens of each row) of an append that fits."""
-    B, K = cache.batch, cache.num_kv_heads
-    if (value is None) != cache.shared:
-        rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"
-        raise ValueError(f"this cache {rule}; got {'no value' if value is None else 'a value'}")
-    T = -1
-    keys: list[tuple[str, Any, int]] = [("key", key, cache.head_dim)]
-    for name, x, width in keys if value is None else [*keys, ("value", value, cache.value_dim)]:
-        check_tensor(name, x, f"a tensor (B, K, T, n) of {cache.dtype}")
-        T = x.shape[2] if x.ndim == 4 and name == "key" else T
-        if tuple(x.shape) != (B, K, T, width):
-            raise ValueError(
-                f"this cache takes {name} (B, K, T, {'D' if name == 'key' else 'V'}) = ({B}, {K}, T, {width}); got "
-                f"{tuple(x.shape)}"
-            )
-        if x.dtype not in (DTYPES if cache.dtype == torch.int8 else (cache.dtype,)):
-            raise TypeError(
-                f"this cache keeps {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
-                "dtype"
-            )
-        if x.device != cache.device:
-            raise ValueError(
-                f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
-            )
-        if cache.dtype == torch.int8:
-            check_learns_nothing(f"a {name}", x, NO_GRADIENT_IN_INT8)
-    if not isinstance(side, str) or side not in ("right", "left"):
-        raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
-    if lengths is None:
-        return T, [T] * B
-    counts = whole_numbers("lengths", lengths)
-    if len(counts) != B or any(not 0 <= n <= T for n in counts):
-        raise ValueError(f"lengths are (B,) = ({B},) numbers from 0 to T = {T}; got {counts}")
-    return T, counts
+methods_outside_graphs(KVCache, IN_GRAPHS)

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shapes import DTYPES
-from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, whole_numbers
+from ..shapes import DTYPES, describe
+from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
+from .quantize import check_learns_nothing
+
+NO_GRADIENT_IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
 
 
 def check_cache_sizes(
@@ -47,3 +50,42 @@ def check_truncate(before: list[int], lengths: int | Sequence[int]) -> list[int]
             f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths {before}"
         )
     return wanted
+
+
+def check_append(
+    cache: Any, key: Tensor, value: Tensor | None, lengths: Sequence[int] | Tensor | None, side: str
+) -> tuple[int, list[int]]:
+    """(T, real tokens of each row) of an append that fits."""
+    B, K = cache.batch, cache.num_kv_heads
+    if (value is None) != cache.shared:
+        rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"
+        raise ValueError(f"this cache {rule}; got {'no value' if value is None else 'a value'}")
+    T = -1
+    keys: list[tuple[str, Any, int]] = [("key", key, cache.head_dim)]
+    for name, x, width in keys if value is None else [*keys, ("value", value, cache.value_dim)]:
+        check_tensor(name, x, f"a tensor (B, K, T, n) of {cache.dtype}")
+        T = x.shape[2] if x.ndim == 4 and name == "key" else T
+        if tuple(x.shape) != (B, K, T, width):
+            raise ValueError(
+                f"this cache takes {name} (B, K, T, {'D' if name == 'key' else 'V'}) = ({B}, {K}, T, {width}); got "
+                f"{tuple(x.shape)}"
+            )
+        if x.dtype not in (DTYPES if cache.dtype == torch.int8 else (cache.dtype,)):
+            raise TypeError(
+                f"this cache keeps {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
+                "dtype"
+            )
+        if x.device != cache.device:
+            raise ValueError(
+                f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
+            )
+        if cache.dtype == torch.int8:
+            check_learns_nothing(f"a {name}", x, NO_GRADIENT_IN_INT8)
+    if not isinstance(side, str) or side not in ("right", "left"):
+        raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
+    if lengths is None:
+        return T, [T] * B
+    counts = whole_numbers("lengths", lengths)
+    if len(counts) != B or any(not 0 <= n <= T for n in counts):
+        raise ValueError(f"lengths are (B,) = ({B},) numbers from 0 to T = {T}; got {counts}")
+    return T, counts

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.graphs import methods_outside_graphs
 from ..ops.native.append import Span
 from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
@@ -18,12 +19,13 @@ from ..ops.storage.paged import PAGE, Paged
 from ..shapes.kinds import check_counts, check_flags, shown
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
+from .saved import Saved
 from .store import Store
 
 PagedT = TypeVar("PagedT", bound="PagedCache")
 
 
-class PagePool:
+class PagePool(Saved):
     """Pages of keys and values that caches take from and give back to.
 
     Args:
@@ -99,6 +101,8 @@ class PagePool:
         """A free page, with one reference; ValueError where none is free."""
         if not self._free:
             self.require(1)
+        if len(self._free) == len(self._refs) and self.store.requires_grad:
+            self.store = self.store.detached()  # of tokens that are gone: their graph may be, too
         page = self._free.pop()
         self._refs[page] = 1
         return page
@@ -163,7 +167,10 @@ class PagePool:
         self._free[:0] = range(have + pages - 1, have - 1, -1)  # in place: a cache may end at any time and give back
 
 
-class _Pages:
+methods_outside_graphs(PagePool)
+
+
+class _Pages(Saved):
     """The pages of a cache's rows: given back when nobody has the cache any more."""
 
     def __init__(self, pool: PagePool, tables: list[list[int]]) -> None:

@@ -126,7 +126,7 @@ class RollingCache(PagedCache):
     @property
     @override
     def columns(self) -> list[int]:
-        return [n - dropped * PAGE for n, dropped in zip(self.lengths, self._dropped, strict=True)]
+        return [n - dropped * PAGE for n, dropped in zip(self._lengths, self._dropped, strict=True)]
 
     @override
     def _rule(self, offset: Tensor | None) -> Mask:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.masks.compose import Mask
 from ..ops.native.append import Span
 from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
@@ -73,6 +74,7 @@ class StaticCache(KVCache):
         # A head has a place of its own in the store, which may never be used up: so it is on huge pages when its keys
         # fill half of that, or of one of them.
         self._small: int | None = min(capacity, HUGE // (head_dim * dtype.itemsize)) // 2
+        self._is_saved = False  # a gradient may read its tensors: the next append goes to others
 
     @property
     @override
@@ -89,6 +91,20 @@ class StaticCache(KVCache):
     def keys(self) -> Tensor:
         """(B, K, S, D) up to the longest row's end: a view; of int8 a copy in the dtype of the last tokens."""
         return in_one_piece(self.view()[0], self._input_dtype)
+
+    @override
+    def _attend(self, query: Tensor, mask: Mask | Tensor | None, options: dict[str, Any]) -> Any:
+        saved = self._is_saved
+        result = super()._attend(query, mask, options)
+        out = result[0] if isinstance(result, tuple) else result
+        self._is_saved = saved or (out.requires_grad and self.dtype != torch.int8)  # which is dequantised to a copy
+        return result
+
+    def _spare_saved(self) -> None:
+        """Leave tensors that a gradient reads as they are, and go on with a copy; an empty cache begins anew."""
+        longest = max(self._lengths)
+        if self._is_saved or (longest == 0 and self._store.requires_grad):
+            self._store, self._is_saved = self._store.continued(longest), False
 
     @override
     def _make_room(self, counts: list[int]) -> None:
@@ -108,6 +124,7 @@ class StaticCache(KVCache):
 
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
+        self._spare_saved()
         spans = (
             Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True))
         )
@@ -123,17 +140,19 @@ class StaticCache(KVCache):
 
     @override
     def _has_room(self) -> bool:
-        return max(self.lengths) < self.capacity
+        return max(self._lengths) < self.capacity
 
     @override
     def _reserve_step(self) -> Held:
-        longest = max(self.lengths)
+        longest = max(self._lengths)
         self._widen(longest + 1)
-        places = [longest] if min(self.lengths) == longest else self.lengths
+        self._spare_saved()
+        places = [longest] if min(self._lengths) == longest else self._lengths
         return self._store.storage(None, places)
 
     @override
     def view(self) -> tuple[Stored, Stored]:
+        self._is_saved = self._is_saved or (torch.is_grad_enabled() and self._store.requires_grad)
         return self._store.view(max(self.lengths))
 
     @override

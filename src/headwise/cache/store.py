@@ -14,9 +14,10 @@ from ..ops.native.step import Held
 from ..ops.storage.int8 import Quantized
 from .memory import on_huge_pages, reserve
 from .quantize import rounded
+from .saved import Saved
 
 
-class Store:
+class Store(Saved):
     """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) where they are int8.
 
     Without values of their own (`shared`), the values are the first V columns of the keys, as in MLA.
@@ -63,11 +64,38 @@ class Store:
             if x is None:
                 continue
             to, scales = getattr(self, name), getattr(self, f"{name}_scale")
+            if torch._is_functional_tensor(x) and not torch._is_functional_tensor(to):
+                raise ValueError(
+                    "torch.func.functionalize cannot see a cache that was made outside of the function change: make "
+                    "the cache inside, or cache.fork() of a StaticCache or RollingCache, or leave functionalize out"
+                )
             if scales is None:
                 to[where] = x
             else:
                 small = rounded(x.reshape(1, 1, -1, x.shape[-1]))
                 to[where], scales[where] = small.data.view(x.shape), small.scale.view(x.shape[:-1])
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether tokens with a gradient were written."""
+        return any(x.requires_grad for x in self._tensors().values())
+
+    def continued(self, length: int) -> Store:
+        """Another store with the same first tokens of each entry, through which their gradients flow."""
+        new = copy(self)
+        for name, x in self._tensors().items():
+            to = reserve(x.shape, x.dtype, x.device)
+            if length:
+                with torch.enable_grad():
+                    to[:, :, :length] = x[:, :, :length]
+            setattr(new, name, to)
+        return new
+
+    def detached(self) -> Store:
+        """The same memory without the gradients of what was written."""
+        new = copy(self)
+        vars(new).update({name: x.detach() for name, x in self._tensors().items()})
+        return new
 
     def on_huge_pages(self) -> Store:
         """Itself, on huge pages from here on, each resident as a whole."""

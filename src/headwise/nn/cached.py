@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..ops.graphs import outside_graphs
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..ops.storage.layout import Cache
@@ -18,13 +19,14 @@ from ..shapes.kinds import check_tensor
 class ModuleCache(Cache, Protocol):
     """Keys and values of the tokens so far: the caches of `headwise.cache`, and any other object with these members.
 
-    These are required (but for `causal`, True where it is missing). A module reads three more if they are there
-    (`traits_of`):
+    These are required (but for `causal`, True where it is missing). A module reads more if they are there:
 
     - `chunk`, the most tokens of one append, None or missing for any number: a module cuts longer inputs itself;
     - `keys`, (B, K, S, D), of which row b has its first ``lengths[b]``; None or missing where not all tokens are kept:
       then latent attention never takes its expanded form;
     - `value_dim`, V, so that another V than the module's is refused before anything is appended.
+    - `batch`, B, and `positions`, where the next tokens stand: asked in place of `lengths`, which a graph of
+      torch.compile would hold fast.
 
     And where it has `takes_steps` and `step`, as `headwise.cache.KVCache`, a token a row is one call (`nn/steps.py`).
     """
@@ -57,18 +59,28 @@ def traits_of(cache: ModuleCache) -> Traits:
     )
 
 
+def rows_of(cache: Any) -> int:
+    """Rows B of a cache: its `batch`, where it has one, for a graph of torch.compile is not to read its lengths."""
+    batch = getattr(cache, "batch", None)
+    return batch if type(batch) is int else len(cache.lengths)
+
+
 def _has_keys(cache: object) -> bool:
     own = getattr(cache, "__dict__", {})
     return (own["keys"] if "keys" in own else getattr(type(cache), "keys", None)) is not None
 
 
-def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:
+def positions_of(cache: ModuleCache, T: int, device: torch.device) -> Tensor:
     """Where T new tokens stand: behind those that each row has seen; (T,), or (B, T) where rows differ."""
-    seen = torch.tensor(lengths, device=device)
-    alike = len(set(lengths)) == 1
+    if hasattr(cache, "positions"):
+        positions: Tensor = cache.positions(T, device)
+        return positions
+    seen = torch.tensor(cache.lengths, device=device)
+    alike = len(set(cache.lengths)) == 1
     return torch.arange(T, device=device) + (seen[0] if alike else seen[:, None])
 
 
+@outside_graphs
 def keys_held(
     cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Sequence[int] | None
 ) -> tuple[Tensor, Mask]:

@@ -12,7 +12,7 @@ from ..ops.masks.compose import as_mask
 from ..plan.shape import AttentionShape, check_size
 from ..shapes import DTYPES, describe
 from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
-from .cached import traits_of
+from .cached import rows_of, traits_of
 from .latent_form import check_form
 from .sharded import check_uncached
 
@@ -157,15 +157,17 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
             )
         return None
     check_uncached(cache)
-    missing = [name for name in ("lengths", "append", "attend") if not hasattr(cache, name)]
+    # A graph of torch.compile is not to ask for `lengths` of a cache that has `positions`, as all of `headwise.cache`.
+    needed = ("append", "attend") if hasattr(cache, "positions") else ("lengths", "append", "attend")
+    missing = [name for name in needed if not hasattr(cache, name)]
     if missing:
         raise TypeError(
             "cache is one of headwise.cache, or another with lengths, append() and attend(); "
             f"{type(cache).__name__} has no {', '.join(missing)}"
         )
-    if len(cache.lengths) != x.shape[0]:
+    if rows_of(cache) != x.shape[0]:
         raise ValueError(
-            f"x and the cache share the batch size: x B = {x.shape[0]}, the cache has {len(cache.lengths)} rows"
+            f"x and the cache share the batch size: x B = {x.shape[0]}, the cache has {rows_of(cache)} rows"
         )
     if lengths is None:
         return None

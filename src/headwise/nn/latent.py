@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..ops.graphs import outside_graphs
 from ..ops.masks.compose import Mask
 from ..shapes import check_options
 from ..shapes.kinds import check_counts, check_flags, check_span, whole_numbers
@@ -339,6 +340,7 @@ class LatentAttention(nn.Module):
             return "expanded"
         return self.uncached if held is None else self.costs.cheaper(queries, whole_numbers("held", held))
 
+    @outside_graphs
     def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
         if form == "absorbed" and self._up() is None:
@@ -363,7 +365,7 @@ class LatentAttention(nn.Module):
         """The positions of the call; by default those behind the tokens in the cache."""
         if cache is None or positions is not None:
             return positions
-        return positions_of(cache.lengths, x.shape[1], x.device)
+        return positions_of(cache, x.shape[1], x.device)
 
     def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Any) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""

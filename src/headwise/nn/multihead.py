@@ -188,7 +188,7 @@ class MultiHeadAttention(nn.Module):
             return step(self._inner, cache, query, None, None, **options)
         query, key, value = self._project(x, *self._sources(x, memory))
         if self.rotary is not None and positions is None and causal:
-            positions = positions_of(cache.lengths, x.shape[1], x.device)
+            positions = positions_of(cache, x.shape[1], x.device)
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
         return step(self._inner, cache, query, key, value, lengths=lengths, **options)

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from ..shapes import compute_dtype
 from .masks.compose import EVERYTHING, Mask
 from .scores import row_blocks
+from .symbols import without_numbers
 
 
 def surely_tame(*tensors: Tensor) -> bool:
@@ -28,7 +29,7 @@ def surely_tame(*tensors: Tensor) -> bool:
     Only where looking at data is free of harm: eager, on the CPU. Where the sum of squares is finite, so is the product
     of two rows, which is not larger than that of their norms.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if without_numbers() or torch._C._are_functorch_transforms_active():
         return False
     if any(x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
@@ -151,20 +152,32 @@ class _Show(torch.autograd.Function):
         return grads[0].masked_fill(rows & (grads[0] != 0), torch.nan), None
 
 
+def _has_no_rule() -> bool:
+    """Whether torch has no rule for an autograd function here: forward mode, whose own could not be compiled, and
+    `torch.func.functionalize`, which needs none, for it hides no gradient from those outside of it.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    inner = torch._C._functorch.peek_interpreter_stack()
+    return inner is not None and inner.key() == torch._C._functorch.TransformType.Functionalize
+
+
 def clean(x: Tensor, rows: Tensor) -> Tensor:
     """x (..., n) with 0 in these rows (...)."""
-    if forward_ad._current_level >= 0:  # the Functions have no jvp: one that had could not be compiled
+    if _has_no_rule():
         return x.masked_fill(rows[..., None], 0.0)
     return _Clean.apply(x, rows[..., None])
 
 
 def quiet(x: Tensor, rows: Tensor) -> Tensor:
     """x as it is, and no gradient through these rows, which broadcast to x."""
-    return x if forward_ad._current_level >= 0 else _Quiet.apply(x, rows)
+    return x if _has_no_rule() else _Quiet.apply(x, rows)
 
 
 def show(x: Tensor, rows: Tensor) -> Tensor:
     """x with NaN in these rows, which broadcast to x. A row that the loss leaves out gets gradient 0."""
-    if forward_ad._current_level >= 0:
+    if _has_no_rule():
         return x.masked_fill(rows, torch.nan)
     return _Show.apply(x, rows)

@@ -6,9 +6,10 @@ import torch
 
 
 def without_numbers() -> bool:
-    """Whether tensors have sizes and no numbers: a graph is traced, or torch's FakeTensorMode is on."""
-    key = torch._C._TorchDispatchModeKey.FAKE
-    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(key) is not None
+    """Whether tensors have sizes and no numbers: a graph is traced (by make_fx, too), or FakeTensorMode is on."""
+    keys = torch._C._TorchDispatchModeKey
+    modes = (torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY))
+    return torch.compiler.is_compiling() or any(mode is not None for mode in modes)
 
 
 def is_symbol(size: int) -> bool:

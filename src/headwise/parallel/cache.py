@@ -26,7 +26,7 @@ from ..ops.storage.paged import PAGE
 from ..shapes import check_gate, check_options, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
 from .deal import Deal, owned, picked, picks
-from .options import digest, mask_text
+from .options import digest, mask_text, sinks_text
 from .parts import HeadExchange, merged
 from .shard_mask import fallen_at, fallen_on, spans
 
@@ -135,6 +135,13 @@ class ShardedCache(KVCache):
         return device
 
     @override
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a ShardedCache holds a group of processes, which no file does: save `local` and `lengths` on every rank, "
+            "and give them to a new one, cache.local = local, then cache.set_lengths(lengths)"
+        )
+
+    @override
     def view(self) -> tuple[Stored, Stored]:
         raise ValueError(
             f"no rank has all tokens of a ShardedCache, so there is no view of them; `local` has {self.local.lengths} "
@@ -162,10 +169,14 @@ class ShardedCache(KVCache):
             TypeError, ValueError: as any cache, on this rank.
             RankError: another rank has no room, or could not take what it was passed; nothing has changed then.
         """
+        return super().append(key, value, lengths=lengths, side=side)
+
+    @override
+    def _append(self: ShardedT, key: Tensor, value: Tensor | None, lengths: Any, side: Any) -> ShardedT:
         self._told = self.own_heads is None and type(self.local) is not PagedCache
         try:
             _check_learns(key, value)
-            return super().append(key, value, lengths=lengths, side=side)
+            return super()._append(key, value, lengths, side)
         except Exception as error:
             if not self._told:  # the others wait for this rank's keys
                 self.comm.agree(APPEND, {}, error=error)
@@ -243,6 +254,10 @@ class ShardedCache(KVCache):
             TypeError, ValueError: as any cache, on this rank; an option that is not among these.
             RankError, RankMismatch: as `context_parallel`.
         """
+        return super().attend(query, mask=mask, **options)
+
+    @override
+    def _attend(self, query: Tensor, mask: Mask | Tensor | None, options: dict[str, Any]) -> Any:
         operation = "attention to a ShardedCache"
         with self.comm.before(operation):
             numbers, rules = self._checked(query, mask, options)
@@ -251,12 +266,12 @@ class ShardedCache(KVCache):
                 "query": f"{query.dtype}, {(B, T, D)}, {H}",
                 "mask": mask_text(rules),
                 "options": f"{numbers}, return_lse={bool(options.get('return_lse'))}",
-                "sinks": _sinks_text(options.get("sinks"), self.own_heads),
+                "sinks": sinks_text(options.get("sinks"), self.own_heads),
             }
         self.comm.agree(operation, same)
         # A backend asked for by name refuses a call on all ranks alike: their group goes on.
         with torch.no_grad(), self.comm.telling() if numbers["backend"] == "auto" else nullcontext():
-            return self._attend(query.detach(), rules, numbers, options)
+            return self._attend_parts(query.detach(), rules, numbers, options)
 
     def _checked(self, query: Tensor, mask: Any, options: dict[str, Any]) -> tuple[dict[str, Any], Mask]:
         """Scale and softcap, and the mask of all tokens; raises for what does not fit."""
@@ -291,7 +306,7 @@ class ShardedCache(KVCache):
             raise ValueError("with own_heads a mask is the same for all heads; got one that has an axis of heads")
         return {"scale": scale, "softcap": softcap, "backend": options.get("backend", "auto")}, rules
 
-    def _attend(self, query: Tensor, rules: Mask, numbers: dict[str, Any], options: dict[str, Any]) -> Any:
+    def _attend_parts(self, query: Tensor, rules: Mask, numbers: dict[str, Any], options: dict[str, Any]) -> Any:
         query, T, S = self._of.queries(query), query.shape[2], max(self.lengths)
         seen = self._seen(rules, T, S)
         active = [
@@ -383,9 +398,3 @@ def _corner(rules: Mask, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
     """What the mask says of the first query and key, with all axes that it has."""
     one, cpu = slice(0, 1), torch.device("cpu")
     return rules.allowed(T, S, rows=one, cols=one, device=cpu), rules.added(T, S, rows=one, cols=one, device=cpu)
-
-
-def _sinks_text(sinks: Tensor | None, own_heads: int | None) -> str | None:
-    if sinks is None:
-        return None
-    return f"{digest(sinks):08x}" if own_heads is None else "own"

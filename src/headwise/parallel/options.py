@@ -46,3 +46,10 @@ def _named(rule: Any) -> str:
     """A rule by its class and the numbers it has."""
     numbers = {k: v for k, v in vars(rule).items() if isinstance(v, (int, float)) and not k.startswith("_")}
     return f"{type(rule).__name__}({', '.join(f'{k}={v}' for k, v in numbers.items())})"
+
+
+def sinks_text(sinks: Tensor | None, own_heads: int | None) -> str | None:
+    """Sinks as ranks compare them; those of heads of its own are a rank's own matter."""
+    if sinks is None:
+        return None
+    return f"{digest(sinks):08x}" if own_heads is None else "own"

@@ -47,6 +47,17 @@ EXPORTED = {  # what an exported program may hold, beside `attend_train`
     f"SymInt length, {RULES}, Tensor? gate, float dropout, Tensor? seed) -> (Tensor, Tensor)",
 }
 DEFINITIONS = "headwise.ops.native.gradient"  # has functions of these names
+FLOPS = "headwise.ops.native.flops"  # as well
+COUNTED = {  # the function of FLOPS that counts each operator
+    "attend": "attend", "attend_full": "attend_full", "attend_kept": "attend_full", "attend_train": "attend_full",
+    "attend_held": "attend_held", "attend_backward": "attend_backward", "attend_part_backward": "attend_backward",
+    "attend_statistics": "attend_statistics", "attend_received": "attend_received",
+}  # fmt: skip
+COUNTED_OF_TORCH = {
+    "_scaled_dot_product_flash_attention_for_cpu": "flash_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "flash_for_cpu_backward",
+}
+LOADED = (("headwise.cache.saved", "rebuild"), ("headwise.ops.storage.int8", "Quantized"))  # make what was saved
 
 _lock = Lock()
 _registered: list[str | None] = []  # empty, or the problem of the library, None where it has none
@@ -59,6 +70,8 @@ def register() -> str | None:
         if not _registered:
             problem = _load()
             _define(problem is None)
+            _count_flops(problem is None)
+            _allow_loading()
             _registered.append(problem)
         return _registered[0]
 
@@ -159,9 +172,31 @@ def _define(native: bool) -> None:
         torch.library.register_fake(f"headwise::{name}", fake, lib=_fragment)
 
 
+def _count_flops(native: bool) -> None:
+    """Tell torch's FLOP counter what the operators compute, and the fused attention for the CPU, if it does not know.
+
+    An operator that is made of others where there is no library is counted by those.
+    """
+    import torch
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for room, counted in ((torch.ops.headwise, COUNTED if native else {}), (torch.ops.aten, COUNTED_OF_TORCH)):
+        for name, formula in counted.items():
+            operator = getattr(room, name, None)
+            if operator is not None and operator not in flop_registry:
+                register_flop_formula(operator, get_raw=True)(_late(FLOPS, formula))
+
+
+def _allow_loading() -> None:
+    """Tell torch.load that a file may ask for a cache: what makes one takes numbers and tensors alone."""
+    import torch
+
+    torch.serialization.add_safe_globals([(_late(*function), ".".join(function)) for function in LOADED])
+
+
 def _late(module: str, name: str) -> Callable[..., Any]:
     """Return a function of another module, which is imported when it is called: `import headwise` stays light."""
-    return lambda *args: getattr(import_module(module), name)(*args)
+    return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
 
 
 def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

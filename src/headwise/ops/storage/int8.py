@@ -7,6 +7,7 @@ the dequantised numbers, data * scale, in float32 (float64 for a float64 query).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int8
@@ -32,6 +33,9 @@ class Quantized:
 
     data: Int8[Tensor, "B K S D"]
     scale: Float[Tensor, "B K S"]
+
+    def __reduce__(self) -> Any:
+        return Quantized, (self.data, self.scale)  # which torch.load may call by default
 
     @property
     def shape(self) -> torch.Size:

@@ -1,0 +1,30 @@
+"""Padding of an append, and where in the columns of a cache its queries begin."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..ops.masks.compose import Mask
+from ..ops.masks.make import keep
+
+Side: TypeAlias = Literal["right", "left"]
+"""The side of the padding."""
+
+
+def first_columns(T: int, columns: list[int], counts: list[int], side: Side) -> Tensor | None:
+    """(B,): the column of each row's first query; None where the last query of every row has the last column."""
+    padded_right = side == "right" and any(n != T for n in counts)
+    if len(set(columns)) == 1 and not padded_right:
+        return None
+    first = [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
+    return torch.tensor(first, device="cpu")
+
+
+def real_queries(T: int, counts: list[int], side: Side) -> Mask:
+    """The queries that are no padding: the first `counts` of each row, or the last where padding is on the left."""
+    i, n = torch.arange(T, device="cpu"), torch.tensor(counts, device="cpu")[:, None]
+    real = i >= T - n if side == "left" else i < n
+    return keep(real[:, None, :, None])

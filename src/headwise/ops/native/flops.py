@@ -1,0 +1,133 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts of the operators: two for a multiply and an add.
+
+Counted are the matrix products over the pairs of a query and a key that the kernel computes: those in the intervals
+of bands and lengths and in one segment, as `headwise.plan` counts them, and of a map of tiles the tiles that are not
+empty. A mask that is a tensor leaves nothing out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks.tiles import SIDE
+from ..symbols import without_numbers
+from .lowering import Rules
+
+ROWS = 1024
+"""Queries that are looked at together where pairs are counted one by one."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Count the forward pass of `attend`, which takes a band alone."""
+    scale, low, high = rest
+    return _of(query, key.shape[2], query.shape[3] + value.shape[3], _band(scale, low, high))
+
+
+def attend_full(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Count the forward pass of `attend_full`, `attend_kept` and `attend_train`."""
+    return _of(query, key.shape[2], query.shape[3] + value.shape[3], _rules(rest))
+
+
+def attend_held(
+    query: Tensor, key: Tensor, key_scale: Any, value: Tensor, value_scale: Any, table: Any, length: int, *rest: Any,
+    out_val: Any = None,
+) -> int:  # fmt: skip
+    """Count the forward pass over keys and values in int8 or in pages."""
+    S = key.shape[2] if table is None else length
+    return _of(query, S, query.shape[3] + value.shape[3], _rules(rest))
+
+
+def attend_backward(*args: Any, out_val: Any = None) -> int:
+    """Count the gradient: weights again, and of each of the two products the gradients of its two factors."""
+    query, key, value, *rest = args[5:]
+    return _of(query, key.shape[2], 3 * query.shape[3] + 2 * value.shape[3], _rules(rest))
+
+
+def attend_statistics(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any, out_val: Any = None) -> int:
+    """Count out and the sums of a statistics pass: a column of values each."""
+    columns = 0 if value is None else value.shape[3]
+    features = rest[-3]
+    columns += 0 if features is None else features.shape[-1]
+    return _of(query, key.shape[2], query.shape[3] + columns, _rules(rest))
+
+
+def attend_received(query: Tensor, key: Tensor, top: Tensor, largest: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Count the second pass of statistics: scores alone."""
+    return _of(query, key.shape[2], query.shape[3], _rules(rest))
+
+
+def flash_for_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **options: Any) -> int:
+    """Count torch's own fused attention for the CPU, which torch itself leaves out."""
+    causal = bool(rest[1] if len(rest) > 1 else options.get("is_causal", False))
+    return _of(query, key.shape[2], query.shape[3] + value.shape[3], _band(1.0, None, 1 if causal else None))
+
+
+def flash_for_cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **options: Any
+) -> int:
+    """Count its gradient."""
+    causal = bool(rest[3] if len(rest) > 3 else options.get("is_causal", False))
+    return _of(query, key.shape[2], 3 * query.shape[3] + 2 * value.shape[3], _band(1.0, None, 1 if causal else None))
+
+
+def _rules(args: Sequence[Any]) -> Rules:
+    return Rules(*args[: len(Rules._fields)])
+
+
+def _band(scale: float, low: int | None, high: int | None) -> Rules:
+    far = 1 << 62
+    return Rules(scale, 0.0, None, -far if low is None else low, far if high is None else high, *[None] * 6)
+
+
+def _of(query: Tensor, S: int, width: int, rules: Rules) -> int:
+    B, H, T, _ = query.shape
+    return 2 * width * _pairs(rules, B, H, T, S)
+
+
+def _pairs(rules: Rules, B: int, H: int, T: int, S: int) -> int:
+    """Pairs of a query and a key of all rows and heads that are computed; all where tensors have no numbers."""
+    tensors = [rules.bounds, *(rules.segments or ()), *(rules.maps or ())]
+    if any(x is not None and x.is_meta for x in tensors) or (without_numbers() and any(x is not None for x in tensors)):
+        return B * H * T * S
+    if rules.segments or rules.maps:
+        return _counted(rules, B, H, T, S)
+    first, stop, _ = _ends(rules, torch.arange(T, device="cpu"), S)
+    seen = (stop - first).clamp(min=0)
+    if rules.bounds is not None and rules.bounds.shape[1] > 4:
+        return _counted(rules, B, H, T, S)
+    return int(seen.sum()) * (B // seen.shape[0]) * H
+
+
+def _ends(rules: Rules, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first key of each query, the one after its last, and the number of first keys that it sees besides."""
+    far = 1 << 40
+    if rules.bounds is None:
+        low, high = max(int(rules.low), -far), min(int(rules.high), far)
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+        return (i + low).clamp(min=0)[None], (i + high).clamp(max=S)[None], nothing
+    low, high, start, stop, *always = (x[:, None] for x in rules.bounds.cpu().clamp(-far, far).unbind(1))
+    first = torch.maximum((i + low).clamp(min=0), start)
+    last = torch.minimum((i + high).clamp(max=S), stop)
+    return first, last, always[0] if always else torch.zeros_like(low)
+
+
+def _counted(rules: Rules, B: int, H: int, T: int, S: int) -> int:
+    """`_pairs` looked at one by one, some queries at a time."""
+    total, j = 0, torch.arange(S, device="cpu")
+    for begin in range(0, T, ROWS):
+        i = torch.arange(begin, min(begin + ROWS, T), device="cpu")
+        first, stop, always = (x[..., None] for x in _ends(rules, i, S))
+        start = 0 if rules.bounds is None else rules.bounds.cpu()[:, 2, None, None]
+        seen = (((j >= first) | (j < always)) & (j >= start) & (j < stop))[:, None]
+        segments = rules.segments or []
+        for of_queries, of_keys in zip(segments[::2], segments[1::2], strict=True):
+            own = of_queries.reshape(-1, T)[:, begin : begin + ROWS, None]
+            seen = seen & (own == of_keys.reshape(-1, 1, S))[:, None]
+        for index in (rules.maps or [])[::2]:
+            seen = seen & (index != 0)[:, :, i // SIDE][..., j // SIDE]
+        total += int(seen.sum()) * (B // seen.shape[0]) * (H // seen.shape[1])
+    return total
