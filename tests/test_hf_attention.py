@@ -137,7 +137,7 @@ def test_packed_sequences_by_their_ends_or_numbers() -> None:
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "head_mask", "cache", "anything_new"])
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "head_mask", "anything_new"])
 def test_an_argument_that_may_change_the_result_is_refused(name: str) -> None:
     text = (
         f"SomeAttention passes '{name}' to its attention function, which headwise does not know and which may change "

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 import headwise
 from headwise.hf import ModelError, make_cache
+from headwise.hf.architectures import CACHE
 from headwise.hf.attention import headwise_attention
 from headwise.hf.masks import StructuralMask
 from headwise.hf.tokens import encode
@@ -63,7 +64,7 @@ def run(model: Any, cache: Any, calls: list[tuple[str, Any]], padding: list[int]
             positions = (real.cumsum(-1) - 1).clamp(min=0)
             new = slice(None) if cache is None else slice(-number, None)
             texts = {"input_ids": ids[:, new], "attention_mask": real, "position_ids": positions[:, new]}
-            logits = model(**texts, past_key_values=cache, use_cache=cache is not None).logits[:, -number:]
+            logits = model(**texts, **{CACHE: cache}, use_cache=cache is not None).logits[:, -number:]
             outs.append(logits[real[:, -number:].bool()])
     return outs
 
@@ -101,14 +102,14 @@ def test_a_crop_of_all_tokens_or_more_leaves_none(kind: Any) -> None:
     model.set_attn_implementation("headwise")
     first, then = (torch.randint(1, VOCAB, (2, n), generator=torch.Generator().manual_seed(n)) for n in (6, 4))
     with torch.no_grad():
-        want = model(input_ids=then, past_key_values=make_cache(model, kind, max_length=20)).logits
+        want = model(input_ids=then, **{CACHE: make_cache(model, kind, max_length=20)}).logits
         for back in (6, 7, 600):
             cache = make_cache(model, kind, max_length=20)
-            model(input_ids=first, past_key_values=cache)
+            model(input_ids=first, **{CACHE: cache})
             for layer in cache.layers:
                 layer.crop(-back)
             assert [layer.get_seq_length() for layer in cache.layers] == [0] * len(cache.layers)
-            assert torch.equal(model(input_ids=then, past_key_values=cache).logits, want)
+            assert torch.equal(model(input_ids=then, **{CACHE: cache}).logits, want)
         cache.layers[0].crop(0)
         assert cache.layers[0].get_seq_length() == 4, "nothing is to be taken back"
         cache.layers[0].crop(-3)

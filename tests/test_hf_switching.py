@@ -32,6 +32,8 @@ def test_a_model_is_switched_and_switched_back() -> None:
             assert torch.equal(run(model).logits, before)
         model.set_attn_implementation("headwise")
         assert model.config._attn_implementation == "headwise"
+        if family_of(type(model)) is None:  # GPT-J and CodeGen are on the interface since transformers 5.24
+            continue
         with mock.patch.object(steps, "attend", side_effect=KeyError("here")), pytest.raises(KeyError, match="here"):
             run(model)
         model.set_attn_implementation(row.truth)
@@ -40,7 +42,7 @@ def test_a_model_is_switched_and_switched_back() -> None:
 
 def test_between_names_of_transformers_nothing_has_changed() -> None:
     """transformers does not switch such a model, and says so in its log."""
-    model = copy.deepcopy(truth_of(BY_NAME["GPT-J"]))
+    model = copy.deepcopy(truth_of(BY_NAME["GPT-Neo"]))
     model.set_attn_implementation("flash_attention_2")
     assert model.config._attn_implementation == "eager"
     model.set_attn_implementation("headwise")
@@ -97,7 +99,7 @@ def test_a_copy_and_a_pickle_run_as_the_model_does() -> None:
 
 @pytest.mark.unchecked  # the compiler cannot trace the checker's wrapping at a first call
 def test_compiled_code_calls_such_a_module_as_it_is() -> None:
-    row = BY_NAME["GPT-J"]
+    row = BY_NAME["Bloom"]
     model = SeamRow(row.name, row.model, row.config, row.sizes | dict(n_layer=1)).build("headwise")
     before = run(model).logits
     model.transformer.h[0].compile(backend="eager")
@@ -118,7 +120,7 @@ def test_such_a_model_is_exported(name: str) -> None:
 def test_the_table_names_what_transformers_has() -> None:
     """Every family is of the tests, is on no interface, and is not said to be outside."""
     tested = {family_of(type(truth_of(row))) for row in ROWS} | PLAIN.keys()
-    assert tested == SEAMS.keys()
+    assert tested - {None} == SEAMS.keys()
     assert not SEAMS.keys() & {name.replace("-", "_") for name in OUTSIDE}
 
 

@@ -11,6 +11,7 @@ import torch
 from plan_models import build, config_of
 from torch.utils.flop_counter import FlopCounterMode
 
+from headwise.hf.architectures import CACHE
 from headwise.plan import costs, units
 from headwise.plan.layer import AttentionLayer, QkNorm
 from headwise.plan.links import Link, price
@@ -126,6 +127,6 @@ def test_a_plan_of_a_cache_is_the_bytes_of_its_tensors() -> None:
     kind, fields = MODELS["llama"]
     real = build(kind, config_of(kind, fields), device="cpu").to(torch.bfloat16)
     with torch.no_grad():
-        cache = real(torch.arange(3, 22)[None].expand(2, -1), use_cache=True).past_key_values
+        cache = real(torch.arange(3, 22)[None].expand(2, -1), use_cache=True)[CACHE]
     held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
     assert costs.cache_bytes(model_of({**fields, "model_type": kind}), 19, 2, batch=2) == held

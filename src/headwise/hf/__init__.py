@@ -30,6 +30,7 @@ from .interface import NAME
 from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
+from .pickling import import_where_unpickled
 from .probing import probe
 from .senses import Prepared, prepared
 from .splitting import Shards, context_parallel
@@ -41,6 +42,7 @@ AttentionMaskInterface.register(NAME, headwise_mask)
 AttentionInterface.register(BATCHING, batched_attention)
 AttentionMaskInterface.register(BATCHING, headwise_mask)
 check_what_is_built()
+import_where_unpickled()
 register_configs()
 
 __all__ = [

@@ -10,6 +10,12 @@ import re
 
 import transformers
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+"""Of the installed transformers: major and minor number. Whatever differs from release to release is decided here."""
+
+CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
+"""What models call the argument for their cache, and the field of their outputs."""
+
 _OWN = "it computes attention in code of its own"
 _MARKED = "are marked as causal, and its own attention ignores the mark"
 _SPARSE = "it picks single keys for each query (sparse attention), which the interface hands over as indices"
@@ -33,11 +39,8 @@ OUTSIDE: dict[str, str] = {
 """model_type of what lies outside transformers' attention interface -> why. A reason for the error text, no more:
 a model missing here is still refused, by what its class says."""
 
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+if VERSION < (5, 23):
     OUTSIDE["kosmos-2"] = f"its queries of an image {_MARKED}"
-
-CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
-"""What models call the argument for their cache, and the field of their outputs."""
 
 SEAMS: dict[str, dict[str, dict[str, str]]] = {
     "bark": {"BarkSelfAttention": {}},
@@ -88,6 +91,9 @@ SEAMS: dict[str, dict[str, dict[str, str]]] = {
 attention, and of other modules -> the methods of each that have another form here -> that form in `positions.py`.
 
 Scale, mask, bias and window need no entry: they are read from what the code does to its scores (`steps.py`)."""
+
+if VERSION >= (5, 24):  # which has these on its attention interface
+    del SEAMS["codegen"], SEAMS["gptj"]
 
 SPARSE: dict[str, str] = dict.fromkeys(
     ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "mistral_large4"), _SPARSE

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from ..cache.base import Stored
 from ..nn.dealt import Dealt
 from ..nn.sharded import current
-from ..ops.attention import attention, attention_of_part
+from ..ops.attention import attention_of_part
 from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
 from ..ops.masks.rules import Band, Segments
-from ..ops.statistics.weights import weights
 from ..ops.storage.layout import in_one_piece
 from .architectures import CACHE, CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
+from .returned import Returned, attend_and_weigh
 from .sessions import record, watched
 from .tensor import heads_here, own_keys, own_part, together
 from .whole import WholeBatch, whole_batch
@@ -70,6 +70,7 @@ def headwise_attention(
     query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), after rotation and cache; gives out (B, T, H, V), and the
     weights (B, H, T, S) where the caller asked for attentions, None else. A query that may attend nothing gives 0.
     A cache of `make_cache` passes key and value in pages or int8; a probe and weights take copies of them.
+    Where these carry a gradient, out is computed from them, as "eager" does it.
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
     refuse_unknown(module, kwargs)
@@ -115,20 +116,16 @@ def headwise_attention(
         "softcap": softcap,
         "sinks": s_aux,
     }
-    out = None
+    answer = None
     if watched(module):
         triple = query, in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
-        out = _recorded(module, here, triple, without, position_bias, options | {"dropout": dropout})
-    if out is None:
-        if here is None or not dropout:
-            out = attention(query, key, value, dropout=dropout, **options)
-        else:
-            out = attention_of_part(query, key, value, seed=here.some.of_part(), dropout=dropout, **options)
-    out = out.transpose(1, 2).contiguous()
-    if not (output_attentions or attentions_are_collected()):
-        return out, None
-    matrix = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
-    return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
+        answer = _recorded(module, here, triple, without, position_bias, options | {"dropout": dropout})
+    wanted = bool(output_attentions) or attentions_are_collected()
+    returned = Returned(keys_passed, query.dtype) if wanted else None
+    if here is not None and dropout and answer is None:
+        answer = attention_of_part(query, key, value, seed=here.some.of_part(), dropout=dropout, **options)
+    out, matrix = attend_and_weigh(query, key, value, answer, returned, dropout=dropout, **options)
+    return out.transpose(1, 2).contiguous(), matrix
 
 
 def _recorded(
@@ -156,17 +153,19 @@ def attend(
     value: Stored,
     dropout: float,
     backend: str = "auto",
+    returned: Returned | None = None,
     **options: Any,
-) -> Tensor:
-    """Attention that a module's own code asks for, (B, H, T, V), as the probes that are open on its model have it."""
+) -> tuple[Tensor, Tensor | None]:
+    """Attention that a module's own code asks for, as the probes that are open on its model have it.
+
+    Returns out (B, H, T, V), and the weights where they are to be `returned`.
+    """
     key, value = _stored(key, value, query.dtype)
     answer = None
     if watched(module):
         pair = {"key": in_one_piece(key, query.dtype), "value": in_one_piece(value, query.dtype)}
         answer = record(module, query=query, dropout=dropout, **pair, **options)
-    if answer is not None:
-        return answer
-    return attention(query, key, value, dropout=dropout, backend=backend, **options)
+    return attend_and_weigh(query, key, value, answer, returned, dropout=dropout, backend=backend, **options)
 
 
 def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: WholeBatch, is_causal: bool | None) -> Mask:

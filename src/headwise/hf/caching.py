@@ -270,7 +270,9 @@ def make_cache(
     max_length: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> HeadwiseCache | HeadwiseEncoderDecoderCache:
-    """A `transformers.Cache` of headwise's own, for `model.generate(..., past_key_values=cache)` or any forward.
+    """A `transformers.Cache` of headwise's own, for `model.generate(..., cache=cache)` or any forward.
+
+    Before transformers 5.24 that argument is called `past_key_values`.
 
     Which layers keep all tokens and which a sliding window is read from the model's config. A windowed layer holds its
     window and never more, whatever the length. Memory is taken at the first token, for the batch, heads and sizes met.
@@ -300,7 +302,7 @@ def make_cache(
         >>> sizes = dict(hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=11)
         >>> model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="headwise")
         >>> cache = make_cache(model, "paged", dtype=torch.int8)
-        >>> out = model.generate(torch.tensor([[3, 4, 5]]), past_key_values=cache, max_new_tokens=7, min_new_tokens=7)
+        >>> out = model.generate(torch.tensor([[3, 4, 5]]), cache=cache, max_new_tokens=7, min_new_tokens=7)
         >>> out.shape, cache.get_seq_length(), cache.nbytes    # the last token was not needed again
         (torch.Size([1, 10]), 9, 20480)
     """

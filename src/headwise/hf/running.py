@@ -50,9 +50,10 @@ def weights_are_wanted() -> bool:
 class Seam(TorchFunctionMode):
     """Runs a module of attention, with every product of queries and keys in it as `Scores`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, wanted: bool = False) -> None:
         counts = [getattr(module, name, None) for name in HEADS]
-        self.running = Running(module, next((n for n in counts if isinstance(n, int)), None))
+        heads = next((n for n in counts if isinstance(n, int)), None)
+        self.running = Running(module, heads, wanted)
         super().__init__()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +66,20 @@ class Seam(TorchFunctionMode):
                 f"{type(module).__name__} ran without a product of queries and keys that headwise can read, so "
                 "its attention did not run on headwise; switch back by model.set_attn_implementation('eager')"
             )
-        wanted = weights_are_wanted() or _asked(type(module).forward, args, kwargs)
-        return tree_map(lambda x: _returned(x, wanted) if isinstance(x, LazyScores) else x, result)
+        return tree_map(lambda x: self._returned(x) if isinstance(x, LazyScores) else x, result)
+
+    def _returned(self, scores: LazyScores) -> Tensor:
+        chain = scores.chain
+        if not chain.weighted:
+            return scores.replay()
+        made = self.running.weights.get(chain)
+        if made is not None:  # of which out was computed, where they carry a gradient
+            same = made.dtype == scores.dtype and made.shape == scores.shape
+            return made if same else made.detach().to(scores.dtype).reshape(scores.shape)
+        key = in_one_piece(_stored(chain.key), chain.query.dtype)
+        make = partial(_weights, chain.query, key, chain.options(), scores.shape, scores.dtype)
+        # Weights that no output was computed from have no gradient to give.
+        return make().detach() if self.running.wanted else Lazy._of(make, scores.shape, scores.dtype, scores.device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation of torch inside of the module."""
@@ -90,8 +103,10 @@ def _takes(step: Callable[..., Any], keywords: frozenset[str]) -> bool:
     return keywords <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _asked(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def asks_for_weights(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of a module asks for attentions."""
+    if weights_are_wanted():
+        return True
     names = list(inspect.signature(forward).parameters)[1:]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("output_attentions"))
 
@@ -109,15 +124,6 @@ def _holds_scores(x: Any) -> bool:
     if isinstance(x, (tuple, list)):
         return any(map(_holds_scores, x))
     return any(map(_holds_scores, x.values())) if isinstance(x, dict) else isinstance(x, LazyScores)
-
-
-def _returned(scores: LazyScores, wanted: bool) -> Tensor:
-    chain = scores.chain
-    if not chain.weighted:
-        return scores.replay()
-    key = in_one_piece(_stored(chain.key), chain.query.dtype)
-    make = partial(_weights, chain.query, key, chain.options(), scores.shape, scores.dtype)
-    return make() if wanted else Lazy._of(make, scores.shape, scores.dtype, scores.device)
 
 
 def _weights(query: Tensor, key: Tensor, options: dict[str, Any], shape: Any, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from ..ops.native.lowering import FORMS
 from .attention import attend, mask_of
 from .lazy import LazyKeys, LazyView
 from .masks import Hidden, StructuralMask
+from .returned import Returned
 from .scores import Added, Chain, LazyScores
 
 HIDDEN = -1e4
@@ -23,10 +24,19 @@ HIDDEN = -1e4
 
 
 class Running:
-    """The module that runs: how many heads it says it has, and how often it has attended."""
+    """The module that runs.
 
-    def __init__(self, module: nn.Module, heads: int | None) -> None:
-        self.module, self.heads, self.calls = module, heads, 0
+    Attributes:
+        module: It.
+        heads: How many heads it says it has.
+        wanted: Whether the caller asked for its weights.
+        calls: How often it has attended.
+        weights: What was computed for the caller of the weights of each call, by what had happened to its scores.
+    """
+
+    def __init__(self, module: nn.Module, heads: int | None, wanted: bool = False) -> None:
+        self.module, self.heads, self.wanted, self.calls = module, heads, wanted, 0
+        self.weights: dict[Chain, Tensor] = {}
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -94,7 +104,10 @@ def _attended(seam: Running, scores: LazyScores, value: Tensor) -> Any:
     key = chain.key if isinstance(chain.key, LazyKeys) else chain.key.to(dtype)
     # A bias of the model's own rules is made a strip of rows at a time; a fused kernel would be handed all T x S of it.
     backend = "blocks" if any(part.biases and type(part) not in FORMS for part in chain.mask.parts) else "auto"
-    out = attend(seam.module, query, key, value, chain.dropout, backend, **chain.options())
+    returned = Returned(chain.sizes[3], scores.dtype) if seam.wanted else None
+    out, matrix = attend(seam.module, query, key, value, chain.dropout, backend, returned=returned, **chain.options())
+    if matrix is not None:
+        seam.weights[chain] = matrix
     seam.calls += 1
     return out.flatten(0, 1) if flat else out
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import positions
-from .running import Seam
+from .running import Seam, asks_for_weights
 from .seams import Switched, family_of, is_seam, is_switched, methods_of
 
 _CONFIG = "_headwise_config"
@@ -65,7 +65,8 @@ def _prepare(cls: type[nn.Module]) -> None:
 @torch.compiler.disable
 def _run(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A module's own code on headwise's attention; compiled code calls it as it is."""
-    return Seam(module).run(partial(call, module), *args, **kwargs)
+    wanted = asks_for_weights(type(module).forward, args, kwargs)
+    return Seam(module, wanted).run(partial(call, module), *args, **kwargs)
 
 
 def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import causal as causal_mask
-from ..ops.statistics.weights import weights
+from ..ops.statistics.weights import weighted_values, weights
 from ..plan import AttentionShape, parameter_count
 from ..plan.shape import BiasOption
 from ..shapes.kinds import check_counts, check_flags
@@ -19,7 +19,7 @@ from .checks import check_input
 from .inner import Inner
 from .mixing import Mixing, measure_mixing
 from .multihead import MultiHeadAttention, from_torch
-from .projections import description, plain_weight
+from .projections import description, is_itself, plain_weight
 from .rotary import Positions
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def trace(
 ) -> Trace:
     """Run `mha` step by step and keep every stage; the last one is what ``mha(x, memory, ...)`` returns.
 
-    Scores and weights are whole (B, H, T, S) tensors: this is for looking at small inputs. Where the inner part is a
+    Scores and weights are whole (B, H, T, S) tensors: this is for looking at small inputs. Where a gradient is
+    on, that of the heads goes through the stage "weights" (``retain_grad`` keeps it there). Where the inner part is a
     bare function, its scores and weights are unknown and the table says so.
 
     Args:
@@ -198,7 +199,7 @@ def trace(
     options = _options(mha.inner)
     if options is not None:
         stages += _scores(options, query, key, mask)
-    heads_BHTV = mha.inner(query, key, value, mask=mask)
+    heads_BHTV = _heads(mha.inner, options, stages[-1], query, key, value, mask)
     alone = "each head on its own"
     unknown = f"the inner part {type(mha.inner).__name__} does not show its scores and weights"
     stages.append(Stage("heads", "head_i = P_i V_i", heads_BHTV, unknown if options is None else alone))
@@ -296,6 +297,40 @@ def _scores(inner: dict[str, Any], query: Tensor, key: Tensor, mask: Mask | Tens
     sums = "rows sum to 1" if sinks is None else "rows sum to less than 1: the sink takes the rest"
     stages.append(Stage("weights", "P_i = softmax(S_i)", weights(query, key, **options), sums))
     return stages
+
+
+def _heads(
+    inner: nn.Module,
+    options: dict[str, Any] | None,
+    last: Stage,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+) -> Tensor:
+    """The heads (B, H, T, V) as the inner part computes them, and their gradient through the weights of the last stage.
+
+    Where hooks may change what the inner part gives, the weights say nothing of it and get no gradient.
+    """
+    weighted = options is not None and last.tensor.requires_grad and is_itself(inner)
+    if weighted and options is not None and options.get("dropout"):  # drawn here, for the inner part draws others
+        return weighted_values(nn.functional.dropout(last.tensor, options["dropout"]), value, mask).to(query.dtype)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not weighted):
+        heads: Tensor = inner(query, key, value, mask=mask)
+    return _WithGradientOf.apply(weighted_values(last.tensor, value, mask), heads) if weighted else heads
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """One tensor as the result and the gradient of another, which differs from it by rounding alone."""
+
+    @staticmethod
+    def forward(ctx: Any, of: Tensor, result: Tensor) -> Tensor:
+        ctx.dtype = of.dtype
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
 
 
 def _options(inner: object) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...shapes import INTEGERS, check_query_key, describe
 from ...shapes.kinds import check_dense, shown
 from ..autocast import of_one_dtype, without_autocast
-from ..fence import fence_pairs, show, surely_tame
-from ..masks.compose import Mask
+from ..fence import clean, fence_pairs, show, surely_tame
+from ..masks.compose import Mask, as_mask
 from ..scores import mask_scores, score_rows, softcapped, softmax_rows
 from ..scoring import Scoring
 from ..symbols import without_numbers
@@ -84,6 +84,34 @@ def weights(
         return torch.nn.functional.pad(probabilities, beyond) if any(beyond) else probabilities
     spoiled = met.any(-1, keepdim=True)
     return show(probabilities, spoiled if allowed is None else spoiled & allowed)
+
+
+def weighted_values(
+    weights: Float[Tensor, "B H T S"], value: Float[Tensor, "B K S V"], mask: Mask | Tensor | None = None
+) -> Float[Tensor, "B H T V"]:
+    """Return ``weights @ value``: the output of attention as a function of its weights, so that they get its gradient.
+
+    Args:
+        weights: (B, H, T, S), those of `weights`, or what dropout left of them.
+        value: (B, K, S, V); query head h reads key-value head ``h // (H // K)``.
+        mask: That of the weights. A NaN or Inf in a value makes the rows NaN that may attend it, and no others.
+
+    Returns:
+        (B, H, T, V) in the dtype of the weights.
+
+    >>> w, v = torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[[4.0], [8.0]]]])
+    >>> weighted_values(w, v)
+    tensor([[[[7.]]]])
+    """
+    H, T, S = weights.shape[1:]
+    groups = H // value.shape[1]
+    bad = None if surely_tame(value) else ~value.isfinite().all(-1)
+    value = value.to(weights.dtype) if bad is None else clean(value, bad).to(weights.dtype)
+    out = (weights.unflatten(1, (-1, groups)) @ value[:, :, None]).flatten(1, 2)
+    if bad is None:
+        return out
+    allowed, met = as_mask(mask).allowed(T, S, device=value.device), bad.repeat_interleave(groups, dim=1)[:, :, None]
+    return show(out, (met if allowed is None else met & allowed).any(-1, keepdim=True))
 
 
 def _reach(mask: Mask, row_index: Tensor, T: int, S: int) -> slice:
