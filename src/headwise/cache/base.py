@@ -179,7 +179,7 @@ class KVCache(Saved, ABC):
         """
         if in_graph(self):
             device = torch.device("cpu") if device is None else device
-            return torch.ops.headwise.cache_positions(self.handle, self.batch, T, device)  # type: ignore[no-any-return]
+            return torch.ops.headwise.cache_positions(self.handle, self.batch, T, device)
         return self._positions(T, device)
 
     def _positions(self, T: int, device: torch.device | None) -> Tensor:

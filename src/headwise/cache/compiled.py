@@ -11,7 +11,7 @@ autocast, or have a mask of functions, unions or complements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -175,7 +175,7 @@ def _define() -> torch.library.Library:
         library.define(name + schema, tags=tags)
     for name, function in (("cache_append", _append), ("cache_attend", _attend), ("cache_positions", _positions)):
         library.impl(name, function, "CompositeExplicitAutograd")
-    fakes = {
+    fakes: dict[str, Callable[..., Any]] = {
         "cache_append": lambda *_: None,
         "cache_attend": _empty,
         "cache_positions": lambda handle, rows, T, device: handle.new_empty((rows, T), device=device),

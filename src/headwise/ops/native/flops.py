@@ -106,9 +106,9 @@ def _ends(rules: Rules, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first key of each query, the one after its last, and the number of first keys that it sees besides."""
     far = 1 << 40
     if rules.bounds is None:
-        low, high = max(int(rules.low), -far), min(int(rules.high), far)
+        behind, ahead = max(int(rules.low), -far), min(int(rules.high), far)
         nothing = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-        return (i + low).clamp(min=0)[None], (i + high).clamp(max=S)[None], nothing
+        return (i + behind).clamp(min=0)[None], (i + ahead).clamp(max=S)[None], nothing
     low, high, start, stop, *always = (x[:, None] for x in rules.bounds.cpu().clamp(-far, far).unbind(1))
     first = torch.maximum((i + low).clamp(min=0), start)
     last = torch.minimum((i + high).clamp(max=S), stop)
