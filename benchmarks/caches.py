@@ -20,7 +20,7 @@ from transformers.cache_utils import Fp8QuantizedLayer
 
 import headwise.hf
 import headwise.plan
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 
 try:
     from benchmarks import clock, hf_end_to_end, table

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 
 try:
     from benchmarks import clock, table

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from headwise.hf import make_cache
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 
 try:
     from benchmarks import clock, table

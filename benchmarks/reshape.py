@@ -32,10 +32,10 @@ from benchmarks import clock, table
 from headwise import hf, look, reshape
 from headwise.models import tiny_path
 from headwise.reshape import Projections
-from headwise.reshape.calibrate import family_in_memory, loss_of, projections_of
-from headwise.reshape.distill import DistillConfig, distill
-from headwise.reshape.reconstruct_modules import reconstruct_modules
-from headwise.reshape.regroup import Regrouping, plan_regroup
+from headwise.reshape.regroup.checkpoint import Regrouping, plan_regroup
+from headwise.reshape.repair.calibration import family_in_memory, loss_of, projections_of
+from headwise.reshape.repair.distill import DistillConfig, distill
+from headwise.reshape.repair.reconstruct_modules import reconstruct_modules
 from scripts import tiny_data, train_encoder
 
 KV_HEADS = (4, 2, 1)

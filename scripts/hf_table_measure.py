@@ -20,10 +20,10 @@ from hf_table_inputs import STEPS, Arguments, inputs, padded
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import headwise.hf.attention as bridge
-from headwise.hf.architectures import CACHE
+import headwise.hf.attention.function as bridge
 from headwise.hf.errors import ModelError
-from headwise.hf.interface import attention_modules, unseen_modules
+from headwise.hf.models.architectures import CACHE
+from headwise.hf.models.support import attention_modules, unseen_modules
 
 Outputs = dict[str, Tensor]
 Row = dict[str, Any]

@@ -38,8 +38,8 @@ from plan_models import (  # noqa: E402
 from tower_models import COMPOSITE, composite_config, composite_model, random_composite  # noqa: E402
 
 from headwise import plan  # noqa: E402
-from headwise.plan.fields import architectures  # noqa: E402
-from headwise.plan.model import model_of  # noqa: E402
+from headwise.plan.config.fields import architectures  # noqa: E402
+from headwise.plan.model.model import model_of  # noqa: E402
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwise.look.roles import RELATIONS, ROLES, TEXT, Role
+from headwise.look.roles.catalog import RELATIONS, ROLES, TEXT, Role
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "roles.md"
 PLAIN = ["<s>", "The", "cat", "sat", ".", "It", "slept", "."]

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import headwise.hf as hf
-from headwise.reshape.manifest import Manifest
-from headwise.reshape.write import kept, write
+from headwise.reshape.write.manifest import Manifest
+from headwise.reshape.write.writer import kept, write
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,8 +21,8 @@ import headwise
 from headwise import parallel
 from headwise.ops.masks import Mask
 from headwise.parallel import Comm, context_parallel
-from headwise.plan import links
-from headwise.plan.places import MeshCall, heads_at_once, order_of, places
+from headwise.plan.ranks import communication as links
+from headwise.plan.ranks.sharding import MeshCall, heads_at_once, order_of, places
 
 LAYOUTS = ("ring", "gather", "ulysses")
 OUT, GRADIENT = 1e-6, 5e-6  # of the largest number, in float32

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import headwise
 from headwise.cache import RollingCache, StaticCache
+from headwise.distributed.workers import Processes
 from headwise.nn import MultiHeadAttention
 from headwise.parallel import (
     Expansion,
@@ -29,7 +30,6 @@ from headwise.parallel import (
     sum_gradients,
     tensor_parallel,
 )
-from headwise.processes import Processes
 
 TIMEOUT = 5.0
 

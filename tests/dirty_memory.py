@@ -30,13 +30,13 @@ def filled(x: Tensor) -> Tensor:
 
 def install() -> None:
     """Fills the memory of all caches that this process makes from here on."""
-    from headwise.cache import store
+    from headwise.cache import storage as store
 
     vars(store)["reserve"] = _reserve
 
 
 def _reserve(*arguments: Any) -> Tensor:
-    from headwise.cache.memory import reserve
+    from headwise.cache.huge_pages import reserve
 
     return filled(reserve(*arguments))
 
@@ -44,7 +44,7 @@ def _reserve(*arguments: Any) -> Tensor:
 @contextmanager
 def clean() -> Iterator[None]:
     """Caches that are made here begin with zeros."""
-    from headwise.cache import store
+    from headwise.cache import storage as store
 
     with mock.patch.object(store, "reserve", lambda *arguments: _reserve(*arguments).zero_()):
         yield

@@ -205,7 +205,7 @@ def squeezed(number: int) -> Iterator[None]:
     """With an odd number: blocks and strips of 16 rows, so that small cases have several, and their edges."""
     with pytest.MonkeyPatch.context() as change:
         if number % 2:
-            change.setattr("headwise.ops.scores.BLOCK_ELEMENTS", 1)
+            change.setattr("headwise.ops.row_blocks.BLOCK_ELEMENTS", 1)
             change.setattr("headwise.ops.backends.sdpa.STRIP", 16)
         yield
 

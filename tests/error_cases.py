@@ -17,7 +17,7 @@ import headwise
 import headwise.hf
 import headwise.parallel
 from headwise.cache import PagedCache, PagePool, StaticCache
-from headwise.nn.sharded import current
+from headwise.nn.sharding.tokens import current
 from headwise.parallel import (
     Comm,
     Expansion,

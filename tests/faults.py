@@ -47,7 +47,7 @@ class Place:
     def __init__(self, folder: Path, injector: Path) -> None:
         from checkpoint_folders import content, made
 
-        from headwise.reshape import shards
+        from headwise.reshape.write import shards
 
         shards.MAX_SHARD = 1000
         self.source = made(folder / "source", shards=2)

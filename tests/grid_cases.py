@@ -19,8 +19,8 @@ from headwise import parallel
 from headwise.cache import RollingCache, StaticCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary
 from headwise.parallel import Comm, ShardedCache, tensor_parallel
-from headwise.plan import links
-from headwise.plan.places import MeshCall
+from headwise.plan.ranks import communication as links
+from headwise.plan.ranks.sharding import MeshCall
 
 WIDTH, TOKENS = 12, 23
 

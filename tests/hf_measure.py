@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
 from transformers.masking_utils import sdpa_mask
 
-import headwise.hf.attention as bridge
-from headwise.hf.architectures import CACHE
+import headwise.hf.attention.function as bridge
+from headwise.hf.models.architectures import CACHE
 
 # -- the yardstick: attention written out, its softmax in float64 -----------------------------------------------------
 

@@ -15,7 +15,7 @@ from hf_models import padding as padding_of
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 
 IDS: dict[str, Any] = dict(vocab_size=VOCAB, pad_token_id=PAD, bos_token_id=1, eos_token_id=None)
 BERT: dict[str, Any] = dict(

@@ -17,7 +17,7 @@ import torch
 from look_matrices import Call, Matrix
 
 from headwise.look import Passage, Vocabulary
-from headwise.look.draws import other_queries, shuffled
+from headwise.look.roles.controls import other_queries, shuffled
 
 
 class Found(NamedTuple):

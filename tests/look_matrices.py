@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from headwise.look import Passage, Vocabulary
-from headwise.look.scene import Scene
+from headwise.look.roles.call_tokens import Scene
 
 Matrix = npt.NDArray[np.float64]
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 import headwise
-from headwise.look.head import HeadMap, HeadRecord
-from headwise.look.neurons import vectors_of
-from headwise.look.records import Look
-from headwise.look.scores import Evidence, Score
-from headwise.nn.probe import AttentionCall
+from headwise.look.records.head import HeadMap, HeadRecord
+from headwise.look.records.scores import Evidence, Score
+from headwise.look.records.vectors import vectors_of
+from headwise.look.result import Look
+from headwise.nn.hooks.probe import AttentionCall
 
 SENTENCE = " The quick fox saw the lazy dog.\n The quick fox saw the lazy cat, and the quick dog saw it too.\n"
 

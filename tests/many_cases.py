@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import headwise
 from headwise import look, parallel
-from headwise.look import Look, corpus
-from headwise.processes import Processes
+from headwise.distributed.workers import Processes
+from headwise.look import Look
+from headwise.look.collect import corpus
 
 WORDS, BLOCK = 61, 16
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from headwise import Mask
 from headwise.ops.native.gradient import Training
-from headwise.ops.native.lowering import Rules, lowered
-from headwise.ops.scoring import Scoring
+from headwise.ops.native.mask_arguments import Rules, lowered
+from headwise.ops.options import Scoring
 from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, ulp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,10 +13,10 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise.hf.architectures import CACHE
-from headwise.plan import costs
-from headwise.plan.fields import architectures
-from headwise.plan.model import Model, model_of
+from headwise.hf.models.architectures import CACHE
+from headwise.plan.config.fields import architectures
+from headwise.plan.costs import totals as costs
+from headwise.plan.model.model import Model, model_of
 
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
 OWN_CACHE = "minimax"  # takes no fixed cache

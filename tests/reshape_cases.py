@@ -9,7 +9,7 @@ from torch import Tensor
 
 import headwise
 from headwise.nn.rotary import rotate
-from headwise.reshape.heads import HeadWeights, RotaryLayout
+from headwise.reshape.layout.head_weights import HeadWeights, RotaryLayout
 
 M, N_TEXT = 29, 2 * 53
 ROTATIONS = {

@@ -15,8 +15,8 @@ from hf_models import _BERT, _GQA, _IDS, _LM, BY_NAME, VOCAB, Row
 from safetensors.torch import save_file
 
 from headwise import hf
-from headwise.hf import proving
-from headwise.reshape.prune import Pruning
+from headwise.hf.load import verify_process as proving
+from headwise.reshape.prune.checkpoint import Pruning
 
 DEEPSEEK = BY_NAME["DeepSeek-V3"]
 FAMILIES: dict[str, Row] = {

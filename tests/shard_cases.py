@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headwise
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
-from headwise.ops.spread import Share
+from headwise.ops.sharding.heads import Share
 from headwise.parallel import ShardedCache, tensor_parallel
 
 KINDS = (StaticCache, PagedCache, RollingCache)

@@ -13,7 +13,8 @@ pytest.importorskip("conllu", reason="the extra [look] is not installed")
 
 from headwise.extras import MissingExtra
 from headwise.look import annotate
-from headwise.look.annotate import Document, Mention, Sentence, Word, aligned, treebank
+from headwise.look.annotate import Document, Mention, Sentence, Word, aligned
+from headwise.look.annotate import conllu as treebank
 
 
 def lines(*rows: str) -> str:
@@ -182,7 +183,7 @@ def test_sizes_are_capped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         annotate.read(file)
     with pytest.raises(ValueError, match="CoNLL-U: annotation is read up to 0 MB, and this is longer; split it"):
         annotate.parse("#" * 51)
-    monkeypatch.setattr("headwise.look.annotate.brackets.MAX_MENTIONED", 3)
+    monkeypatch.setattr("headwise.look.annotate.coreference.MAX_MENTIONED", 3)
     monkeypatch.setattr(treebank, "MAX_SIZE", 5000)
     with pytest.raises(ValueError, match="line 2: the mentions of a sentence hold at most 3 words; split it"):
         annotate.parse(lines("1 a X 0 root Entity=(a(b", "2 a X 1 dep Entity=a)b)"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
-from headwise.cache.memory import HUGE, on_huge_pages, reserve
+from headwise.cache.huge_pages import HUGE, on_huge_pages, reserve
 from headwise.testing import assert_same_bits
 
 SMAPS, SWITCH = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headwise.hf
 import headwise.plan
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 
 TOKENS = 300
 

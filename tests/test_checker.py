@@ -12,7 +12,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import headwise
-from headwise.ops.masks.compose import Mask
+from headwise.ops.masks.mask import Mask
 
 
 @checker.checked

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.look import Circuits, circuits
-from headwise.look.circuits import compositions
-from headwise.look.matrices import Matrices, matrices
-from headwise.look.reading import readings
-from headwise.look.writes import ending_of
+from headwise.look.interventions.losses import readings
+from headwise.look.weights.attribution import ending_of
+from headwise.look.weights.composition import compositions
+from headwise.look.weights.head_matrices import Matrices, matrices
 from headwise.nn import MultiHeadAttention, Rotary, probe
 from headwise.testing.constructed import constructed
 

@@ -18,8 +18,8 @@ from looks import make_look
 from typer.testing import CliRunner
 
 from headwise import cli, look, models, reshape
-from headwise.look.state import load
-from headwise.reshape.distill import LossCurve
+from headwise.look.collect.resume import load
+from headwise.reshape.repair.distill import LossCurve
 
 pytestmark = pytest.mark.unchecked
 runner = CliRunner()

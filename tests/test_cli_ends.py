@@ -16,7 +16,7 @@ import typer
 from test_cli import ENVIRONMENT, as_it_was, here, looked, refused, run, runner, tiny
 
 from headwise import cli, plan
-from headwise.cli import guard
+from headwise.cli import errors as guard
 
 pytestmark = pytest.mark.unchecked
 FIXTURES = (as_it_was, here, looked, tiny)
@@ -216,7 +216,7 @@ def test_a_terminal_that_knows_only_ascii(here: Path) -> None:
 
 def test_a_text_in_a_locale_that_knows_only_ascii(here: Path) -> None:
     """Python then hands over each byte beyond ASCII as half of a surrogate pair."""
-    code = "import sys; from headwise.cli.texts import read_text; print(ascii(read_text(sys.argv[1], None)))"
+    code = "import sys; from headwise.cli.options.texts import read_text; print(ascii(read_text(sys.argv[1], None)))"
     plain = {**ENVIRONMENT, "LC_ALL": "C", "PYTHONUTF8": "0"}
     text = "na\u00efve \u65e5\u672c \U0001f642"
     done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, env=plain, timeout=60)

@@ -15,7 +15,8 @@ import typer
 from typer.testing import CliRunner
 
 from headwise import cli
-from headwise.cli import guard, several
+from headwise.cli import errors as guard
+from headwise.cli.options import ranks as several
 
 pytestmark = pytest.mark.unchecked
 
@@ -83,10 +84,10 @@ def test_each_process_has_a_gpu_of_its_machine(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_end_closes_the_group_or_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch, ended: None) -> None:
     """After a fault others may be gone."""
-    import headwise.processes
+    import headwise.distributed.workers
 
     left: list[int] = []
-    monkeypatch.setattr(headwise.processes, "leave", lambda: left.append(1))
+    monkeypatch.setattr(headwise.distributed.workers, "leave", lambda: left.append(1))
     several.end(2)  # alone: nothing to close
     ranked(monkeypatch, "2")
     for code in (None, 0):
@@ -96,7 +97,7 @@ def test_the_end_closes_the_group_or_does_not_wait_for_it(monkeypatch: pytest.Mo
         with pytest.raises(Ended) as caught:
             several.end(said)
         assert caught.value.args == (code,)
-    monkeypatch.delitem(sys.modules, "headwise.processes")
+    monkeypatch.delitem(sys.modules, "headwise.distributed.workers")
     several.end(2)  # no group was made
     assert left == [1, 1]
 

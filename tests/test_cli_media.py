@@ -22,9 +22,10 @@ from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from headwise import cli, hf
-from headwise.cli import media
+from headwise.cli.options import media
 from headwise.extras import MissingExtra
-from headwise.hf import senses, tokens
+from headwise.hf.load import processor as senses
+from headwise.hf.load import tokenizer as tokens
 
 pytestmark = pytest.mark.unchecked
 

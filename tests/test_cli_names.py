@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import headwise
 from headwise import cli, models
-from headwise.cli.against import _recorded as recorded
+from headwise.cli.compare import _recorded as recorded
 
 pytestmark = pytest.mark.unchecked
 runner = CliRunner()
@@ -71,8 +71,8 @@ def test_what_torchrun_says_is_a_number(name: str, monkeypatch: pytest.MonkeyPat
 def test_two_models_are_there_before_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one model alone, and of the one in the package, there is nothing to find out first."""
     names: list[str] = []
-    monkeypatch.setattr("headwise.cli.against.quiet", lambda command: None)  # it silences other libraries for good
-    monkeypatch.setattr("headwise.hf.loading.checked", lambda name, **_: names.append(name))
+    monkeypatch.setattr("headwise.cli.compare.quiet", lambda command: None)  # it silences other libraries for good
+    monkeypatch.setattr("headwise.hf.load.model.checked", lambda name, **_: names.append(name))
     for model, against, expected in ((None, None, []), ("a", None, []), (None, "b", ["b"]), ("a", "b", ["a", "b"])):
         names.clear()
         assert recorded(model, against=against, any_input=False) == [None, None]

@@ -15,8 +15,8 @@ from seen_folders import SIZES
 from typer.testing import CliRunner
 
 from headwise import cli, hf, look, reshape
-from headwise.cli import media
-from headwise.look import reading
+from headwise.cli.options import media
+from headwise.look.interventions import losses as reading
 
 pytestmark = pytest.mark.unchecked
 folder, trusted = test_cli_media.folder, test_cli_media.trusted  # fixtures

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headwise import cli, hf, models, reshape
-from headwise.reshape.distill import LossCurve
-from headwise.reshape.distilled_checkpoint import distill_facts, picture_of
+from headwise.reshape.repair.distill import LossCurve
+from headwise.reshape.repair.distilled_checkpoint import distill_facts, picture_of
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
 runner = CliRunner()
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other libraries are not silenced, and the proof is asked in this process."""
 
     monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
-    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove_here)
+    monkeypatch.setattr("headwise.hf.load.checkpoint.prove", prove_here)
 
 
 @pytest.fixture(scope="module")

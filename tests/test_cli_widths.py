@@ -13,7 +13,7 @@ from rich.table import Table
 
 from headwise import plan
 from headwise.cli import output
-from headwise.cli.widths import fit, parts
+from headwise.cli.options.table_width import fit, parts
 
 pytestmark = pytest.mark.unchecked
 FRAME = "─━│┃┏┓┗┛┡┩└┘├┤┼╇┳┬┴┻╈╪"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
-from headwise.ops.native.step import Scores
+from headwise.ops.native.decode_step import Scores
 from headwise.testing import assert_same_bits, naive, strided
 
 pytestmark = pytest.mark.unchecked

@@ -19,8 +19,8 @@ from test_threads import IDS, Reader
 
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
-from headwise.parallel.deal import Deal
-from headwise.parallel.shard_mask import fallen_at, fallen_on, spans
+from headwise.parallel.cache.ownership import Deal
+from headwise.parallel.cache.shard_mask import fallen_at, fallen_on, spans
 from headwise.testing import assert_same_bits
 
 ROOT = Path(headwise.__file__).parent

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise
 from headwise.cache import PagedCache, PagePool, StaticCache, quantize
-from headwise.ops.masks.compose import Mask
+from headwise.ops.masks.mask import Mask
 from headwise.ops.native.library import isas
-from headwise.plan.layer import AttentionLayer
+from headwise.plan.model.layer import AttentionLayer
 
 B, H, K, T, S, D, V = 2, 6, 3, 67, 131, 16, 11
 native = pytest.mark.skipif(not isas(), reason="the native library is not built: make native")

@@ -18,10 +18,11 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import headwise
 import headwise.hf as hf
-from headwise.hf import running, steps
-from headwise.hf.architectures import CACHE
-from headwise.hf.interface import attention_modules
-from headwise.hf.lazy import LazyKeys
+from headwise.hf.attention.lazy_tensors import LazyKeys
+from headwise.hf.models.architectures import CACHE
+from headwise.hf.models.support import attention_modules
+from headwise.hf.own_code import recorded_ops as steps
+from headwise.hf.own_code import tracer as running
 from headwise.testing import assert_close_like_torch, largest_tensor
 
 SIDES = ("none", "left", "right", "holes")
@@ -280,11 +281,11 @@ def test_no_tensor_of_all_pairs_is_made() -> None:
         config = SeamRow(name, row.model, row.config, sizes | dict(vocab_size=53)).config_of()
         model = getattr(transformers, row.model)._from_config(config, attn_implementation="headwise").eval()
         ids = torch.randint(2, 53, (1, length))
-        strips = mock.patch("headwise.ops.scores.BLOCK_ELEMENTS", 16 * length)
+        strips = mock.patch("headwise.ops.row_blocks.BLOCK_ELEMENTS", 16 * length)
         with strips, torch.no_grad(), largest_tensor() as seen:
             model(ids)
         assert seen.numel < heads * length * length, f"{name}: {seen.shape}"
-    with mock.patch("headwise.hf.masks._additive", side_effect=AssertionError("the mask was made")):
+    with mock.patch("headwise.hf.attention.mask._additive", side_effect=AssertionError("the mask was made")):
         run(model_of(BY_NAME["Falcon ALiBi"]))
 
 

@@ -13,9 +13,9 @@ from hf_models import BY_NAME, VOCAB, B, inputs, logits, token_ids
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import headwise.hf.attention as bridge
-from headwise.hf.attention import HARMLESS, headwise_attention
-from headwise.hf.masks import headwise_mask
+import headwise.hf.attention.function as bridge
+from headwise.hf.attention.function import HARMLESS, headwise_attention
+from headwise.hf.attention.mask import headwise_mask
 
 
 class SomeAttention(nn.Module):

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headwise.hf import ModelError
-from headwise.hf.building import check_what_is_built, module_classes
-from headwise.hf.interface import attention_modules, require_consulted
+from headwise.hf.models.support import attention_modules, require_consulted
+from headwise.hf.validate import check_what_is_built, module_classes
 
 TINY: dict[str, Any] = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8)
 ALL_OUTSIDE: dict[str, tuple[str, str, dict[str, Any]]] = OUTSIDE | {
@@ -135,7 +135,7 @@ def test_the_name_written_into_a_config_is_refused_at_the_first_mask(monkeypatch
     built.config._attn_implementation = "headwise"
     for table in (None, {}):
         if table is not None:
-            monkeypatch.setattr("headwise.hf.interface.OUTSIDE", table)
+            monkeypatch.setattr("headwise.hf.models.support.OUTSIDE", table)
         for arguments in (dict(input_ids=token_ids()), dict(input_ids=token_ids(), attention_mask=torch.ones(B, 11))):
             with pytest.raises(ModelError, match=r"Luke \(model_type 'luke'\) is not on transformers' attention"):
                 built(**arguments)

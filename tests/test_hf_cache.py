@@ -11,7 +11,7 @@ from hf_models import BY_NAME, DECODERS, PAD, ROWS, B, Row, inputs, padding, tok
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 
 MODELS: dict[str, PreTrainedModel] = {}
 SEQ2SEQ = tuple(row for row in ROWS if row.kind in ("seq2seq", "speech"))

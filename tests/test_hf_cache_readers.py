@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
 
 from headwise.hf import ModelError, make_cache
-from headwise.hf.architectures import CACHE
-from headwise.hf.lazy import Lazy
+from headwise.hf.attention.lazy_tensors import Lazy
+from headwise.hf.models.architectures import CACHE
 from headwise.ops.storage.paged import PAGE
 
 KINDS: tuple[dict[str, Any], ...] = (dict(kind="static"), dict(kind="paged"), dict(kind="static", dtype=torch.int8))
@@ -143,7 +143,7 @@ def test_a_window_that_only_the_cache_knows(plan: tuple[int, ...]) -> None:
 
 def test_a_window_in_the_mask_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second rule is added where the mask has one."""
-    import headwise.hf.attention as bridge
+    import headwise.hf.attention.function as bridge
 
     model = BY_NAME["Mistral window"].build()
     model.set_attn_implementation("headwise")

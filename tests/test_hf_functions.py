@@ -17,11 +17,11 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers import masking_utils as theirs
 
 import headwise
-import headwise.hf.attention as bridge
-from headwise.hf.architectures import CACHE
-from headwise.hf.closures import Frame
-from headwise.hf.functions import function_mask
-from headwise.hf.masks import headwise_mask
+import headwise.hf.attention.function as bridge
+from headwise.hf.attention.mask import headwise_mask
+from headwise.hf.attention.mask_closures import Frame
+from headwise.hf.attention.mask_functions import function_mask
+from headwise.hf.models.architectures import CACHE
 from headwise.ops.masks import Function, Keep, Mask
 from headwise.testing import largest_tensor
 

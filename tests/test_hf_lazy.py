@@ -15,11 +15,11 @@ from transformers import masking_utils as theirs
 
 from headwise.cache import quantize
 from headwise.hf import ModelError, StructuralMask
-from headwise.hf.attention import headwise_attention, mask_of
-from headwise.hf.lazy import Lazy, LazyKeys, from_model, to_model
-from headwise.hf.masks import Hidden, headwise_mask
-from headwise.hf.positions import ByContent
-from headwise.hf.scores import Added
+from headwise.hf.attention.function import headwise_attention, mask_of
+from headwise.hf.attention.lazy_tensors import Lazy, LazyKeys, from_model, to_model
+from headwise.hf.attention.mask import Hidden, headwise_mask
+from headwise.hf.own_code.lazy_scores import Added
+from headwise.hf.own_code.replacements import ByContent
 from headwise.ops.masks import Mask
 from headwise.ops.storage.paged import PAGE, Paged
 from headwise.testing import largest_tensor

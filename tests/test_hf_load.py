@@ -178,7 +178,7 @@ def test_nothing_in_the_folder_is_run(model_folder: Path) -> None:
 
 def test_which_keys_of_a_config_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that its class declares or its file names, but for such as choose code; sizes of kernels are sizes."""
-    from headwise.hf import fields
+    from headwise.hf.files import config_fields as fields
 
     assert {"conv_kernel_size", "sconv_kernel_size"} <= fields.known_keys(transformers.InklingTextConfig)
     dangerous = [
@@ -191,7 +191,7 @@ def test_which_keys_of_a_config_are_read(monkeypatch: pytest.MonkeyPatch) -> Non
         "kernel_config",
     ]
     text = " ".join(f'"{key}"' for key in [*dangerous, "_private", "old_name"])
-    monkeypatch.setattr("headwise.hf.fields.inspect.getsource", lambda _: text)
+    monkeypatch.setattr("headwise.hf.files.config_fields.inspect.getsource", lambda _: text)
     known = fields.known_keys(transformers.LlamaConfig)
     assert {"old_name", "hidden_size"} <= known and not known & {*dangerous, "_private", "architectures"}
 
@@ -294,7 +294,7 @@ def test_a_tokenizer_is_read_strictly(model_folder: Path, file: str, monkeypatch
     path.write_text(text.rstrip()[:-1] + (", " if len(text) > 2 else "") + '"x": 1, "x": 2}')
     refused(model_folder, f"{file}: not valid JSON (the key 'x' stands there twice)")
     path.write_text(text[:-1] + " " * 99_000 + "}")
-    monkeypatch.setattr("headwise.hf.tokens.MAX_TOKENIZER", 90_000)
+    monkeypatch.setattr("headwise.hf.load.tokenizer.MAX_TOKENIZER", 90_000)
     refused(model_folder, f"{file}: {path.stat().st_size} bytes, at most 90000 are read")
 
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.cache import quantize
 from headwise.hf import ModelError, make_cache, probe
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 from headwise.ops.storage.paged import PAGE
 
 MODELS: dict[str, PreTrainedModel] = {}

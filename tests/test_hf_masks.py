@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 from transformers import masking_utils as theirs
 
-from headwise.hf import StructuralMask, closures
-from headwise.hf.architectures import CACHE
-from headwise.hf.closures import Frame, read_mask, read_padding
-from headwise.hf.masks import headwise_mask
+from headwise.hf import StructuralMask
+from headwise.hf.attention import mask_closures as closures
+from headwise.hf.attention.mask import headwise_mask
+from headwise.hf.attention.mask_closures import Frame, read_mask, read_padding
+from headwise.hf.models.architectures import CACHE
 from headwise.ops.masks import Mask
 from headwise.ops.masks.rules import Band, Keep, Lengths, Segments
 from headwise.testing import largest_tensor
@@ -348,7 +349,7 @@ def test_rows_of_padding_are_zero_and_harm_no_real_token() -> None:
 
 def test_a_static_prefill_without_mask_is_aligned_top_left() -> None:
     """Through a plain call of the function: what other mask functions leave to is_causal."""
-    from headwise.hf.attention import headwise_attention
+    from headwise.hf.attention.function import headwise_attention
 
     module = torch.nn.Module()
     module.is_causal = True

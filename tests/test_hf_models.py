@@ -12,7 +12,7 @@ from hf_models import BY_NAME, ROWS, Row, T, inputs, logits, padding, real_rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import headwise.hf.attention as bridge
+import headwise.hf.attention.function as bridge
 
 MODELS: dict[str, PreTrainedModel] = {}
 

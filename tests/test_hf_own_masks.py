@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import masking_utils as theirs
 
-from headwise.hf.architectures import FLOAT_MASKS
-from headwise.hf.attention import headwise_attention
-from headwise.hf.masks import StructuralMask, headwise_mask
+from headwise.hf.attention.function import headwise_attention
+from headwise.hf.attention.mask import StructuralMask, headwise_mask
+from headwise.hf.models.architectures import FLOAT_MASKS
 
 WIDTH: dict[str, Any] = dict(hidden_size=24, intermediate_size=17, num_hidden_layers=2, num_attention_heads=4)
 IDS: dict[str, Any] = dict(vocab_size=53, pad_token_id=0, bos_token_id=1, eos_token_id=None)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import headwise
 import headwise.hf as hf
 import headwise.nn as hw_nn
-from headwise.hf.interface import attention_modules, configs, require_interface
+from headwise.hf.models.support import attention_modules, configs, require_interface
 from headwise.ops.statistics.weights import weights
 
 
@@ -177,8 +177,8 @@ def test_what_each_returns_takes_the_place_of_the_attention(name: str, monkeypat
     with hf.probe(model) as seen:
         expected = logits(model, arguments)
     ran: list[str] = []
-    own = headwise.hf.attention.attention
-    monkeypatch.setattr("headwise.hf.attention.attention", lambda *a, **k: ran.append("own") or own(*a, **k))
+    own = headwise.hf.attention.function.attention
+    monkeypatch.setattr("headwise.hf.attention.function.attention", lambda *a, **k: ran.append("own") or own(*a, **k))
     with hf.probe(model, lambda call: call.attend()):
         assert torch.equal(logits(model, arguments), expected) and ran == []
     first = seen.calls[0].module
@@ -323,7 +323,7 @@ def test_a_model_outside_the_interface_is_refused(model_type: str) -> None:
 
 
 def test_the_refusal_does_not_hang_on_the_table_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.hf.interface.OUTSIDE", {})
+    monkeypatch.setattr("headwise.hf.models.support.OUTSIDE", {})
     for model, config, sizes in OUTSIDE.values():
         built = getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes))
         with pytest.raises(hf.ModelError, match="its attention is code of its own"), hf.probe(built):
@@ -335,8 +335,8 @@ def test_the_table_of_names_names_what_is_outside() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    from headwise.hf.architectures import OUTSIDE as NAMES
-    from headwise.hf.architectures import SPARSE
+    from headwise.hf.models.architectures import OUTSIDE as NAMES
+    from headwise.hf.models.architectures import SPARSE
 
     for model_type in NAMES:
         assert model_type in CONFIG_MAPPING_NAMES, model_type

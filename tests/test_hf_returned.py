@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import headwise
 import headwise.hf
-from headwise.hf.attention import headwise_attention
+from headwise.hf.attention.function import headwise_attention
 from headwise.nn import trace
 from headwise.ops.statistics.weights import weighted_values
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import headwise.hf as hf
 from headwise.cache import quantize
-from headwise.hf.lazy import LazyKeys, LazyView
-from headwise.hf.running import Seam
+from headwise.hf.attention.lazy_tensors import LazyKeys, LazyView
+from headwise.hf.own_code.tracer import Seam
 
 
 class Written(nn.Module):

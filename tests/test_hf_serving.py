@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 
 import headwise.hf
 from headwise.hf import ModelError
-from headwise.hf.batching import NAME
+from headwise.hf.decode.continuous_batching import NAME
 
 
 @pytest.fixture(autouse=True)

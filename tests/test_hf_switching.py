@@ -17,10 +17,12 @@ from hf_seam_models import BY_NAME, ROWS, SeamRow, model_of, names, run, truth_o
 
 import headwise
 import headwise.hf as hf
-from headwise.hf import loading, seams, steps
-from headwise.hf.architectures import OUTSIDE, SEAMS
-from headwise.hf.interface import attention_modules
-from headwise.hf.seams import family_of
+from headwise.hf.load import model as loading
+from headwise.hf.models import own_attention as seams
+from headwise.hf.models.architectures import OUTSIDE, SEAMS
+from headwise.hf.models.own_attention import family_of
+from headwise.hf.models.support import attention_modules
+from headwise.hf.own_code import recorded_ops as steps
 
 
 def test_a_model_is_switched_and_switched_back() -> None:

@@ -27,9 +27,9 @@ from hf_table_measure import measure  # noqa: E402
 from hf_table_run import rows  # noqa: E402
 
 import headwise.hf  # noqa: E402, F401  (registers)
-import headwise.hf.attention as bridge  # noqa: E402
+import headwise.hf.attention.function as bridge  # noqa: E402
 from headwise.hf import ModelError  # noqa: E402
-from headwise.hf.interface import require_interface  # noqa: E402
+from headwise.hf.models.support import require_interface  # noqa: E402
 
 pytestmark = pytest.mark.unchecked  # whole models, a hundred calls each
 PAGE = pages.PAGE.read_text("utf8")

@@ -98,7 +98,7 @@ def test_damaged_weights(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         path.write_bytes(bad)
         refused(model_folder, why)
     path.write_bytes(whole)
-    monkeypatch.setattr("headwise.hf.headers.MAX_HEADER", length - 1)
+    monkeypatch.setattr("headwise.hf.files.safetensors_header.MAX_HEADER", length - 1)
     refused(model_folder, f"no safetensors file (its header says {length} bytes)")
 
 

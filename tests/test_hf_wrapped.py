@@ -14,8 +14,8 @@ from wrappers import Adapted
 
 import headwise.hf as hf
 import headwise.nn as hw_nn
-from headwise.hf.architectures import CACHE
-from headwise.hf.attention import headwise_attention
+from headwise.hf.attention.function import headwise_attention
+from headwise.hf.models.architectures import CACHE
 from headwise.nn import split_over
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's compiler

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import headwise
 from headwise.look import Importance, ablate, importance
-from headwise.look.importance import ranks, spearman
+from headwise.look.interventions.importance import ranks, spearman
 from headwise.nn import MultiHeadAttention, output_projections, probe
 from headwise.testing.constructed import constructed
 
@@ -170,7 +170,7 @@ def test_an_encoder_names_masked_words() -> None:
 
 
 def test_masked_words_are_fifteen_in_a_hundred_and_alone_count() -> None:
-    from headwise.look.reading import readings
+    from headwise.look.interventions.losses import readings
 
     text = list(range(2, 42))
     [reading] = readings(built("BERT"), [text], loss=None, mask_id=50, seed=0)
@@ -243,7 +243,7 @@ def test_rows_of_a_batch_are_heads_of_their_own(monkeypatch: pytest.MonkeyPatch)
     model = built("Llama GQA")
     alike = []
     for rows in (1, 3, 32):
-        monkeypatch.setattr("headwise.look.switching.ROWS", rows)
+        monkeypatch.setattr("headwise.look.interventions.gates.ROWS", rows)
         done: list[tuple[int, int]] = []
         alike.append(importance(model, TEXT, by="zero", progress=lambda *a, done=done: done.append(a)).scores("zero"))
         assert done[-1] == (9, 9) and [a for a, _ in done] == sorted(a for a, _ in done)

@@ -10,7 +10,7 @@ from planted import AHEAD, DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, Tiny,
 import headwise
 from headwise import look
 from headwise.look import ROLES, Look
-from headwise.look.repeats import draw
+from headwise.look.inputs.repeated_tokens import draw
 
 
 @pytest.fixture(scope="module")

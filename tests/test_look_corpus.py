@@ -15,10 +15,12 @@ from planted import DELIMITERS, VOCABULARY, Tiny, text
 
 import headwise
 from headwise import look
-from headwise.look import Look, Vocabulary, corpus, identity
-from headwise.look.corpus import cut, documents
-from headwise.look.passes import batches
-from headwise.look.state import load
+from headwise.look import Look, Vocabulary
+from headwise.look.collect import corpus
+from headwise.look.collect import fingerprint as identity
+from headwise.look.collect.corpus import cut, documents
+from headwise.look.collect.forward import batches
+from headwise.look.collect.resume import load
 
 WORDS = Vocabulary(frozenset(DELIMITERS))
 

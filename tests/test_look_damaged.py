@@ -12,7 +12,7 @@ from planted import DELIMITERS, Planted, text
 
 from headwise import look
 from headwise.look import Axis, Curve, HeadRecord, Look, Point, files
-from headwise.look.fields import Damaged, under
+from headwise.look.records.schema import Damaged, under
 from headwise.report import write
 
 pytestmark = pytest.mark.unchecked  # error texts; and the checker takes no whole number for a float

@@ -24,8 +24,9 @@ from look_matrices import Call, calls_of, read_by
 
 import headwise.hf  # noqa: F401  # lets look see transformers models
 from headwise import look
-from headwise.look import ROLES, Look, Passage, Vocabulary, collect
-from headwise.look.needles import needles
+from headwise.look import ROLES, Look, Passage, Vocabulary
+from headwise.look.collect import text as collect
+from headwise.look.inputs.needles import needles
 
 pytestmark = pytest.mark.unchecked  # the models are transformers' own, and the checker slows them down
 

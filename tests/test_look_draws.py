@@ -14,13 +14,13 @@ from torch import Tensor
 import headwise
 from headwise import look
 from headwise.look import Passage, Vocabulary
-from headwise.look.axes import MIXED, NOWHERE, Axis
-from headwise.look.draws import other_queries, shuffled
-from headwise.look.measure import Uniform, add_roles, measure
-from headwise.look.measures import NOTHING, Asks, Got, OnLinks, Sums
-from headwise.look.roles import ROLES, Role
-from headwise.look.scene import Scene
-from headwise.look.tally import LayerTally
+from headwise.look.collect.reduce import Uniform, add_roles, measure
+from headwise.look.collect.sums import LayerTally
+from headwise.look.records.axes import MIXED, NOWHERE, Axis
+from headwise.look.roles.call_tokens import Scene
+from headwise.look.roles.catalog import ROLES, Role
+from headwise.look.roles.controls import other_queries, shuffled
+from headwise.look.roles.measures import NOTHING, Asks, Got, OnLinks, Sums
 from headwise.nn import AttentionCall
 
 BY_NAME = {role.name: role for role in ROLES}

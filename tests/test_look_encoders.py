@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import PreTrainedModel
 
 from headwise.look import ablate, importance
-from headwise.look.outputs import DIRECTIONS, along_directions
+from headwise.look.interventions.outputs import DIRECTIONS, along_directions
 
 OTHER = [1, 13, 3, 43, 17, 13, 3]
 

@@ -19,7 +19,8 @@ from planted import DELIMITERS, NAMES, Planted, text
 
 from headwise import look
 from headwise.files.text import visible
-from headwise.look import Evidence, HeadImportance, Importance, Look, Score, files, palette
+from headwise.look import Evidence, HeadImportance, Importance, Look, Score, files
+from headwise.look.views import palette
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,7 @@ def test_strings_of_the_look_cannot_act_in_the_card(hostile: Look) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "`", "``a```", " a ", "a\\", "`a", "a` ", "\n", "|", "a|b``|"])
 def test_a_code_span_holds_its_text(text: str) -> None:
-    from headwise.look.card import code
+    from headwise.look.views.model_card import code
 
     page = Tags(markdown.markdown(f"x {code(text)} y"))
     inside = visible(text)

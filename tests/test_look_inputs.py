@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import headwise
 from headwise import look
 from headwise.look import Repeats
-from headwise.look.inputs import IdFacts, check_heads, vocabulary
-from headwise.look.repeats import as_tensors, draw
+from headwise.look.inputs.ids import IdFacts, check_heads, vocabulary
+from headwise.look.inputs.repeated_tokens import as_tensors, draw
 from headwise.nn import AttentionCall
 
 

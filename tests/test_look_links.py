@@ -13,9 +13,9 @@ from planted import Tiny, text
 
 from headwise import look
 from headwise.look import annotate
-from headwise.look.draws import shuffled
-from headwise.look.roles import SENTENCES
-from headwise.look.scene import Scene, Vocabulary
+from headwise.look.roles.call_tokens import Scene, Vocabulary
+from headwise.look.roles.catalog import SENTENCES
+from headwise.look.roles.controls import shuffled
 from headwise.testing.constructed import random_model
 
 

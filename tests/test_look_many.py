@@ -15,8 +15,9 @@ import pytest
 import ranks
 import torch
 
-from headwise.look import Look, corpus
-from headwise.processes import Processes
+from headwise.distributed.workers import Processes
+from headwise.look import Look
+from headwise.look.collect import corpus
 
 pytestmark = pytest.mark.unchecked
 

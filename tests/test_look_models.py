@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import headwise.hf
 from headwise import look, models
 from headwise.look import HeadRecord, Look
-from headwise.look.repeats import draw, targets
+from headwise.look.inputs.repeated_tokens import draw, targets
 
 pytestmark = pytest.mark.unchecked  # the models are transformers' own, and the checker slows them down
 TOLERANCE = 1e-4

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import headwise
 from headwise import look
 from headwise.look import Repeats, Vocabulary
-from headwise.look.measure import Uniform, looks_ahead
-from headwise.look.repeats import draw, targets
-from headwise.look.scene import Scene
-from headwise.look.tables import rows as rows_of
+from headwise.look.collect.reduce import Uniform, looks_ahead
+from headwise.look.inputs.repeated_tokens import draw, targets
+from headwise.look.roles.call_tokens import Scene
+from headwise.look.views.tables import rows as rows_of
 from headwise.nn import AttentionCall, probe
 from headwise.ops.reference import reference_weights
 from headwise.testing import largest_tensor

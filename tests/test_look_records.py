@@ -17,8 +17,8 @@ from planted import DELIMITERS, NAMES, Planted, numbers, played, text
 
 from headwise import look
 from headwise.look import HeadMap, Look, Score
-from headwise.look.finish import rounded
-from headwise.look.tables import rich_table
+from headwise.look.collect.finalize import rounded
+from headwise.look.views.tables import rich_table
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import headwise
 import headwise.hf
 from headwise import look
-from headwise.look import axes, pictures
-from headwise.look.roles import ROLES
+from headwise.look.records import axes
+from headwise.look.records import images as pictures
+from headwise.look.roles.catalog import ROLES
 from headwise.nn import Head, MultiHeadAttention
 from headwise.testing.constructed import Tables, constructed, constructed_pair
 from headwise.testing.pictures import JOBS, constructed_picture, picture_targets

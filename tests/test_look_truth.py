@@ -9,7 +9,7 @@ import torch
 
 from headwise import look
 from headwise.look import Look, Passage, Repeats, Vocabulary
-from headwise.look.needles import needles
+from headwise.look.inputs.needles import needles
 from headwise.testing.constructed import (
     DECODER,
     ENCODER,

@@ -13,10 +13,11 @@ from torch import Tensor
 
 import headwise
 from headwise import look
-from headwise.look import links, placed
-from headwise.look.axes import NOWHERE
-from headwise.look.head import HeadRecord
-from headwise.look.measures import FAR, Got
+from headwise.look.records.axes import NOWHERE
+from headwise.look.records.head import HeadRecord
+from headwise.look.roles import spatial_measures as placed
+from headwise.look.roles import text_measures as links
+from headwise.look.roles.measures import FAR, Got
 
 T = 97
 

@@ -21,7 +21,7 @@ from headwise import Mask, attention, bias, blocks, causal, dilated, keep, lengt
 from headwise.cache import StaticCache
 from headwise.ops.masks import tiles
 from headwise.ops.masks.rules import Rule
-from headwise.ops.shares import share_of_mask
+from headwise.ops.sharding.masks import share_of_mask
 from headwise.testing import assert_same_bits, make_qkv
 
 B, H, K, T, S = 2, 4, 2, 67, 131

@@ -16,7 +16,7 @@ import headwise
 from headwise import Mask, attention, keep
 from headwise.ops.masks import EMPTY, FULL
 from headwise.ops.masks.tiles import tile_map, unpacked
-from headwise.ops.shares import share_of_mask
+from headwise.ops.sharding.masks import share_of_mask
 from headwise.testing import make_qkv
 
 SHAPES = (

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import headwise
 import headwise.testing
-from headwise.shapes.kinds import FAR
+from headwise.shapes.arguments import FAR
 from headwise.testing import make_qkv
 
 every_mask = pytest.mark.parametrize("name", MASKS)

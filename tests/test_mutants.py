@@ -207,7 +207,7 @@ def test_a_malformed_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     "file, room",
     [
         ("src/headwise/nn/rotary.py", "nn"), ("src/headwise/cli.py", "cli"),
-        ("src/headwise/ops/masks/compose.py", "ops"),
+        ("src/headwise/ops/masks/mask.py", "ops"),
         ("src/headwise/ops/native/library.py", "native"), ("src/headwise/ops/native/library.py", "native"),
         ("csrc/isa/avx2.h", "csrc"), ("scripts/mutants.py", "scripts"), ("src/headwise/plan/cards.json", "plan"),
     ],

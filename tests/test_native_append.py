@@ -16,7 +16,7 @@ from torch import Tensor
 
 import headwise
 from headwise.cache import KVCache, PagedCache, PagePool, Quantized, RollingCache, StaticCache, quantize
-from headwise.cache.store import Store
+from headwise.cache.storage import Store
 from headwise.ops.native import append as native_append
 from headwise.ops.native import library
 from headwise.testing import STRIDES, assert_same_bits, strided

@@ -16,11 +16,11 @@ from torch import Tensor
 import headwise
 from headwise.ops.masks import tiles
 from headwise.ops.native import library as native_library
-from headwise.ops.native.lowering import MAPS, ROOM
+from headwise.ops.native.mask_arguments import MAPS, ROOM
 from headwise.ops.statistics.request import MOST_OFFSETS
 from headwise.ops.storage.paged import PAGE
 from headwise.shapes import LEAST_FACTOR, MOST_FACTOR
-from headwise.shapes.kinds import FAR
+from headwise.shapes.arguments import FAR
 from headwise.testing import assert_same_bits
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"

@@ -15,7 +15,7 @@ from native_calls import FAR, NAMES, B, H, S, T, V, calls, none, results, tensor
 from native_cases import collected
 from torch import Tensor
 
-from headwise.ops.native import lowering
+from headwise.ops.native import mask_arguments as lowering
 from headwise.testing import assert_same_bits
 
 pytestmark = needs_native

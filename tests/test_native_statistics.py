@@ -32,7 +32,7 @@ best = pytest.mark.parametrize("backend", BEST)
 def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that went the other way would be tested for nothing."""
     monkeypatch.setattr(
-        "headwise.ops.statistics.blocks.measure_in_blocks", lambda request: pytest.fail("not the kernel")
+        "headwise.ops.statistics.blockwise.measure_in_blocks", lambda request: pytest.fail("not the kernel")
     )
 
 

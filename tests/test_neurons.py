@@ -16,8 +16,9 @@ from looks import calls, full_look
 import headwise
 import headwise.hf
 from headwise import models
-from headwise.look import Look, neurons
-from headwise.look.neurons import ByteVectors, Neurons, rows, vectors_of
+from headwise.look import Look
+from headwise.look.records import vectors as neurons
+from headwise.look.records.vectors import ByteVectors, Neurons, rows, vectors_of
 from headwise.report import pack, vectors
 
 

@@ -13,7 +13,7 @@ import headwise
 from headwise import LatentAttention, MultiHeadAttention
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from headwise.nn import InnerAttention, Rotary
-from headwise.nn.cached import ModuleCache, Traits, traits_of
+from headwise.nn.decode.cache_protocol import ModuleCache, Traits, traits_of
 
 B, T, M, H, K, D = 3, 23, 28, 6, 2, 8
 WINDOW = 5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import headwise
 from headwise import LatentAttention
 from headwise.nn import Rotary, probe
-from headwise.nn.latent_form import FormCosts, latent_layer
+from headwise.nn.latent_costs import FormCosts, latent_layer
 from headwise.testing import assert_same_bits
 
 C, N, R, V = (SIZES[name] for name in ("kv_lora_rank", "nope_dim", "rope_dim", "value_dim"))

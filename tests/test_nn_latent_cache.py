@@ -12,7 +12,7 @@ import headwise
 from headwise import LatentAttention
 from headwise.cache import RollingCache, StaticCache
 from headwise.nn import InnerAttention
-from headwise.nn.inner import InnerFunction
+from headwise.nn.inner_attention import InnerFunction
 from headwise.testing import assert_same_bits
 
 C, R = SIZES["kv_lora_rank"], SIZES["rope_dim"]

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 import headwise
 from headwise import LatentAttention
-from headwise.hf.architectures import CACHE
+from headwise.hf.models.architectures import CACHE
 from headwise.nn import Rotary, yarn_frequencies, yarn_scale
 
 B, T, M, H = 2, 37, 24, 4

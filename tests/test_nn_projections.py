@@ -16,7 +16,7 @@ import headwise
 from headwise import LatentAttention, MultiHeadAttention, reshape
 from headwise.cache import RollingCache, StaticCache
 from headwise.nn import output_projections, to_torch
-from headwise.reshape.matrices import Matrix
+from headwise.reshape.repair.linear_matrix import Matrix
 from headwise.testing import assert_same_bits
 
 ALL = ANSWERS | BIASED

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import headwise
+from headwise.ops.backends.wrappers import aligned, fenced, gated
 from headwise.ops.call import Call, Result
-from headwise.ops.scoring import Scoring
-from headwise.ops.wrappers import aligned, fenced, gated
+from headwise.ops.options import Scoring
 
 B, H, K, T, S = 2, 6, 3, 5, 7
 

@@ -6,7 +6,7 @@ from hf_models import ROWS, Row, inputs
 from torch import Tensor, nn
 
 import headwise
-from headwise.hf.interface import attention_modules
+from headwise.hf.models.support import attention_modules
 from headwise.nn import LatentAttention, MultiHeadAttention, output_projections
 
 CALLED = {

@@ -10,7 +10,7 @@ import torch
 from shard_cases import Case
 
 from headwise.cache import KVCache
-from headwise.parallel.deal import Deal
+from headwise.parallel.cache.ownership import Deal
 
 pytestmark = pytest.mark.unchecked
 

@@ -6,9 +6,9 @@ import pytest
 import ranks
 from grid_cases import Planned, Together
 
-from headwise.plan.grid import Grid, spread
-from headwise.plan.links import Link
-from headwise.plan.model import model_of
+from headwise.plan.model.model import model_of
+from headwise.plan.ranks.communication import Link
+from headwise.plan.ranks.mesh import Grid, spread
 
 pytestmark = pytest.mark.unchecked
 

@@ -8,10 +8,10 @@ from torch import Tensor
 import headwise
 from headwise.ops.native.library import trouble
 from headwise.parallel import Comm
-from headwise.parallel.job import Job, Numbers
-from headwise.parallel.merge import Merged, sink_gradient
-from headwise.parallel.options import mask_text
-from headwise.parallel.rectangle import Partial, Rectangle, attend, gradient
+from headwise.parallel.context.agreement import mask_text
+from headwise.parallel.context.block import Partial, Rectangle, attend, gradient
+from headwise.parallel.context.call import Job, Numbers
+from headwise.parallel.context.merge import Merged, sink_gradient
 
 N = Sizes(2, 6, 3, 23, 31, 5, 7)
 STRETCHES = ((0, 3), (3, 17), (17, 18), (18, 31))

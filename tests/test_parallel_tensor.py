@@ -15,8 +15,8 @@ import tp_refusals
 from mask_cases import LONG, MASKS, dense
 from torch.distributed.tensor import Replicate, Shard
 
-from headwise.ops.shares import share_of_mask
-from headwise.ops.spread import Share, keys_read
+from headwise.ops.sharding.heads import Share, keys_read
+from headwise.ops.sharding.masks import share_of_mask
 
 WORLDS = (2, 3, 4)
 every_world = pytest.mark.parametrize("world", WORLDS)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import untagged_cases
 
-from headwise.ops import messages
-from headwise.ops.messages import ReceiveBuffer
+from headwise.distributed import messages
+from headwise.distributed.messages import ReceiveBuffer
 from headwise.parallel import Comm
 
 pytestmark = pytest.mark.unchecked

@@ -11,7 +11,7 @@ import headwise
 from headwise import plan
 from headwise.nn import MultiHeadAttention
 from headwise.plan import AttentionShape, read_config
-from headwise.plan.config import ALIASES, ELSEWHERE, MAX_BYTES
+from headwise.plan.config.reader import ALIASES, ELSEWHERE, MAX_BYTES
 
 SHAPES: list[dict[str, Any]] = [
     {"num_heads": 6, "d_model": 42},

@@ -11,9 +11,10 @@ import pytest
 
 from headwise import plan
 from headwise.files.hub_cache import cached_snapshot
-from headwise.plan import config as configs
-from headwise.plan import fields, read_config
-from headwise.plan.model import model_of
+from headwise.plan import read_config
+from headwise.plan.config import fields
+from headwise.plan.config import reader as configs
+from headwise.plan.model.model import model_of
 from headwise.plan.shape import short
 
 pytestmark = pytest.mark.unchecked

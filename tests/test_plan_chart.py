@@ -12,7 +12,9 @@ from test_plan_words import SMALL
 
 from headwise import plan
 from headwise.extras import MissingExtra
-from headwise.plan import chart, costs, units
+from headwise.plan import units
+from headwise.plan.costs import totals as costs
+from headwise.plan.show import chart
 
 pytestmark = pytest.mark.unchecked
 

@@ -27,10 +27,10 @@ from plan_models import (
 )
 
 from headwise import plan
-from headwise.plan import costs
-from headwise.plan.fields import architectures
-from headwise.plan.layer import AttentionLayer, Latent, PositionTerms
-from headwise.plan.model import Model, model_of
+from headwise.plan.config.fields import architectures
+from headwise.plan.costs import totals as costs
+from headwise.plan.model.layer import AttentionLayer, Latent, PositionTerms
+from headwise.plan.model.model import Model, model_of
 
 pytestmark = pytest.mark.unchecked
 

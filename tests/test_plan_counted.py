@@ -11,13 +11,14 @@ import torch
 from plan_models import build, config_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.hf.architectures import CACHE
-from headwise.plan import costs, units
-from headwise.plan.layer import AttentionLayer, QkNorm
-from headwise.plan.links import Link, price
-from headwise.plan.model import model_of
-from headwise.plan.over import over
-from headwise.plan.places import MeshCall
+from headwise.hf.models.architectures import CACHE
+from headwise.plan import units
+from headwise.plan.costs import totals as costs
+from headwise.plan.model.layer import AttentionLayer, QkNorm
+from headwise.plan.model.model import model_of
+from headwise.plan.ranks.communication import Link, price
+from headwise.plan.ranks.result import over
+from headwise.plan.ranks.sharding import MeshCall
 
 pytestmark = pytest.mark.unchecked
 SIZES: dict[str, Any] = {

@@ -26,11 +26,11 @@ from plan_models import (
     random_config,
 )
 
-from headwise.hf.architectures import CACHE
-from headwise.plan import costs
-from headwise.plan.fields import architectures
-from headwise.plan.layer import AttentionLayer
-from headwise.plan.model import Model, model_of
+from headwise.hf.models.architectures import CACHE
+from headwise.plan.config.fields import architectures
+from headwise.plan.costs import totals as costs
+from headwise.plan.model.layer import AttentionLayer
+from headwise.plan.model.model import Model, model_of
 
 pytestmark = pytest.mark.unchecked
 PAIRS = [name for name in CACHED if architectures()[name].get("stack") == "pair"]

@@ -9,7 +9,7 @@ import pytest
 
 import headwise
 from headwise import plan
-from headwise.plan.heads import apply_heads
+from headwise.plan.model.heads_plan import apply_heads
 
 pytestmark = pytest.mark.unchecked
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from headwise import Mask, blocks, causal, window
-from headwise.parallel.prices import call_of, explain
-from headwise.plan import links
-from headwise.plan.links import LAYOUTS, Link, decode_sent, price, prices, sent
-from headwise.plan.places import (
+from headwise.parallel.context.layout_costs import call_of, explain
+from headwise.plan.ranks import communication as links
+from headwise.plan.ranks.communication import LAYOUTS, Link, decode_sent, price, prices, sent
+from headwise.plan.ranks.sharding import (
     MeshCall,
     head_shares,
     keys_by_rank,

@@ -22,10 +22,10 @@ from plan_models import (
 )
 
 from headwise import plan
-from headwise.plan import model as models
-from headwise.plan.fields import Fields, architectures, everywhere
-from headwise.plan.model import model_of
-from headwise.plan.parts import parameters
+from headwise.plan.config.fields import Fields, architectures, everywhere
+from headwise.plan.model import model as models
+from headwise.plan.model.model import model_of
+from headwise.plan.model.parts import parameters
 
 pytestmark = pytest.mark.unchecked
 SAMPLE = 3

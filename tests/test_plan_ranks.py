@@ -9,12 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from headwise import cli, plan
-from headwise.plan import costs, links
-from headwise.plan.grid import Grid, call_of, local, spread
-from headwise.plan.links import Link
-from headwise.plan.model import Model, model_of
-from headwise.plan.over import FAR
-from headwise.plan.places import MeshCall
+from headwise.plan.costs import totals as costs
+from headwise.plan.model.model import Model, model_of
+from headwise.plan.ranks import communication as links
+from headwise.plan.ranks.communication import Link
+from headwise.plan.ranks.mesh import Grid, call_of, local, spread
+from headwise.plan.ranks.result import FAR
+from headwise.plan.ranks.sharding import MeshCall
 from headwise.plan.units import link as read_link
 from headwise.plan.units import show_seconds
 

@@ -21,8 +21,8 @@ from plan_models import random_config
 import headwise
 from headwise import plan
 from headwise.plan import units
-from headwise.plan.fields import architectures
-from headwise.plan.parts import ROOMS
+from headwise.plan.config.fields import architectures
+from headwise.plan.model.parts import ROOMS
 
 pytestmark = pytest.mark.unchecked
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -80,7 +80,7 @@ def test_a_near_name_is_offered() -> None:
 
 def test_the_packaged_model_is_planned_exactly() -> None:
     import headwise.models
-    from headwise.hf.folder import find_weights
+    from headwise.hf.files.folder import find_weights
 
     folder = headwise.models.tiny_path()
     assert plan.of(folder).model.total_parameters() == find_weights(folder).numel

@@ -11,9 +11,9 @@ from plan_models import counted
 from tower_models import COMPOSITE, composite_config, composite_model, random_composite, random_tower
 
 from headwise import plan
-from headwise.plan.fields import architectures
-from headwise.plan.model import model_of
-from headwise.plan.towers import known_towers, tower_of
+from headwise.plan.config.fields import architectures
+from headwise.plan.model.model import model_of
+from headwise.plan.model.towers import known_towers, tower_of
 
 pytestmark = pytest.mark.unchecked
 

@@ -11,10 +11,10 @@ import transformers
 from plan_models import config_of, random_config
 
 from headwise import plan
-from headwise.plan import costs
-from headwise.plan.model import model_of
-from headwise.plan.packing import packing_of
-from headwise.plan.parts import parameters
+from headwise.plan.costs import totals as costs
+from headwise.plan.model.model import model_of
+from headwise.plan.model.parts import parameters
+from headwise.plan.model.quantization import packing_of
 
 pytestmark = pytest.mark.unchecked
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

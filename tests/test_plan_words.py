@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from headwise import plan
-from headwise.plan import costs, text, units
-from headwise.plan.model import model_of
+from headwise.plan import units
+from headwise.plan.costs import totals as costs
+from headwise.plan.model.model import model_of
+from headwise.plan.show import tables as text
 
 pytestmark = pytest.mark.unchecked
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.look import redundancy
-from headwise.look.redundancy import linked, output_distances, pattern_distances
+from headwise.look.interventions.similarity import linked, output_distances, pattern_distances
 from headwise.nn import AttentionCall, MultiHeadAttention, probe
 from headwise.ops.statistics.weights import weights
 

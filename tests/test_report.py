@@ -21,7 +21,7 @@ from reports import Elements, inflated, numbers, values
 from headwise import report
 from headwise.files.text import visible
 from headwise.look import ROLES, HeadRecord, Look, Score
-from headwise.look.palette import COLOURS, GREY, letter_and_colour
+from headwise.look.views.palette import COLOURS, GREY, letter_and_colour
 from headwise.report import maps, pack
 from headwise.report.escape import cut, json_for_html
 

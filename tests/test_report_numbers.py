@@ -12,8 +12,8 @@ from reports import Elements, inflated
 
 from headwise import report
 from headwise.look import Look, Score
-from headwise.look.head import HeadMap
-from headwise.look.neurons import vectors_of
+from headwise.look.records.head import HeadMap
+from headwise.look.records.vectors import vectors_of
 from headwise.report import maps, vectors
 
 

@@ -16,8 +16,8 @@ from looks import make_look
 from reports import Elements
 
 from headwise import look, report
-from headwise.look import axes
-from headwise.look.pictures import sound_of
+from headwise.look.records import axes
+from headwise.look.records.images import sound_of
 from headwise.report import maps
 from headwise.testing.pictures import constructed_picture
 

@@ -15,7 +15,8 @@ from reports import Elements, inflated
 
 from headwise import report
 from headwise.look import ROLES, HeadMap, Score
-from headwise.report import maps, pack, squeeze
+from headwise.report import deflate as squeeze
+from headwise.report import maps, pack
 from headwise.report import numbers as numbers_module
 
 LIMIT = 2_000_000

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise.reshape.arguments import check_rows, check_writing
-from headwise.reshape.proof import Proof
+from headwise.reshape.write.verify import Proof
 
 pytestmark = pytest.mark.unchecked
 IDS = torch.arange(6)[None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.reshape.axes import KeptHeads, Sizes, form
+from headwise.reshape.layout.head_axes import KeptHeads, Sizes, form
 
 SIZES = Sizes(H=6, K=3, D=5, V=7, rope_dim=2)
 KEPT = KeptHeads((0, 1, 4, 5), (0, 2))

@@ -16,7 +16,7 @@ from hf_folders import change
 from safetensors.torch import load_file, save_file
 
 import headwise.hf as hf
-from headwise.reshape.source import CheckpointSource
+from headwise.reshape.layout.protocol import CheckpointSource
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -169,7 +169,7 @@ def test_a_file_that_shrinks_is_not_read_as_zeros(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the check of its header and the reading of its tensors."""
-    from headwise.hf import checkpoints
+    from headwise.hf.load import checkpoint as checkpoints
 
     folder = made(tmp_path / "model")
     monkeypatch.setattr(checkpoints, "_check_dtypes", lambda *_: rewritten(folder / "model.safetensors"))

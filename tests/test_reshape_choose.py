@@ -11,9 +11,10 @@ import torch
 from reshape_models import Made, decoder
 
 from headwise.plan import of
-from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores, select
-from headwise.reshape.axes import KeptHeads, Sizes
-from headwise.reshape.choose import best_kept, parse_heads
+from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores
+from headwise.reshape.layout.head_axes import KeptHeads, Sizes
+from headwise.reshape.prune import budget as select
+from headwise.reshape.prune.selection import best_kept, parse_heads
 
 Scores = dict[tuple[str, int], float]
 

@@ -15,10 +15,10 @@ from reshape_models import FAMILIES, Made, decoder, saved
 from safetensors.torch import load_file, save_file
 
 from headwise import hf
-from headwise.plan.fields import architectures
+from headwise.plan.config.fields import architectures
 from headwise.reshape import plan_prune
-from headwise.reshape.classes import target
-from headwise.reshape.layout import family_of
+from headwise.reshape.layout.families import family_of
+from headwise.reshape.layout.target_class import target
 
 LLAMA = dict(model_type="llama", sliding_window=None)
 NONE_LEFT: dict[str, Any] = {"sliding_window": None}

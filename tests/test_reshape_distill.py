@@ -18,8 +18,8 @@ from full_disks import files_of_at_most
 from torch import Tensor, nn
 
 import headwise
-from headwise.processes import Processes
-from headwise.reshape.distill import DistillConfig, distill, divergence
+from headwise.distributed.workers import Processes
+from headwise.reshape.repair.distill import DistillConfig, distill, divergence
 
 VOCABULARY = 23
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.hf import layouts
-from headwise.plan.fields import architectures
+from headwise.plan.config.fields import architectures
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reshape.md"
 

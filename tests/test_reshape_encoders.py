@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 import headwise
 from headwise import cli, hf, look, reshape
-from headwise.hf import heads_by_layer
-from headwise.plan.by_layer import NOTE
-from headwise.plan.fields import architectures
+from headwise.hf.models import heads_by_layer
+from headwise.plan.config.fields import architectures
+from headwise.plan.model.heads_by_layer import NOTE
 
 ENCODERS = [name for name, about in architectures().items() if about.get("heads_by_layer")]
 HEADS = ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"]

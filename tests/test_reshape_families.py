@@ -20,8 +20,8 @@ from reshape_models import FAMILIES, put, saved
 from torch import Tensor
 
 from headwise import hf
-from headwise.hf import proving
-from headwise.hf.architectures import CACHE
+from headwise.hf.load import verify_process as proving
+from headwise.hf.models.architectures import CACHE
 from headwise.nn import AttentionCall, probe
 from headwise.reshape import plan_prune, random_scores
 

@@ -18,7 +18,7 @@ from checkpoint_folders import content, copied, made
 from full_disks import files_of_at_most, small_disk
 
 import headwise
-from headwise.reshape import shards
+from headwise.reshape.write import shards
 
 needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
 SWEEP = "import sys, json, faults, pathlib; print(json.dumps(faults.Place(*map(pathlib.Path, sys.argv[1:])).sweep()))"

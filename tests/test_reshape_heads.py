@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reshape.heads import HeadWeights, RotaryLayout
+from headwise.reshape.layout.head_weights import HeadWeights, RotaryLayout
 
 H, K, D, V, M, N, OUT = 6, 3, 4, 5, 7, 11, 13
 

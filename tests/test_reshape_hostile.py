@@ -17,7 +17,7 @@ from hf_folders import change
 from hostile_folders import FAMILIES, Case
 
 import headwise.hf as hf
-from headwise.cli.guard import BAD_INPUT, message_of
+from headwise.cli.errors import BAD_INPUT, message_of
 
 MEMORY = 64 << 20
 """More than any of these folders may take."""

@@ -10,9 +10,9 @@ import torch
 from reshape_models import FAMILIES, decoder, saved
 
 from headwise import hf
-from headwise.reshape.heads import RotaryLayout
-from headwise.reshape.layers import head_weights, layer_tensors, rotary_layout
-from headwise.reshape.layout import Family, family_of
+from headwise.reshape.layout.families import Family, family_of
+from headwise.reshape.layout.head_weights import RotaryLayout
+from headwise.reshape.layout.layer_weights import head_weights, layer_tensors, rotary_layout
 
 PLAIN = [family for family in FAMILIES if family != "deepseek_v3"]
 

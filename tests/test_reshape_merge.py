@@ -11,13 +11,13 @@ import torch
 from reshape_cases import ROTATIONS, layer, orthogonal, output, project, text
 from torch import Tensor
 
-from headwise.reshape.align import KeyBasis, aligned_differences, orthogonal_rotations, phases, unlike
-from headwise.reshape.fit import basis, fitted_differences
-from headwise.reshape.grouping import MOST_PARTITIONS, contiguous, cost, grouped, partitions
-from headwise.reshape.heads import HeadWeights
+from headwise.reshape.layout.head_weights import HeadWeights
 from headwise.reshape.maps import Maps, shared
-from headwise.reshape.merge import METHODS, merge
-from headwise.reshape.moments import Moments
+from headwise.reshape.regroup.alignment import KeyBasis, aligned_differences, orthogonal_rotations, phases, unlike
+from headwise.reshape.regroup.grouping import MOST_PARTITIONS, contiguous, cost, grouped, partitions
+from headwise.reshape.regroup.least_squares import basis, fitted_differences
+from headwise.reshape.regroup.merge import METHODS, merge
+from headwise.reshape.repair.moments import Moments
 
 NORMS: dict[str, dict[str, Any]] = {
     "no norm": {},

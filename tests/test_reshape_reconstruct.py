@@ -14,9 +14,9 @@ from hf_models import VOCAB
 from reshape_models import FAMILIES, decoder, saved
 
 from headwise import hf
-from headwise.hf import proving
+from headwise.hf.load import verify_process as proving
 from headwise.reshape import Proof, plan_prune, reconstruct, write_pruned
-from headwise.reshape.calibrate import loss_of
+from headwise.reshape.repair.calibration import loss_of
 
 
 def text(rows: int = 12, length: int = 60) -> list[torch.Tensor]:

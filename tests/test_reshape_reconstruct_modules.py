@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.reshape.normal import NormalEquations, best
-from headwise.reshape.pair import Projections, batches_of
-from headwise.reshape.reconstruct_modules import reconstruct_modules
-from headwise.reshape.values import Sample, ValueSystem, error, solve_values
+from headwise.reshape.repair.paired_models import Projections, batches_of
+from headwise.reshape.repair.reconstruct_modules import reconstruct_modules
+from headwise.reshape.repair.ridge import NormalEquations, best
+from headwise.reshape.repair.value_solver import Sample, ValueSystem, error, solve_values
 
 M = 22
 

@@ -16,17 +16,17 @@ from reshape_models import FAMILIES, Made, decoder
 from torch import Tensor
 
 from headwise import hf, reshape
-from headwise.hf import proving
+from headwise.hf.load import verify_process as proving
 from headwise.plan import of
-from headwise.reshape.axes import Sizes, form
-from headwise.reshape.calibrate import family_in_memory, rows_of
-from headwise.reshape.classes import Target
-from headwise.reshape.layers import head_weights, layer_tensors
-from headwise.reshape.merge import METHODS
-from headwise.reshape.prune import as_stored
-from headwise.reshape.reconstruct import reconstruct
-from headwise.reshape.regroup import plan_regroup
-from headwise.reshape.write import Planned
+from headwise.reshape.layout.head_axes import Sizes, form
+from headwise.reshape.layout.layer_weights import head_weights, layer_tensors
+from headwise.reshape.layout.target_class import Target
+from headwise.reshape.prune.checkpoint import as_stored
+from headwise.reshape.regroup.checkpoint import plan_regroup
+from headwise.reshape.regroup.merge import METHODS
+from headwise.reshape.repair.calibration import family_in_memory, rows_of
+from headwise.reshape.repair.reconstruct import reconstruct
+from headwise.reshape.write.writer import Planned
 
 KEEPS = [
     "llama",
@@ -201,7 +201,7 @@ def test_a_folder_is_written_and_proved(tmp_path: Path, monkeypatch: pytest.Monk
         source = {"config": dict(config), "weights": list(map(str, weights))}
         return quiet(lambda: proving.answer({**request, "folder": str(folder), "source": source}))
 
-    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove)
+    monkeypatch.setattr("headwise.hf.load.checkpoint.prove", prove)
     source = tmp_path / "source"
     quiet(lambda: FAMILIES["mistral"].build().half().save_pretrained(source))
     with hf.checkpoint(source) as checkpoint:

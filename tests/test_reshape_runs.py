@@ -16,7 +16,7 @@ from checkpoint_folders import copied, made
 
 from headwise.files import atomic_folder
 from headwise.files import partial as hidden
-from headwise.reshape.manifest import MANIFEST, verify
+from headwise.reshape.write.manifest import MANIFEST, verify
 
 LEFT = "written.0123456789abcdef.headwise-partial"
 

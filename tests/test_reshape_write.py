@@ -23,9 +23,9 @@ from torch import Tensor
 
 import headwise.hf as hf
 from headwise.files import atomic_folder
-from headwise.reshape import shards
-from headwise.reshape.manifest import MANIFEST, verify
-from headwise.reshape.write import Planned, kept, write
+from headwise.reshape.write import shards
+from headwise.reshape.write.manifest import MANIFEST, verify
+from headwise.reshape.write.writer import Planned, kept, write
 
 LEFT = "written.0123456789abcdef.headwise-partial"
 
@@ -159,7 +159,7 @@ def test_the_modes_are_those_of_any_new_file(source: Path, tmp_path: Path) -> No
 
 
 def test_progress_ends_with_all(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.reshape.write.PIECE", 100)
+    monkeypatch.setattr("headwise.reshape.write.writer.PIECE", 100)
     calls: list[tuple[int, int]] = []
     copied(source, tmp_path / "written", progress=lambda done, total: calls.append((done, total)))
     total = 2 * sum(tensor.nbytes for tensor in tensors().values())

@@ -16,7 +16,7 @@ from mask_cases import FEW, MASKS, SIZES, SQUARE, TILED, Sizes, dense
 from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, extras, inputs, worst
 
 import headwise
-from headwise.ops import scores
+from headwise.ops import row_blocks as scores
 from headwise.ops.reference import reference_weights
 from headwise.ops.statistics import HeadStatistics, attention_statistics, row_statistics, statistics
 from headwise.ops.statistics import native as statistics_native

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise
 import headwise.hf
-from headwise.hf.interface import configs
+from headwise.hf.models.support import configs
 from headwise.nn import probe
-from headwise.nn.outputs import output_projections
-from headwise.nn.resting import in_eval_mode
+from headwise.nn.hooks.eval_mode import in_eval_mode
+from headwise.nn.hooks.output_projections import output_projections
 
 Result = TypeVar("Result")
 IDS = [1, 2, 3, 5, 8, 13, 21, 34]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 import headwise
 from headwise import hf, look
-from headwise.look import Curve, Look, Point, Repeats, Watch, read_curve, watch
+from headwise.look import Curve, Look, Point, Repeats, Watch, read_curve
+from headwise.look.collect import training as watch
 
 IDS = text(17)
 FEW = Repeats(sequences=2, length=37)

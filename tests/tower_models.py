@@ -10,8 +10,8 @@ import torch
 import transformers
 from plan_models import random_config
 
-from headwise.plan.fields import architectures
-from headwise.plan.towers import known_towers
+from headwise.plan.config.fields import architectures
+from headwise.plan.model.towers import known_towers
 
 COMPOSITE = [name for name, about in architectures().items() if "text" in about]
 TEXTS = ["llama", "qwen2", "mistral"]  # of models that take any

@@ -16,10 +16,10 @@ from tp_refusals import said
 
 import headwise
 import headwise.hf as hf
-from headwise.hf.architectures import CACHE
-from headwise.hf.tensor import own_part
-from headwise.nn.dealt import Dealt
-from headwise.ops.spread import Group, Share
+from headwise.hf.distributed.tensor_parallel import own_part
+from headwise.hf.models.architectures import CACHE
+from headwise.nn.sharding.heads import Dealt
+from headwise.ops.sharding.heads import Group, Share
 
 OUT = 2e-6  # of logits, behind two layers of sums that are rounded in another order
 

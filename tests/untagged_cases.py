@@ -14,7 +14,7 @@ from torch import Tensor
 import headwise
 from headwise import parallel
 from headwise.cache import StaticCache
-from headwise.ops import comm, messages
+from headwise.distributed import comm, messages
 from headwise.parallel import ShardedCache
 
 Batch = list[tuple[str, int, int]]
@@ -111,7 +111,7 @@ def sent() -> dict[Any, bool]:
 
 def messages_of_one_head() -> Any:
     """Makes messages of a ring have one head each, as those of long texts have; returns what undoes it."""
-    from headwise.parallel import ring
+    from headwise.parallel.context import ring
 
     before = ring.heads_at_once
     ring.heads_at_once = lambda heads, size: 1 if size > 300 else heads

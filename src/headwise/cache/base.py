@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.graphs import methods_outside_graphs
-from ..ops.masks.compose import EVERYTHING, Mask, as_mask
-from ..ops.masks.make import causal, lengths
-from ..ops.native.step import Held, Scores, Seen, Turn, decode_step, runs_plain
+from ..ops.compiled_calls import methods_outside_graphs
+from ..ops.masks.constructors import causal, lengths
+from ..ops.masks.mask import EVERYTHING, Mask, as_mask
+from ..ops.native.decode_step import Held, Scores, Seen, Turn, decode_step, runs_plain
 from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
-from ..shapes.kinds import FAR, check_tensor
+from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
 from .padding import Side, first_columns, real_queries

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import DTYPES, describe
-from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
+from ..shapes.arguments import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
 from .quantize import check_learns_nothing
 
 NO_GRADIENT_IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ..ops.masks.compose import EVERYTHING, Mask, as_mask
-from ..ops.masks.patterns import Alibi, Blocks, Dilated, Relative
+from ..ops.masks.mask import EVERYTHING, Mask, as_mask
+from ..ops.masks.positional_rules import Alibi, Blocks, Dilated, Relative
 from ..ops.masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 
 SCHEMAS = {

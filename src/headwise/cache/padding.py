@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.masks.compose import Mask
-from ..ops.masks.make import keep
+from ..ops.masks.constructors import keep
+from ..ops.masks.mask import Mask
 
 Side: TypeAlias = Literal["right", "left"]
 """The side of the padding."""

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.graphs import methods_outside_graphs
+from ..ops.compiled_calls import methods_outside_graphs
 from ..ops.native.append import Span
-from ..ops.native.step import Held
+from ..ops.native.decode_step import Held
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
-from ..shapes.kinds import check_counts, check_flags, shown
+from ..shapes.arguments import check_counts, check_flags, shown
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
 from .saved import Saved
-from .store import Store
+from .storage import Store
 
 PagedT = TypeVar("PagedT", bound="PagedCache")
 

@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.masks.compose import Mask
+from ..ops.masks.mask import Mask
 from ..ops.storage.int8 import Quantized
 from ..shapes import DTYPES, check_attention, describe
-from ..shapes.kinds import check_dense
+from ..shapes.arguments import check_dense
 
 MOST = 127  # symmetric: -128 is not used
 

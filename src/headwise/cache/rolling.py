@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.masks.compose import Mask
-from ..ops.masks.make import window
-from ..ops.native.step import Held
+from ..ops.masks.constructors import window
+from ..ops.masks.mask import Mask
+from ..ops.native.decode_step import Held
 from ..ops.storage.paged import PAGE
-from ..shapes.kinds import check_counts
+from ..shapes.arguments import check_counts
 from .checks import check_cache_sizes, check_rows, check_truncate
 from .paged import PagedCache, PagePool
 

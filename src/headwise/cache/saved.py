@@ -16,7 +16,7 @@ MODULES = {
     "RollingCache": "rolling",
     "PagePool": "paged",
     "_Pages": "paged",
-    "Store": "store",
+    "Store": "storage",
 }
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.masks.compose import Mask
+from ..ops.masks.mask import Mask
 from ..ops.native.append import Span
-from ..ops.native.step import Held
+from ..ops.native.decode_step import Held
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
-from .memory import HUGE
-from .store import Store
+from .huge_pages import HUGE
+from .storage import Store
 
 StaticT = TypeVar("StaticT", bound="StaticCache")
 

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from . import importance, look, plan, regroup, reshape, trace
-from .guard import OneLine, leave, open_streams
+from . import importance, look, plan, regroup, trace
+from . import prune as reshape
+from .errors import OneLine, leave, open_streams
 
 app = typer.Typer(
     cls=OneLine,

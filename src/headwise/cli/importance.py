@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .loading import load
+from .options.models import load
+from .options.texts import fitting, read_text
 from .output import progress, put
-from .texts import fitting, read_text
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
@@ -38,7 +38,7 @@ def importance(
 ) -> None:
     """See how much each attention head of a model matters for its loss on a text."""
     content = read_text(text, file)
-    from headwise.look.importance import CRITERIA
+    from headwise.look.interventions.importance import CRITERIA
 
     names = [name.strip() for name in by.split(",")]
     if any(name not in CRITERIA for name in names):

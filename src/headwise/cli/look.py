@@ -7,12 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from . import guard, media, reading, several, writing
-from .against import check_measured, read_plan, side_by_side
-from .loading import load
+from . import errors as guard
+from .compare import check_measured, read_plan, side_by_side
+from .options import look_inputs as reading
+from .options import look_outputs as writing
+from .options import media
+from .options import ranks as several
+from .options.models import load
+from .options.table_width import unframe
+from .options.texts import fitting, read_text
 from .output import console, progress, put
-from .texts import fitting, read_text
-from .widths import unframe
 
 
 def _look(  # private, for a command has as many options as its users need, and no one calls it from Python
@@ -166,7 +170,7 @@ def _print_heads(result: Any) -> None:
 
 def _narrow(look: Any, shown: Any) -> Any:
     """Return the table without frame, its roles folded, and without as many columns as leave those room."""
-    from headwise.look.tables import rich_table
+    from headwise.look.views.tables import rich_table
 
     table: Any = None
     for count in range(len(SPARE) + 1):

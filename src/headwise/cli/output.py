@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .several import speaks
+from .options.ranks import speaks
 
 if TYPE_CHECKING:
     import rich.console
@@ -27,7 +27,7 @@ def put(what: Any) -> None:
     """Print a table, or what prints as some; nothing in them is cut."""
     from rich.table import Table
 
-    from .widths import fit, parts
+    from .options.table_width import fit, parts
 
     for part in parts(what, console()):
         shown = console()  # each has its width

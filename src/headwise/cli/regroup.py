@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import progress, put
-from .reshaped import (
+from .options.reshape import (
     AsJson,
     DryRun,
     OutOption,
@@ -26,6 +25,7 @@ from .reshaped import (
     tensors,
     texts_of,
 )
+from .output import progress, put
 
 MOST_HELD = 16  # windows that distillation measures on
 Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
@@ -63,7 +63,7 @@ def _regroup(
         show("loading the libraries")
         hf = libraries("headwise regroup")
         from headwise import reshape
-        from headwise.reshape.regroup import checked
+        from headwise.reshape.regroup.checkpoint import checked
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:

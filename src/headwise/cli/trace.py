@@ -35,7 +35,7 @@ def trace(
         raise typer.BadParameter("give --d-model and --num-heads, or --config")
     else:
         sizes |= {"d_model": d_model, "num_heads": num_heads}
-    from headwise.nn.trace import trace_shape
+    from headwise.nn.hooks.trace import trace_shape
 
     result = trace_shape(**sizes, batch=batch, length=length)
     show(result.to_dict(), lambda _: result, as_json)

@@ -18,24 +18,24 @@ try:
 except ImportError as error:
     raise missing_extra("headwise.hf", "hf", error) from None
 
-from .attention import headwise_attention
-from .batching import NAME as BATCHING
-from .batching import batched_attention, serving
-from .building import check_what_is_built
-from .caching import make_cache
-from .checkpoints import Checkpoint, checkpoint
+from .attention.function import headwise_attention
+from .attention.mask import StructuralMask, headwise_mask
+from .decode.cache import make_cache
+from .decode.continuous_batching import NAME as BATCHING
+from .decode.continuous_batching import batched_attention, serving
+from .distributed.context_parallel import Shards, context_parallel
+from .distributed.tensor_parallel import tensor_parallel, tensor_parallel_config
 from .errors import ModelError
-from .heads_by_layer import register_configs
-from .interface import NAME
-from .layouts import layouts
-from .loading import Loaded, load
-from .masks import StructuralMask, headwise_mask
+from .load.checkpoint import Checkpoint, checkpoint
+from .load.layouts import layouts
+from .load.model import Loaded, load
+from .load.processor import Prepared, prepared
+from .models.heads_by_layer import register_configs
+from .models.support import NAME
 from .pickling import import_where_unpickled
-from .probing import probe
-from .senses import Prepared, prepared
-from .splitting import Shards, context_parallel
-from .tensor import tensor_parallel, tensor_parallel_config
-from .watching import WatchCallback
+from .probe import probe
+from .training_callback import WatchCallback
+from .validate import check_what_is_built
 
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .interface import NAME
-from .seams import is_switched
-from .switching import switch
+from .models.own_attention import is_switched
+from .models.support import NAME
+from .own_code.switch import switch
 
 _OURS = "_imports_headwise"
 """The mark of our method in the place of transformers'."""

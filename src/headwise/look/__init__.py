@@ -6,27 +6,27 @@ tell what heads are worth and what they write.
 """
 
 from . import annotate
-from .ablation import Ablation, ablate
-from .axes import Axis
-from .circuits import Circuits, Composition, circuits
-from .collect import at
+from .collect.corpus import documents, over
+from .collect.text import at
+from .collect.training import Watch
 from .compare import Comparison, HeadChange, compare
-from .corpus import documents, over
 from .curve import Curve, Point, read_curve
-from .figures import plot_formation, plot_importance
 from .files import read, write
-from .head import HeadMap, HeadRecord
-from .importance import HeadImportance, Importance, importance
-from .needles import needles
-from .pictures import Picture
-from .records import Look
-from .redundancy import Redundancy, Twin, redundancy
-from .repeats import Repeats
-from .roles import ROLES, Role
-from .scene import Passage, Vocabulary
-from .scores import Evidence, Score
-from .watch import Watch
-from .writes import HeadWrites
+from .inputs.needles import needles
+from .inputs.repeated_tokens import Repeats
+from .interventions.ablation import Ablation, ablate
+from .interventions.importance import HeadImportance, Importance, importance
+from .interventions.similarity import Redundancy, Twin, redundancy
+from .records.axes import Axis
+from .records.head import HeadMap, HeadRecord
+from .records.images import Picture
+from .records.scores import Evidence, Score
+from .result import Look
+from .roles.call_tokens import Passage, Vocabulary
+from .roles.catalog import ROLES, Role
+from .views.figures import plot_formation, plot_importance
+from .weights.attribution import HeadWrites
+from .weights.composition import Circuits, Composition, circuits
 
 __all__ = [
     "ROLES",

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.probe import AttentionCall, probe
-from ..nn.resting import resting
-from ..shapes.kinds import shown
-from .measure import looks_ahead
-from .outputs import as_classes
-from .reading import IGNORED, TEXTS, Loss, Reading, readings, texts_of
+from ..nn.hooks.eval_mode import resting
+from ..nn.hooks.probe import AttentionCall, probe
+from ..shapes.arguments import shown
+from .collect.reduce import looks_ahead
+from .interventions.losses import IGNORED, TEXTS, Loss, Reading, readings, texts_of
+from .interventions.outputs import as_classes
 
 
 def all_readings(

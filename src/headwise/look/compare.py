@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.text import visible
-from ..shapes.kinds import shown, whole_numbers
-from .head import HeadRecord
-from .records import Look
+from ..shapes.arguments import shown, whole_numbers
+from .records.head import HeadRecord
+from .result import Look
 
 if TYPE_CHECKING:
     import rich.table

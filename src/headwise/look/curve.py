@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..files.atomic_file import check_destination, get, put
 from ..files.text import visible
-from ..shapes.kinds import check_texts, shown
-from . import figures
-from .fields import Damaged, Inside, check_fields, each, listed, one_error, under
-from .records import Look
+from ..shapes.arguments import check_texts, shown
+from .records.schema import Damaged, Inside, check_fields, each, listed, one_error, under
+from .result import Look
+from .views import figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,8 +20,8 @@ from typing import Any
 from ..extras import missing_extra
 from ..files.atomic_file import check_destination, get, put
 from ..files.text import visible
-from . import tables
-from .records import Look
+from .result import Look
+from .views import tables
 
 ENDINGS = (".parquet", ".csv", ".json", ".md", ".svg", ".png")
 
@@ -122,7 +122,7 @@ def _parquet(what: Any, ending: str) -> bytes:
 
 
 def _csv(what: Any, ending: str) -> bytes:
-    from ..plan.rows import csv_of
+    from ..plan.show.csv import csv_of
 
     return csv_of(what.rows()).encode("utf-8", "backslashreplace")
 

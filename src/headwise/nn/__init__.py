@@ -1,16 +1,16 @@
 """Modules: composition and state dicts; the arithmetic is in `headwise.ops`."""
 
 from .drop_in import replace
-from .heads import Head
-from .inner import Inner, InnerAttention
+from .head_views import Head
+from .hooks.output_projections import output_projections
+from .hooks.probe import AttentionCall, Probe, probe
+from .hooks.trace import Stage, Trace, trace, trace_shape
+from .hooks.unwrap import split_over, unwrap
+from .inner_attention import Inner, InnerAttention
 from .latent import LatentAttention, LatentCache
 from .multihead import MultiHeadAttention, from_torch, to_torch
-from .outputs import output_projections
-from .probe import AttentionCall, Probe, probe
 from .rotary import Rotary, rotate
-from .torch_mha import mask_from_torch, mask_to_torch
-from .trace import Stage, Trace, trace, trace_shape
-from .unwrap import split_over, unwrap
+from .torch_multihead import mask_from_torch, mask_to_torch
 from .yarn import yarn_frequencies, yarn_scale
 
 __all__ = [

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.masks.compose import as_mask
+from ..ops.masks.mask import as_mask
 from ..plan.shape import AttentionShape, check_size
 from ..shapes import DTYPES, describe
-from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
-from .cached import rows_of, traits_of
-from .latent_form import check_form
-from .sharded import check_uncached
+from ..shapes.arguments import check_counts, check_tensor, shown, whole_numbers
+from .decode.cache_protocol import rows_of, traits_of
+from .latent_costs import check_form
+from .sharding.tokens import check_uncached
 
 MemoryDim = int | tuple[int, int] | None
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops.fence import fence, show, surely_tame
-from ..ops.masks.compose import Mask, as_mask
-from ..ops.masks.make import causal, lengths
+from ..ops.masks.constructors import causal, lengths
+from ..ops.masks.mask import Mask, as_mask
+from ..ops.nonfinite import fence, show, surely_tame
 from ..ops.statistics.weights import weights
 from ..ops.storage.layout import Cache
 from ..shapes import describe
-from ..shapes.kinds import check_tensor
-from .inner import InnerAttention
-from .sharded import check_splits
-from .torch_mha import FORWARDS, in_weights, mask_from_torch
+from ..shapes.arguments import check_tensor
+from .inner_attention import InnerAttention
+from .sharding.tokens import check_splits
+from .torch_multihead import FORWARDS, in_weights, mask_from_torch
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -10,20 +10,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.graphs import outside_graphs
-from ..ops.masks.compose import Mask
+from ..ops.compiled_calls import outside_graphs
+from ..ops.masks.mask import Mask
 from ..shapes import check_options
-from ..shapes.kinds import check_counts, check_flags, check_span, whole_numbers
-from .cached import ModuleCache, keys_held, positions_of, step, traits_of
+from ..shapes.arguments import check_counts, check_flags, check_span, whole_numbers
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
-from .dealt import Dealt, dealt
-from .inner import Inner, InnerAttention
-from .latent_form import Choice, FormCosts, LatentForm, latent_layer, no_matrix, why_absorbed
+from .decode.cache_protocol import ModuleCache, keys_held, positions_of, step, traits_of
+from .decode.fused_step import latent_step, projected
+from .hooks.projections import plain_weight
+from .inner_attention import Inner, InnerAttention
+from .latent_costs import Choice, FormCosts, LatentForm, latent_layer, no_matrix, why_absorbed
 from .multihead import MultiHeadAttention, Rotate
-from .projections import plain_weight
 from .rotary import Positions, Rotary
-from .sharded import check_splits, check_uncached, current, placed
-from .steps import latent_step, projected
+from .sharding.heads import Dealt, dealt
+from .sharding.tokens import check_splits, check_uncached, current, placed
 
 RowLengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # of the norms on both latents, in every published model

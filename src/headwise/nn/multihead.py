@@ -6,10 +6,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.masks.compose import Mask, as_mask
+from ..ops.masks.mask import Mask, as_mask
 from ..plan.shape import BiasOption
-from ..shapes.kinds import check_counts
-from .cached import ModuleCache, positions_of, step, traits_of
+from ..shapes.arguments import check_counts
 from .checks import (
     check_cache,
     check_input,
@@ -21,15 +20,16 @@ from .checks import (
     check_vectors,
     check_width,
 )
-from .dealt import Dealt, dealt
-from .foreign_options import refuse_inputs, refuse_options
-from .heads import Head, check_heads, fill_heads, rows_of
-from .inner import as_inner
-from .projections import weight_of
+from .decode.cache_protocol import ModuleCache, positions_of, step, traits_of
+from .decode.fused_step import multihead_step, projected
+from .head_views import Head, check_heads, fill_heads, rows_of
+from .hooks.projections import weight_of
+from .inner_attention import as_inner
 from .rotary import Positions
-from .sharded import check_splits, placed
-from .steps import multihead_step, projected
-from .torch_mha import converted_from_torch, converted_to_torch
+from .sharding.heads import Dealt, dealt
+from .sharding.tokens import check_splits, placed
+from .torch_keywords import refuse_inputs, refuse_options
+from .torch_multihead import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 Memory = Float[Tensor, "B S N"] | tuple[Float[Tensor, "B S N_key"], Float[Tensor, "B S N_value"]]

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.native.step import Turn
+from ..ops.native.decode_step import Turn
 from ..shapes import DTYPES, INTEGERS, describe
-from ..shapes.kinds import (
+from ..shapes.arguments import (
     check_counts,
     check_dtype,
     check_flags,

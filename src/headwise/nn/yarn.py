@@ -5,7 +5,7 @@ Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Mo
 
 import math
 
-from ..shapes.kinds import check_counts, check_numbers
+from ..shapes.arguments import check_counts, check_numbers
 
 
 def yarn_frequencies(

@@ -9,20 +9,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import check_attention, check_gate, check_options
-from ..shapes.kinds import check_flags, shown
+from ..shapes.arguments import check_flags, shown
 from .autocast import in_autocast_dtype, without_autocast
 from .backends import blocks, flex, sdpa
+from .backends.wrappers import aligned, dense_keys, fenced, gated
 from .call import Call, Limit, Result, Run, refusal
-from .dtensors import any_dtensor, attend_parts
-from .foreign_options import refuse_others
-from .masks.compose import Mask
+from .masks.mask import Mask
 from .native import backend as native
+from .options import CallOptions, Options, Scoring
 from .reference import reference
-from .scoring import CallOptions, Options, Scoring
+from .sharding.dtensor_attention import any_dtensor, attend_parts
 from .storage.int8 import Quantized
 from .storage.layout import Cache, StorageLayout, parts_of
 from .storage.paged import Paged
-from .wrappers import aligned, dense_keys, fenced, gated
+from .torch_keywords import refuse_others
 
 Query: TypeAlias = Float[Tensor, "B H T D"]
 Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Cache

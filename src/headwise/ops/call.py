@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .scoring import Scoring
+from .options import Scoring
 from .storage.layout import StorageLayout
 
 

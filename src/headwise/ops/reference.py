@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import compute_dtype
-from .fence import clean, show
-from .masks.compose import Mask
+from .masks.mask import Mask
+from .nonfinite import clean, show
 
 
 def reference_weights(

@@ -1,15 +1,15 @@
 """Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
 
-from ..ops.comm import Comm
-from ..ops.rank_errors import RankError, RankMismatch
-from .attention import context_parallel
-from .cache import ShardedCache
-from .job import Expansion
-from .modules import Context, context, sum_gradients
-from .order import join_sequence, order_for, positions, split_sequence
-from .prices import explain
-from .tensor import tensor_parallel
-from .weights import load_slices
+from ..distributed.comm import Comm
+from ..distributed.errors import RankError, RankMismatch
+from .cache.sharded import ShardedCache
+from .context.attention import context_parallel
+from .context.call import Expansion
+from .context.layout_costs import explain
+from .context.modules import Context, context, sum_gradients
+from .context.sequence import join_sequence, order_for, positions, split_sequence
+from .load_slices import load_slices
+from .tensor_parallel import tensor_parallel
 
 __all__ = [
     "Comm",

@@ -1,14 +1,14 @@
 """What attention costs, as arithmetic on its shape and on a model's config. This room imports no torch."""
 
-from .chart import svg
-from .count import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
-from .over import ModelOverRanks, over
-from .plan_data import ContextCost
-from .record import AttentionPlan, of
-from .rows import csv
+from .costs.formulas import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
+from .costs.plan_data import ContextCost
+from .ranks.result import ModelOverRanks, over
+from .result import AttentionPlan, of
 from .shape import AttentionShape
+from .show.chart import svg
+from .show.csv import csv
+from .show.tables import card_list, side_by_side
 from .sources import cards, known, read_config
-from .text import card_list, side_by_side
 from .units import contexts
 
 __all__ = [

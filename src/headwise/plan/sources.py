@@ -13,10 +13,10 @@ from typing import Any
 
 from ..files.hub_cache import cached_snapshot
 from ..files.text import visible
-from .config import parse, shape_of
-from .fields import architectures
-from .layer import Biases
-from .model import model_of
+from .config.fields import architectures
+from .config.reader import parse, shape_of
+from .model.layer import Biases
+from .model.model import model_of
 from .shape import AttentionShape, BiasOption
 
 PLANNED = {"model_type", "attention_computations", "bytes_per_token", "contexts"}

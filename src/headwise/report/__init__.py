@@ -15,7 +15,7 @@ charts, which do not, are drawn by a 51 KB part of D3; see ``vendor/README.md``.
 
 from headwise.files.atomic_file import check_destination, put
 
-from .disk import write
 from .page import check_engine, render
+from .save import write
 
 __all__ = ["check_destination", "check_engine", "put", "render", "write"]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwise.look.head import HeadMap, HeadRecord
+from headwise.look.records.head import HeadMap, HeadRecord
 
-from .squeeze import squeezed
+from .deflate import squeezed
 
 STEPS = (
     *((128, levels) for levels in (256, 128, 64, 32, 16)),

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from headwise.look.head import HeadRecord
+from headwise.look.records.head import HeadRecord
 
-from .catalogue import roles_met
+from .deflate import squeezed_json
 from .escape import cut
-from .squeeze import squeezed_json
+from .role_catalog import roles_met
 
 
 class Statistic(NamedTuple):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from headwise.look.axes import TEXT as WORDS
-from headwise.look.axes import Axis
-from headwise.look.head import HeadRecord
-from headwise.look.pictures import Picture
-from headwise.look.records import Look
-from headwise.look.roles import ROLES, TEXT
+from headwise.look.records.axes import TEXT as WORDS
+from headwise.look.records.axes import Axis
+from headwise.look.records.head import HeadRecord
+from headwise.look.records.images import Picture
+from headwise.look.result import Look
+from headwise.look.roles.catalog import ROLES, TEXT
 
 from . import maps, numbers, vectors
 from .escape import cut

@@ -13,7 +13,7 @@ from headwise.files.text import visible
 from .escape import json_for_html
 
 if TYPE_CHECKING:
-    from headwise.look.records import Look
+    from headwise.look.result import Look
 
 _SCRIPTS = tuple(
     f"{name}.js"
@@ -48,7 +48,7 @@ def render(look: Look) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    from headwise.look.records import Look
+    from headwise.look.result import Look
 
     from .pack import page_data
 

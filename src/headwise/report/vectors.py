@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from headwise.look.head import HeadRecord
-from headwise.look.neurons import ByteVectors, Neurons
+from headwise.look.records.head import HeadRecord
+from headwise.look.records.vectors import ByteVectors, Neurons
 
-from .squeeze import squeezed
+from .deflate import squeezed
 
 TOKENS = (64, 48, 32, 24, 16)
 """Tokens kept, from many to few: the first number at which every head fits; at the last of them, the heads that fit."""

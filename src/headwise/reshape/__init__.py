@@ -7,18 +7,18 @@
 [4, 4, 4, 4]
 """
 
-from ..processes import Processes
-from .distill import DistillConfig, LossCurve, distill
-from .distilled_checkpoint import distill_facts, write_distilled
-from .memory import prune_module
-from .pair import Projections
-from .proof import Proof
-from .prune import Pruning, plan_prune, prune, write_pruned
-from .reconstruct import reconstruct
-from .reconstruct_modules import Reconstruction, reconstruct_modules
-from .regroup import Regrouping, plan_regroup, regroup, write_regrouped
-from .scores import Scorer, by_call, by_twins, random_scores
-from .select import Budget
+from ..distributed.workers import Processes
+from .prune.budget import Budget
+from .prune.checkpoint import Pruning, plan_prune, prune, write_pruned
+from .prune.module import prune_module
+from .prune.scores import Scorer, by_call, by_twins, random_scores
+from .regroup.checkpoint import Regrouping, plan_regroup, regroup, write_regrouped
+from .repair.distill import DistillConfig, LossCurve, distill
+from .repair.distilled_checkpoint import distill_facts, write_distilled
+from .repair.paired_models import Projections
+from .repair.reconstruct import reconstruct
+from .repair.reconstruct_modules import Reconstruction, reconstruct_modules
+from .write.verify import Proof
 
 __all__ = [
     "Budget",

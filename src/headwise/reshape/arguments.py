@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..shapes import INTEGERS
-from ..shapes.kinds import check_functions, check_paths, check_tensor, shown
-from .proof import Proof
+from ..shapes.arguments import check_functions, check_paths, check_tensor, shown
+from .write.verify import Proof
 
 
 def check_kind(kind: type, made_by: str, /, **values: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .heads import HeadWeights
+from .layout.head_weights import HeadWeights
 
 
 @dataclass(frozen=True, eq=False)

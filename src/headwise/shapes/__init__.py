@@ -24,10 +24,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .kinds import DTYPES as DTYPES
-from .kinds import FAR, check_dense, check_tensor, fits, is_one_of, shown
-from .kinds import INTEGERS as INTEGERS
-from .kinds import describe as describe
+from .arguments import DTYPES as DTYPES
+from .arguments import FAR, check_dense, check_tensor, fits, is_one_of, shown
+from .arguments import INTEGERS as INTEGERS
+from .arguments import describe as describe
 
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2), and give (H, T, D) alone a batch of one by x[None]"

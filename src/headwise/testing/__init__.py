@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwise.ops.masks import Mask, as_mask
 from headwise.shapes import DTYPES, INTEGERS, check_attention, check_gate, check_options, describe
-from headwise.shapes.kinds import (
+from headwise.shapes.arguments import (
     check_counts,
     check_device,
     check_dtype,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.nn import Head
-from headwise.shapes.kinds import check_counts, check_flags, shown, whole_numbers
+from headwise.shapes.arguments import check_counts, check_flags, shown, whole_numbers
 
 SHARP = 20.0
 GAIN = 4.0

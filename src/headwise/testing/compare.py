@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.shapes import DTYPES, INTEGERS, describe
-from headwise.shapes.kinds import check_dtype, check_numbers, check_tensor, check_texts, is_finite, shown
+from headwise.shapes.arguments import check_dtype, check_numbers, check_tensor, check_texts, is_finite, shown
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from headwise.nn import MultiHeadAttention
 from headwise.ops.masks import Mask, causal
-from headwise.shapes.kinds import check_counts, shown
+from headwise.shapes.arguments import check_counts, shown
 
 from .circuits import BY_TABLE, COPIES, JOBS, NEEDS, WRITES, StreamSlots, Tables, is_job, planted, targets
 from .drawn import random_model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.nn import MultiHeadAttention, Rotary
 from headwise.ops.masks import Mask, causal
-from headwise.shapes.kinds import check_counts
+from headwise.shapes.arguments import check_counts
 
 
 class RandomModel(nn.Module):

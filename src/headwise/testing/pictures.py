@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.nn import Head, MultiHeadAttention
-from headwise.shapes.kinds import check_counts, shown
+from headwise.shapes.arguments import check_counts, shown
 
 __all__ = ["JOBS", "ConstructedPicture", "constructed_picture", "picture_targets"]
 

@@ -5,9 +5,9 @@ give plain records (`Document`, `Sentence`, `Word`, `Mention`). `aligned` tells 
 `passages` makes of documents what `headwise.look.at` reads.
 """
 
-from .parsed import from_spacy
+from .conllu import ours, parse, read
 from .passages import passages
-from .treebank import ours, parse, read
+from .spacy import from_spacy
 from .words import Document, Mention, Sentence, Word, aligned
 
 __all__ = ["Document", "Mention", "Sentence", "Word", "aligned", "from_spacy", "ours", "parse", "passages", "read"]

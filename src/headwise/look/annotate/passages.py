@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...shapes.kinds import check_counts, shown
-from ..scene import Passage
+from ...shapes.arguments import check_counts, shown
+from ..roles.call_tokens import Passage
 from .words import Document, Sentence, aligned
 
 NO_CLASS = {"", "PUNCT", "SYM", "X"}

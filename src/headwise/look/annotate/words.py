@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...shapes.kinds import shown
+from ...shapes.arguments import shown
 
 
 @dataclass(frozen=True)

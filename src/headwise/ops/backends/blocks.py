@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..call import Call, Limit
-from ..scores import row_blocks, score_block, softmax_rows
+from ..row_blocks import row_blocks, score_block, softmax_rows
 
 LIMITS: tuple[Limit, ...] = ()
 

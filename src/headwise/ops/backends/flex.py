@@ -17,9 +17,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from ..call import Call, Limit
 from ..masks.algebra import AllOf, AnyOf, Not
-from ..masks.compose import FULL, MIXED, Mask
-from ..masks.patterns import Alibi, Blocks, Dilated, Function, Relative
-from ..masks.places import saturated
+from ..masks.indexing import saturated
+from ..masks.mask import FULL, MIXED, Mask
+from ..masks.positional_rules import Alibi, Blocks, Dilated, Function, Relative
 from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 
 TILE = 128

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..call import Call, Limit
-from ..scores import strip_of, strips
-from ..symbols import statically_true
+from ..row_blocks import strip_of, strips
+from ..tracing import statically_true
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
 STRIP = 256

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .places import Region, RowIndex
+from .indexing import Region, RowIndex
 from .rules import Band, Lengths, Rule
 
 NOTHING = Lengths(0)

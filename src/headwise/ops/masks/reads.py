@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from .algebra import AllOf, AnyOf, Not
-from .patterns import Blocks, Dilated, Function
+from .positional_rules import Blocks, Dilated, Function
 from .rules import Band, Keep, Lengths, Rule, Segments
 
 _OWN = (Band, Lengths, Segments, Keep, Dilated, Blocks)

@@ -10,9 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...shapes import check_index_tensor, check_mask_tensor, describe
-from ...shapes.kinds import fits
-from ..symbols import statically_true
-from .places import Region, RowIndex, index, per_batch, rank4, saturated
+from ...shapes.arguments import fits
+from ..tracing import statically_true
+from .indexing import Region, RowIndex, index, per_batch, rank4, saturated
 from .pytrees import register
 
 Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]

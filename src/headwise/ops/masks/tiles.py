@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .places import count, rank4
+from .indexing import count, rank4
 from .reads import Reads, reads_of
 from .rules import Rule
 

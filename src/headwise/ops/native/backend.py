@@ -15,15 +15,15 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...shapes import check_gate, check_sinks, default_scale
-from ...shapes.kinds import FAR
+from ...shapes.arguments import FAR
+from ..backends.wrappers import gated
 from ..call import Call, Limit, Result
-from ..masks.compose import Mask, as_mask
-from ..scoring import Scoring
+from ..masks.mask import Mask, as_mask
+from ..options import Scoring
 from ..storage.layout import StorageLayout
-from ..wrappers import gated
 from . import library as native_library
 from .library import raise_unless_refused, trouble
-from .lowering import NoForm, lowered, trouble_with
+from .mask_arguments import NoForm, lowered, trouble_with
 
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),

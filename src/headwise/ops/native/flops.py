@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..masks.tiles import SIDE
-from ..symbols import without_numbers
-from .lowering import Rules
+from ..tracing import without_numbers
+from .mask_arguments import Rules
 
 ROWS = 1024
 """Queries that are looked at together where pairs are counted one by one."""

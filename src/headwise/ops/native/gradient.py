@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.compose import Mask
-from ..masks.patterns import Alibi
+from ..masks.mask import Mask
+from ..masks.positional_rules import Alibi
 from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
 from ..storage.layout import StorageLayout
-from .lowering import Rules
+from .mask_arguments import Rules
 
 
 class Training(NamedTuple):

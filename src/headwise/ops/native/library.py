@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .gradient import Training, by_definition
-from .lowering import Rules
+from .mask_arguments import Rules
 from .operators import register
 
 _trouble = register()

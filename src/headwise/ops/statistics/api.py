@@ -23,10 +23,11 @@ from torch import Tensor
 from ...shapes import check_attention
 from ..attention import attention
 from ..autocast import of_one_dtype
-from ..foreign_options import refuse
-from ..masks.compose import Mask
-from ..scoring import ScoringOptions
-from . import blocks, native
+from ..masks.mask import Mask
+from ..options import ScoringOptions
+from ..torch_keywords import refuse
+from . import blockwise as blocks
+from . import native
 from .request import Request, Tallies, checked
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..call import Call, refusal
 from ..native import backend as native
-from ..native.lowering import lowered
-from ..symbols import without_numbers
+from ..native.mask_arguments import lowered
+from ..tracing import without_numbers
 from .request import Request
 
 

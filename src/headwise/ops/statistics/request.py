@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...shapes import DTYPES, INTEGERS, check_query_key, describe
-from ...shapes.kinds import check_counts, check_dense, shown, whole_numbers
+from ...shapes.arguments import check_counts, check_dense, shown, whole_numbers
 from ..autocast import of_one_dtype
-from ..masks.compose import Mask
-from ..scoring import Scoring
-from ..symbols import without_numbers
+from ..masks.mask import Mask
+from ..options import Scoring
+from ..tracing import without_numbers
 
 MOST_OFFSETS = 1 << 20  # each has a column of its own
 

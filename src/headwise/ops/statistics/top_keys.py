@@ -8,11 +8,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...shapes import check_query_key
-from ...shapes.kinds import check_counts
+from ...shapes.arguments import check_counts
 from ..autocast import of_one_dtype, without_autocast
-from ..masks.compose import Mask
-from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips
-from ..scoring import Scoring
+from ..masks.mask import Mask
+from ..options import Scoring
+from ..row_blocks import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips
 from .weights import chosen, mask_of_rows
 
 

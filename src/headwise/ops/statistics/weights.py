@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...shapes import INTEGERS, check_query_key, describe
-from ...shapes.kinds import check_dense, shown
+from ...shapes.arguments import check_dense, shown
 from ..autocast import of_one_dtype, without_autocast
-from ..fence import clean, fence_pairs, show, surely_tame
-from ..masks.compose import Mask, as_mask
-from ..scores import mask_scores, score_rows, softcapped, softmax_rows
-from ..scoring import Scoring
-from ..symbols import without_numbers
+from ..masks.mask import Mask, as_mask
+from ..nonfinite import clean, fence_pairs, show, surely_tame
+from ..options import Scoring
+from ..row_blocks import mask_scores, score_rows, softcapped, softmax_rows
+from ..tracing import without_numbers
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
 

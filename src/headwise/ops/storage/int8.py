@@ -14,7 +14,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 from ...shapes import check_int8
-from ...shapes.kinds import check_dtype
+from ...shapes.arguments import check_dtype
 from ..masks.pytrees import register
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...shapes import check_int8
-from ...shapes.kinds import check_tensor
+from ...shapes.arguments import check_tensor
 from .int8 import Quantized
 from .paged import Paged, check_pages, gathered
 

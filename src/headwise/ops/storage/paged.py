@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...shapes import DTYPES, check_int8, describe
-from ...shapes.kinds import check_counts, check_index, check_tensor
-from ..symbols import without_numbers
+from ...shapes.arguments import check_counts, check_index, check_tensor
+from ..tracing import without_numbers
 from .int8 import Quantized
 
 PAGE = 128  # a page holds so many keys or a multiple: the tile of the native kernel, which then lies in one page

@@ -1,0 +1,130 @@
+"""Where a cache keeps its numbers: tensors in the model's dtype, or int8 with a scale a token and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.native.append import Span, append_int8
+from ..ops.native.decode_step import Held
+from ..ops.storage.int8 import Quantized
+from .huge_pages import on_huge_pages, reserve
+from .quantize import rounded
+from .saved import Saved
+
+
+class Store(Saved):
+    """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) where they are int8.
+
+    Without values of their own (`shared`), the values are the first V columns of the keys, as in MLA.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int, int],
+        head_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        shared: bool,
+        device: torch.device | str | None,
+    ) -> None:
+        self.value_dim, self.shared = value_dim, shared
+        self.key = reserve((*size, head_dim), dtype, device)
+        self.value = None if shared else reserve((*size, value_dim), dtype, device)
+        self.key_scale = self.value_scale = None
+        if dtype == torch.int8:
+            self.key_scale = reserve(size, torch.float32, device)
+            self.value_scale = None if shared else reserve(size, torch.float32, device)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the numbers take, used or not."""
+        return sum(x.nbytes for x in self._tensors().values())
+
+    def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[Span]) -> bool:
+        """Writes spans of (B, K, T, n) in one native call, where this is int8 and there is one; False: use `put`."""
+        if self.key_scale is None:
+            return False
+        return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
+
+    def storage(self, table: Tensor | None, places: list[int]) -> Held:
+        """The same for a decode step, whose tokens go to these columns."""
+        return Held(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
+
+    def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
+        """Writes at an index of (N, K, L)."""
+        for name, x in (("key", key), ("value", value)):
+            if x is None:
+                continue
+            to, scales = getattr(self, name), getattr(self, f"{name}_scale")
+            if torch._is_functional_tensor(x) and not torch._is_functional_tensor(to):
+                raise ValueError(
+                    "torch.func.functionalize cannot see a cache that was made outside of the function change: make "
+                    "the cache inside, or cache.fork() of a StaticCache or RollingCache, or leave functionalize out"
+                )
+            if scales is None:
+                to[where] = x
+            else:
+                small = rounded(x.reshape(1, 1, -1, x.shape[-1]))
+                to[where], scales[where] = small.data.view(x.shape), small.scale.view(x.shape[:-1])
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether tokens with a gradient were written."""
+        return any(x.requires_grad for x in self._tensors().values())
+
+    def continued(self, length: int) -> Store:
+        """Another store with the same first tokens of each entry, through which their gradients flow."""
+        new = copy(self)
+        for name, x in self._tensors().items():
+            to = reserve(x.shape, x.dtype, x.device)
+            if length:
+                with torch.enable_grad():
+                    to[:, :, :length] = x[:, :, :length]
+            setattr(new, name, to)
+        return new
+
+    def detached(self) -> Store:
+        """The same memory without the gradients of what was written."""
+        new = copy(self)
+        vars(new).update({name: x.detach() for name, x in self._tensors().items()})
+        return new
+
+    def on_huge_pages(self) -> Store:
+        """Itself, on huge pages from here on, each resident as a whole."""
+        for x in self._tensors().values():
+            on_huge_pages(x)
+        return self
+
+    def copied(self, entries: Sequence[int] | None = None, more: int = 0) -> Store:
+        """Another store: these of the N entries (all by default), and room for as many more."""
+        new = copy(self)
+        for name, x in self._tensors().items():
+            kept = len(x) if entries is None else len(entries)
+            to = reserve((kept + more, *x.shape[1:]), x.dtype, x.device)
+            on_huge_pages(to)
+            if entries is None:
+                to[:kept] = x
+            else:
+                for at, entry in enumerate(entries):
+                    to[at] = x[entry]
+            setattr(new, name, to)
+        return new
+
+    def view(self, length: int | None = None) -> tuple[Any, Any]:
+        """Keys and values up to a length, as `headwise.attention` takes them; nothing is copied."""
+        part = slice(None) if length is None else slice(length)
+        key: Any = self.key[:, :, part]
+        value: Any = key[..., : self.value_dim] if self.value is None else self.value[:, :, part]
+        if self.key_scale is not None:
+            scale = self.key_scale[:, :, part]
+            key = Quantized(key, scale)
+            value = Quantized(value, scale if self.value_scale is None else self.value_scale[:, :, part])
+        return key, value

@@ -1,0 +1,230 @@
+"""What `headwise look` reads beside a single text: a corpus, annotated sentences, texts with a needle in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+from headwise.files.atomic_file import check_destination
+
+from .. import errors as guard
+from . import ranks as several
+from .media import read_image, read_sound
+from .texts import check_corpus, check_named
+
+STATE = "headwise-look.state"
+AT_ONCE = 64
+"""Documents that are tokenized together."""
+
+NEEDLE = 7
+"""Tokens of a needle, which stands in its text twice."""
+
+
+class More(NamedTuple):
+    """The options that say what is read beside the text, or in its place."""
+
+    corpus: str | None = None
+    length: int | None = None
+    state: str | None = None
+    sentences: str | None = None
+    needles: bool = False
+    importance: bool = False
+    image: str | None = None
+    audio: str | None = None
+    target: str | None = None
+    pair: str | None = None
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """The options that put something beside the text, with their values."""
+        named = (("image", self.image), ("audio", self.audio), ("target", self.target), ("pair", self.pair))
+        return {name: value for name, value in named if value is not None}
+
+
+def checked(more: More, text: str | None, file: str | None) -> More:
+    """Return the options, once it is sure that they fit together."""
+    for name in more.beside:
+        others = (("corpus", more.corpus), ("sentences", more.sentences), ("needles", more.needles or None))
+        for other, there in (*others, ("importance", more.importance or None)):
+            if there is not None:
+                raise typer.BadParameter(f"--{other} is read as one text alone; give it without --{name}")
+    for name, path in (("--sentences", more.sentences), ("--state", more.state)):
+        check_named(name, path)
+    for name in ("target", "pair"):
+        if name in more.beside and not more.beside[name].strip():
+            raise typer.BadParameter(f"--{name}: the text is empty; give a few words at least")
+    if more.corpus is None:
+        if several.started() > 1:
+            raise typer.BadParameter(
+                f"{several.started()} processes (WORLD_SIZE) share the texts of a --corpus; give one, or start "
+                "headwise without torchrun"
+            )
+        for name, option in (("length", more.length), ("state", more.state)):
+            if option is not None:
+                raise typer.BadParameter(f"--{name} is of a corpus; give it with --corpus")
+        return more
+    if text is not None or file is not None:
+        raise typer.BadParameter("give --corpus, or one text with --text or --file, not both")
+    if more.importance:
+        raise typer.BadParameter("--importance is measured on one text; give it without --corpus")
+    if more.length is not None and more.length < 2:
+        raise typer.BadParameter(f"--length {more.length}: a text has at least 2 tokens")
+    check_corpus(more.corpus)
+    state = STATE if more.state is None else more.state
+    if several.speaks():  # the one process that writes it
+        check_destination(state)
+    return more._replace(state=state)
+
+
+def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
+    """Return the annotated sentences and needles that were asked for."""
+    from headwise.look import annotate, needles
+
+    result: dict[str, Any] = {}
+    if more.sentences is not None:
+        documents = annotate.ours() if more.sentences == "ours" else annotate.read(more.sentences)
+        loaded.encode_all([one.text for one in documents])  # raises where the tokenizer would take for ever
+        result["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
+        if not result["sentences"]:
+            most = loaded.max_positions
+            raise typer.BadParameter(
+                f"--sentences {more.sentences}: holds no sentence{f' of at most {most} tokens' if most else ''}; give "
+                "others, or leave it out"
+            )
+    if more.needles:
+        special = {*loaded.tokenizer.all_special_ids}
+        vocabulary = [i for i, name in enumerate(loaded.names()) if name and i not in special]
+        room = 512 if loaded.max_positions is None else loaded.max_positions - 2 * NEEDLE
+        if room < 1:
+            raise typer.BadParameter(
+                f"--needles: a text with a needle has {2 * NEEDLE + 1} tokens at least, but the model takes "
+                f"{loaded.max_positions} positions; leave it out"
+            )
+        result["needles"] = needles(ids, vocabulary, length=NEEDLE, around=min(121, room))
+    return result
+
+
+def reads_text(more: More, text: str | None, file: str | None) -> bool:
+    """Return whether there is one text to read: not with a corpus, nor with a picture or a sound alone."""
+    return more.corpus is None and (text is not None or file is not None or (more.image is None and more.audio is None))
+
+
+def opened(more: More) -> dict[str, Any]:
+    """Return the picture and the sound of the options, read before any model is."""
+    image = None if more.image is None else read_image(more.image)
+    return {"image": image, "sound": None if more.audio is None else read_sound(more.audio)}
+
+
+def look_beside(
+    loaded: Any, text: str | None, more: More, media: Mapping[str, Any], name: str, show: Callable[..., object]
+) -> Any:
+    """Return what the heads do on a picture, a sound, a pair of sentences, or beside a decoder's own text."""
+    from dataclasses import replace
+
+    from headwise.hf import prepared
+    from headwise.look import at
+
+    read = prepared(
+        loaded,
+        text,
+        **media,
+        target=more.target,
+        pair=more.pair,
+    )
+    seen = at(
+        loaded.model,
+        read.values,
+        tokens=read.tokens,
+        delimiters=loaded.delimiters if loaded.tokenizer is not None else None,
+        name=name,
+        progress=show,
+    )
+    if read.seconds is None:
+        return seen
+    pictures = (replace(one, seconds=read.seconds) if one.kind == "sound" else one for one in seen.pictures)
+    return replace(seen, pictures=tuple(pictures))
+
+
+def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -> Any:
+    """Return what the heads do on a corpus."""
+    from headwise.look import Vocabulary, documents, over
+
+    assert more.corpus is not None
+    size = _size(Path(more.corpus))
+    special = {*loaded.tokenizer.all_special_ids}
+    words = Vocabulary.of(loaded.names(), delimiters=loaded.delimiters, special=special)
+    most = min(filter(None, (more.length, loaded.max_positions)), default=2048)
+    done = [0]
+
+    def bytes_read(text: str) -> str:
+        done[0] += len(text.encode())
+        return text
+
+    rows = _rows(loaded, map(bytes_read, documents(more.corpus)), most)
+
+    def begin() -> tuple[list[int], dict[str, Any]]:
+        first = next(rows, None)
+        if first is None:
+            raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+        return first, readings(loaded, more, first)
+
+    first, read = guard.together(begin)
+    result = over(
+        loaded.model,
+        chain([first], rows),
+        words=words,
+        name=name,
+        readings=read,
+        state=more.state,
+        progress=lambda texts, _: show(min(done[0], size), size),
+        group=several.processes().group,
+    )
+    if several.speaks():
+        Path(more.state or STATE).unlink(missing_ok=True)
+    return result
+
+
+def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more: More) -> Any:
+    """Return the look with the tokens around its evidence, and with what each head is worth and writes, if asked."""
+    from headwise.look.collect.excerpts import with_excerpts
+
+    if read:
+        result = with_excerpts(result, read, _spelt(loaded))
+    if not more.importance:
+        return result
+    from headwise.look import circuits, importance
+
+    worth = importance(loaded.model, ids, by="gradient", mask_id=loaded.mask_id).scores("gradient")
+    heads = circuits(loaded.model, ids, most=1).heads
+    layers = 1 + max(head.layer for head in heads)
+    numbers: dict[str, Any] = {"importance (gradient)": worth}
+    for name, label in (("norm", "writes (norm)"), ("share", "share of the layer"), ("copying", "copying")):
+        numbers[label] = [[getattr(head, name) for head in heads if head.layer == layer] for layer in range(layers)]
+    return result.with_extras(**numbers)
+
+
+def _spelt(loaded: Any) -> list[str]:
+    """Return what each id stands for as text, blanks as blanks."""
+    return [name.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n") for name in loaded.names()]
+
+
+def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:
+    """Yield the ids of each text, long ones in parts."""
+    from headwise.look.collect.corpus import cut
+
+    texts = iter(texts)
+    while block := list(islice(texts, AT_ONCE)):
+        for ids, _ in loaded.encode_all(block):
+            if ids:
+                yield from cut(ids, most, opener=loaded.bos_id)
+
+
+def _size(path: Path) -> int:
+    """Return bytes of all files of a corpus."""
+    if path.is_dir():
+        return sum(one.stat().st_size for one in path.rglob("*") if one.suffix in (".txt", ".jsonl") and one.is_file())
+    return path.stat().st_size

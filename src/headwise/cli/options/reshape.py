@@ -1,0 +1,185 @@
+"""What the commands that write checkpoints share: options, texts as rows of tokens, roles before and after, tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from ..output import put
+from .media import read_image, read_sound
+from .texts import check_corpus, check_named, read_text
+
+if TYPE_CHECKING:
+    import rich.table
+
+ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
+
+OutOption = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Load the result anew and compare, first.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
+
+
+def check_out(out: str | None, dry_run: bool) -> None:
+    """One line and exit code 2 where there is nothing to write to, or something is there."""
+    if out is None and not dry_run:
+        raise typer.BadParameter("give --out, the folder to write, or --dry-run to see what would change")
+    check_named("--out", out, give="the folder to write")
+    if out is not None and os.path.lexists(out):
+        raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
+
+
+def check_place(out: str | None, source: Any) -> None:
+    """Raise what writing would raise at last, before anything is measured or trained."""
+    if out is not None:
+        from headwise.files.atomic_folder import check_new_folder, try_folder
+
+        try_folder(check_new_folder(out, source.folder, None))
+
+
+def libraries(command: str) -> Any:
+    """`headwise.hf`, with transformers kept quiet."""
+    from .models import quiet
+
+    quiet(command)
+    from headwise import hf
+
+    return hf
+
+
+def tensors(rows: list[list[int]]) -> list[Any]:
+    """Return the rows as tensors (1, T)."""
+    import torch
+
+    return [torch.tensor([row]) for row in rows]
+
+
+class Roles:
+    """What each head does before and after, for the end of RESHAPE.md."""
+
+    def __init__(self, hf: Any, loaded: Any, row: Any, show: Any) -> None:
+        self.hf, self.before, self.row, self.show = hf, loaded, row, show
+        self.record: dict[str, Any] = {}
+
+    def __call__(self, folder: Path) -> str:
+        """The comparison of the original with what is in the folder, as Markdown."""
+        from headwise import look
+        from headwise.reshape.write.readme import PLAN
+
+        plan = json.loads((folder / PLAN).read_bytes()) if (folder / PLAN).exists() else None
+        self.show("comparing roles")
+        named = (("before", self.before), ("after", self.hf.load(folder, any_input=True)))
+        marks = None if self.before.tokenizer is None else self.before.delimiters
+        seen = [look.at(one.model, self.row, delimiters=marks, name=name) for name, one in named]
+        compared = look.compare(seen[0], seen[1], kept=plan)
+        self.record = compared.to_dict()
+        return f"## What the heads do\n\n```text\n{compared}\n```"
+
+
+class Beside(NamedTuple):
+    """What a model reads beside texts, or in their place, opened."""
+
+    image: Any = None
+    sound: Any = None
+    target: str | None = None
+
+    @classmethod
+    def opened(
+        cls, image: str | None, audio: str | None, target: str | None, *, corpus: str | None, reconstruct: bool
+    ) -> Beside | None:
+        """Return the files of the options; None where there are none."""
+        named = [("image", image), ("audio", audio), ("target", target)]
+        options = [f"--{name}" for name, value in named if value is not None]
+        if not options:
+            return None
+        for other, there in (("--corpus", corpus is not None), ("--reconstruct", reconstruct)):
+            if there:
+                raise typer.BadParameter(f"{other} is of texts alone; give it without {options[0]}")
+        if target is not None and not target.strip():
+            raise typer.BadParameter("--target: the text is empty; give a few words at least")
+        return cls(None if image is None else read_image(image), None if audio is None else read_sound(audio), target)
+
+    def values(self, hf: Any, loaded: Any, texts: Iterable[str]) -> dict[str, Any]:
+        """Return what the model's processor makes of it, and of the first text, if there is one."""
+        text = next(iter(texts), None)
+        read: dict[str, Any] = hf.prepared(loaded, text, image=self.image, sound=self.sound, target=self.target).values
+        return read
+
+
+def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Beside | None = None) -> Iterable[str]:
+    """Return the texts of the options; none where a picture or a sound is read, and no text is named."""
+    if (text, file, corpus) == (None,) * 3 and beside is not None and (beside.image, beside.sound) != (None, None):
+        return []
+    if corpus is None:
+        return [read_text(text, file)]
+    if text is not None or file is not None:
+        raise typer.BadParameter("give one of --text, --file and --corpus")
+    check_corpus(corpus)
+    from headwise.look.collect.corpus import documents
+
+    return documents(corpus)
+
+
+def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool = False) -> list[list[int]]:
+    """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
+    length = min(ROW, loaded.max_positions or ROW)
+    rows: list[list[int]] = []
+    for content in contents:
+        ids, _ = hf.tokens.encode(loaded.tokenizer, content, None)
+        rows += [ids[start : start + length] for start in range(0, len(ids), length)]
+        if sum(map(len, rows)) >= TOKENS:
+            break
+    long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
+    if not long:
+        raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
+    if reconstruct and len(long) < 2:
+        raise typer.BadParameter(
+            f"--reconstruct fits to some of the text and checks by the rest, and {sum(map(len, rows))} tokens are one "
+            f"row of {length}; give a longer text, some thousand words of the model's kind"
+        )
+    return long
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
+    """What changed: notes and tables, or all of it as JSON."""
+    from headwise.files.text import visible
+
+    if as_json:
+        print(json.dumps(facts | {"out": out}, allow_nan=False))
+        return
+    for note in facts["notes"]:
+        print(visible(note, limit=600))
+    if facts["gone"]:
+        put(_heads(facts))
+    put(_table(facts))
+    if out is not None:
+        print(f"{visible(out)}: {facts['done'].lower()}; RESHAPE.md in it has the details")
+
+
+def _heads(facts: dict[str, Any]) -> rich.table.Table:
+    from rich.table import Table
+
+    table = Table("layer", f"heads {facts['change']}")
+    for layer, heads in facts["gone"].items():
+        table.add_row(layer, ", ".join(map(str, heads)))
+    return table
+
+
+def _table(facts: dict[str, Any]) -> rich.table.Table:
+    """Before and after, as in RESHAPE.md."""
+    from rich.table import Table
+
+    from headwise.reshape.write.readme import rows
+
+    table = Table("", "before", "after")
+    for row in rows(facts):
+        table.add_row(*row)
+    return table

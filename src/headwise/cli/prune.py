@@ -1,0 +1,179 @@
+"""``headwise prune``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import media
+from .options.reshape import (
+    TOKENS,
+    AsJson,
+    Beside,
+    DryRun,
+    OutOption,
+    Roles,
+    Verify,
+    check_out,
+    check_place,
+    libraries,
+    print_facts,
+    rows_of,
+    tensors,
+    texts_of,
+)
+from .options.texts import fitting
+from .output import progress
+
+MEASURED = ("importance", "ablation", "redundancy")
+CRITERIA = {"importance": "gradient", "ablation": "zero"}
+"""What --by calls the criteria of `headwise.look.importance`."""
+
+
+def _prune(  # private, for a command has as many options as its users need, and no one calls it from Python
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
+    heads: Annotated[
+        str | None, typer.Option(help="The heads that go: LAYER.HEAD with commas, such as 0.1,3.7.")
+    ] = None,
+    keep_fraction: Annotated[float | None, typer.Option(help="The part of each layer's heads that stays.")] = None,
+    budget_mb: Annotated[
+        float | None, typer.Option(help="Megabytes for weights and, with --context, the cache.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens that the cache of --budget-mb holds.")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="What ranks heads: importance, ablation, redundancy or random.",
+            show_default="importance; with --heads nothing is ranked",
+        ),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="The text to rank by, and to compare losses on.")] = None,
+    file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help=f"A file or folder of texts, or JSON Lines, instead; {TOKENS:,} tokens are read.")
+    ] = None,
+    image: media.Image = None,
+    audio: media.Audio = None,
+    target: media.TargetOption = None,
+    seed: Annotated[
+        int, typer.Option(help="For --by random; for --by importance and ablation, which words are masked.")
+    ] = 0,
+    out: OutOption = None,
+    zero: Annotated[
+        bool, typer.Option("--zero", help="Write zeros instead: any heads, any model, the same size.")
+    ] = False,
+    reconstruct: Annotated[
+        bool, typer.Option("--reconstruct", help="Solve W_O and the values anew on the text, in closed form.")
+    ] = False,
+    dry_run: DryRun = False,
+    verify: Verify = True,
+    as_json: AsJson = False,
+) -> None:
+    """Take attention heads out of a checkpoint; transformers loads the result, proved equal to gated heads.
+
+    Encoders keep a number of heads for each layer, and load once headwise.hf is imported.
+    """
+    check_out(out, dry_run)
+    if reconstruct and (text, file, corpus) == (None,) * 3:
+        raise typer.BadParameter(
+            "--reconstruct needs a text to fit to; give --file, some thousand words of the model's kind"
+        )
+    by = _criterion(by, heads, keep_fraction, budget_mb, context)
+    beside = Beside.opened(image, audio, target, corpus=corpus, reconstruct=reconstruct)
+    if reconstruct and zero:
+        raise typer.BadParameter(
+            "zeroed heads stay 0, so --reconstruct solves nothing anew for them; leave out one of them"
+        )
+    with progress() as show:
+        show("loading the libraries")
+        hf = libraries("headwise prune")
+        from headwise import reshape
+
+        folder, _ = hf.hub.find_folder(model, lambda _: None)
+        with hf.checkpoint(folder) as source:
+            check_place(out, source)
+            reads = beside is not None or (text, file, corpus) != (None,) * 3 or by in MEASURED
+            texts = texts_of(text, file, corpus, beside) if reads else None
+            request: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "zero": zero}
+            if budget_mb is not None:
+                request["budget"] = reshape.Budget(budget_mb, context or 0)
+            else:  # what no ranking makes possible is said before one is measured
+                reshape.plan_prune(source, **request, scores=None if by is None else reshape.random_scores(seed))
+            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show, reconstruct=reconstruct)
+            plan = reshape.plan_prune(source, **request, scores=scores)
+            if reconstruct:
+                show("solving anew")
+                plan = reshape.reconstruct(plan, loaded.model, tensors(rows), progress=show)
+            if dry_run or out is None:
+                facts = plan.facts(context or 8192)
+            else:
+                show("writing")
+                roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
+                proof = _proof(reshape, loaded, rows) if verify else None
+                facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
+                facts |= {} if roles is None else {"roles": roles.record}
+    print_facts(facts, None if dry_run else out, as_json)
+
+
+def _criterion(
+    by: str | None, heads: str | None, keep_fraction: float | None, budget_mb: float | None, context: int | None
+) -> str | None:
+    """Return what ranks the heads, None where they are named; refuse options that do not go together."""
+    if context is not None and budget_mb is None:
+        raise typer.BadParameter("--context is for --budget-mb; leave it out")
+    if sum(way is not None for way in (heads, keep_fraction, budget_mb)) != 1:
+        raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
+    if by is not None and by not in ("random", *MEASURED):
+        raise typer.BadParameter(f"--by is {', '.join(MEASURED)} or random; got {by[:60]!r}")
+    return by if by is not None or heads is not None else "importance"
+
+
+def _proof(reshape: Any, loaded: Any, rows: list[Any]) -> Any:
+    """Return the proof on the texts, where those are all that was read."""
+    texts = [row for row in rows if isinstance(row, list)]
+    return reshape.Proof(tuple(i for row in texts for i in row), loaded.mask_id if texts else None)
+
+
+def _read(
+    hf: Any,
+    folder: Path,
+    texts: Iterable[str] | None,
+    beside: Beside | None,
+    by: str | None,
+    seed: int,
+    show: Any,
+    *,
+    reconstruct: bool,
+) -> tuple[Any, list[Any], Any]:
+    """The model and what it reads, where there is anything: the texts' tokens in rows, or what its processor makes.
+
+    And what each head is worth.
+    """
+    from headwise import look, reshape
+
+    scores: Any = reshape.random_scores(seed) if by == "random" else None
+    if texts is None:
+        return None, [], scores
+    show("reading the model")
+    loaded = hf.load(folder, any_input=True)
+    if beside is None and loaded.model.main_input_name == "input_ids":
+        rows: list[Any] = rows_of(hf, loaded, texts, reconstruct=reconstruct)
+        read: Any = rows
+    else:
+        read = (beside or Beside()).values(hf, loaded, (fitting(loaded, text) for text in texts))
+        rows = [read]
+    if by is not None:
+        show(f"ranking heads by {by}")
+    if by in CRITERIA:
+        mask_id = None if loaded.tokenizer is None else loaded.mask_id
+        importance = look.importance(loaded.model, read, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)
+        scores = reshape.by_call(importance.scores(CRITERIA[by]))
+    elif by == "redundancy":
+        twins = look.redundancy(loaded.model, rows[0], progress=show).heads
+        scores = reshape.by_call(
+            reshape.by_twins(((twin.layer, twin.head), twin.output, twin.output_of) for twin in twins)
+        )
+    return loaded, rows, scores

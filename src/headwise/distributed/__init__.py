@@ -1,0 +1,1 @@
+"""One transport between the ranks of a job: messages, errors, and the workers of a launch."""

@@ -1,0 +1,397 @@
+"""What ranks send each other: agreed on first, counted, and ended by an error that names a rank where one fails.
+
+    comm = Comm.of(group)
+    ranks = comm.agree("merge", {"dtype": str(x.dtype)}, {"rows": x.shape[0]})  # the second of every rank
+    parts = comm.gather("merge", x, [(own["rows"], n) for own in ranks])        # sizes differ: agreed above
+
+Every operation begins with `agree`: a header of a fixed size to each other rank, with a tag of its own, so that ranks
+meet whatever they were about to do. All else goes from rank to rank, as bytes, with the operation's number as its tag.
+So no message meets a buffer of another size, which backends end by an abort or, where the message is shorter, take in
+silence (gloo, torch 2.13), and nothing of ours meets the messages of the same group that are the user's own.
+
+Where a rank has ended its connections are closed; where one hangs, nothing comes within the timeout. Who sees that
+writes down for whom it waited (in the store by which the group was started), and follows what the others wrote to the
+rank that wrote nothing: the cause, the same on every rank. After that the group is of no use; neither is it to torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ..shapes.arguments import check_numbers, shown
+from .errors import RankError, RankMismatch
+from .messages import Pending, ReceiveBuffer, Shape, started
+
+TIMEOUT = 30.0
+"""Seconds that a rank waits for another before it raises, unless told otherwise."""
+HEADER = 4096  # bytes of what is agreed on before an operation
+_HEADER_TAG = 7_000_000
+_TAGS = 1 << 16  # after so many operations their tags come again; a tag has room for 30,000 steps
+_DATA_TAG = 8_000_000
+_LONGEST_TEXT = 240  # of a fact, and of the text of an error, in a header
+
+eager = torch.compiler.disable(reason="ranks send each other messages here: leave fullgraph=True out")
+"""Of a function: torch.compile compiles what stands around it."""
+
+
+class Comm:
+    """The ranks of a group. One for each group; see `of`.
+
+    Attributes:
+        rank: this process's, in the group.
+        world: how many ranks.
+        timeout: seconds that it waits for another rank.
+        sent: bytes that this rank has sent to others, by kind of operation; headers are the kind "agree".
+        messages: how many messages, likewise.
+    """
+
+    _known: dict[str, Comm] = {}  # noqa: RUF012 - shared on purpose: a group has one
+
+    def __init__(self, group: ProcessGroup, timeout: float = TIMEOUT) -> None:
+        self._group, self.timeout = weakref.ref(group), timeout  # weak: a group ends when its user lets it go
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.sent: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self._count = 0
+        self._broken: str | None = None
+
+    @classmethod
+    @eager
+    def of(cls, group: ProcessGroup | DeviceMesh | None = None, timeout: float | None = None) -> Comm:
+        """The communication of a group, of a mesh of one dimension, or of all processes (None).
+
+        Args:
+            group: a process group, or a `DeviceMesh` of one dimension.
+            timeout: seconds to wait for a rank, from now on; as it was by default, 30 at first.
+
+        Raises:
+            TypeError: no group.
+            ValueError: torch.distributed has not been started, or a mesh of more than one dimension.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "headwise.parallel works on the ranks that torch.distributed has started; call "
+                "torch.distributed.init_process_group(...) first, in processes that torchrun starts"
+            )
+        processes = group_of(group)
+        comm = cls._known.get(processes.group_name)
+        if comm is None or comm._group() is not processes:
+            comm = cls._known[processes.group_name] = cls(processes)
+        if timeout is not None:
+            check_numbers(0.0, timeout=timeout)
+            comm.timeout = float(timeout)
+        return comm
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group; ValueError where it has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise ValueError("this process group has been destroyed; ask Comm.of(group) for another")
+        return group
+
+    @property
+    def count(self) -> int:
+        """Operations that were agreed on so far."""
+        return self._count
+
+    # -- agreement -----------------------------------------------------------------------------------------------------
+
+    @eager
+    def agree(
+        self, operation: str, same: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, error: object = None
+    ) -> list[dict[str, Any]]:
+        """What every rank passes as `own`, in the order of ranks; all must pass the same `same`, in the same order.
+
+        Args:
+            operation: what is about to be done, as errors call it.
+            same: name -> what all ranks must agree on; texts or numbers.
+            own: name -> what may differ between ranks; numbers.
+            error: what this rank has to complain of, so that it cannot take part: raised here, told the others.
+
+        Raises:
+            RankMismatch: ranks differ in `same`, in what they are about to do, or in how many operations they did.
+            RankError: a rank complains, has ended or hangs.
+        """
+        self._check_usable(operation)
+        self._count += 1
+        facts = _texts(same)
+        header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
+        if error is not None:
+            header = {"operation": operation, "count": self._count, "error": _said(error)}
+        headers = self._headers(operation, header)
+        if isinstance(error, BaseException):
+            raise error
+        for rank, other in enumerate(headers):
+            if "error" in other:
+                raise RankError(operation, rank, f"raised: {other['error']}")
+        for name in ("operation", "count"):
+            _compare(operation, "order", [self._doing(other) for other in headers], [other[name] for other in headers])
+        for name in [*facts, *(headers[0]["same"].keys() - facts.keys())]:
+            values = [other["same"].get(name) for other in headers]
+            _compare(operation, name, values, values)
+        return [other["own"] for other in headers]
+
+    @contextmanager
+    def before(self, operation: str) -> Iterator[None]:
+        """Within, what this rank raises before it agrees to an operation is told the others, who are about to agree."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(operation, {}, error=error)
+            raise  # `agree` has raised it already
+
+    @staticmethod
+    def _doing(header: Mapping[str, Any]) -> str:
+        return f"{header['operation']!r} as its operation {header['count']}"
+
+    def _headers(self, operation: str, header: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.world == 1:
+            return [header]
+        text = json.dumps(header).encode()
+        if len(text) > HEADER:
+            raise ValueError(f"{operation}: what ranks agree on takes {len(text)} bytes, at most {HEADER}")
+        buffer = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8).to(self._headers_lie)
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        block = ReceiveBuffer((HEADER,), torch.uint8, buffer.device)
+        pending = self._post(
+            operation, "agree", dict.fromkeys(others, buffer), dict.fromkeys(others, block), _HEADER_TAG
+        )
+        heard = pending.wait() | {self.rank: buffer}
+        return [json.loads(heard[rank].cpu().numpy().tobytes()) for rank in range(self.world)]
+
+    @property
+    def _headers_lie(self) -> torch.device:
+        """The CPU, unless the group's backend sends from its own device alone, as NCCL does."""
+        kinds = {device.type for device in self.group._device_types}
+        return torch.device("cpu" if "cpu" in kinds or not kinds else min(kinds))
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    @eager
+    def exchange(
+        self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, ReceiveBuffer | Tensor], *, step: int = 0
+    ) -> Pending:
+        """Starts to send a tensor to each rank of `sends` and to take a block, or what fills a tensor, from others.
+
+        Both sides know the sizes by what was agreed on. What is empty is not sent. Runs on while the caller computes.
+
+        Args:
+            kind: what the bytes are counted as.
+            step: of the operation; both sides say the same.
+        """
+        self._check_usable(kind)
+        tag = _DATA_TAG + self._count % _TAGS + step * _TAGS
+        return self._post(kind, kind, sends, receives, tag)
+
+    @eager
+    def gather(self, kind: str, x: Tensor, shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
+        """Every rank's `x`, in the order of ranks; they have these shapes and one dtype."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        receives = {rank: ReceiveBuffer(tuple(shapes[rank]), x.dtype, x.device) for rank in others}
+        heard = self.exchange(kind, dict.fromkeys(others, x), receives, step=step).wait()
+        return [x if rank == self.rank else heard[rank] for rank in range(self.world)]
+
+    @eager
+    def scatter(self, kind: str, parts: Sequence[Tensor], shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
+        """An all-to-all: part r goes to rank r; returns what each rank had for this one, of these shapes."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        receives = {rank: ReceiveBuffer(tuple(shapes[rank]), parts[rank].dtype, parts[rank].device) for rank in others}
+        heard = self.exchange(kind, {rank: parts[rank] for rank in others}, receives, step=step).wait()
+        return [parts[rank] if rank == self.rank else heard[rank] for rank in range(self.world)]
+
+    @eager
+    def reduce_scatter(self, kind: str, parts: Sequence[Tensor], *, step: int = 0) -> Tensor:
+        """The sum over ranks, in their order, of this rank's part, of one shape on all; halves are rounded once."""
+        own = parts[self.rank]
+        heard = self.scatter(kind, parts, [tuple(own.shape)] * self.world, step=step)
+        if self.world == 1:
+            return own
+        narrow = own.is_floating_point() and own.dtype.itemsize < 4
+        total = heard[0].to(torch.float32 if narrow else own.dtype, copy=True)
+        for part in heard[1:]:
+            total += part
+        return total.to(own.dtype)
+
+    @eager
+    def all_reduce(self, kind: str, x: Tensor, *, step: int = 0) -> Tensor:
+        """The sum of all ranks' `x`, of one shape: the same bits on every rank."""
+        if self.world == 1:
+            return x
+        pieces = list(x.reshape(-1).tensor_split(self.world))
+        own = self.reduce_scatter(kind, pieces, step=2 * step)
+        whole = self.gather(kind, own, [tuple(piece.shape) for piece in pieces], step=2 * step + 1)
+        return torch.cat(whole).view(x.shape)
+
+    # -- failure -------------------------------------------------------------------------------------------------------
+
+    def _post(
+        self,
+        operation: str,
+        kind: str,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, ReceiveBuffer | Tensor],
+        tag: int,
+    ) -> Pending:
+        pending = Pending(self, operation)
+        ops: list[tuple[int, Any, Tensor]] = []
+        for rank, block in receives.items():
+            to = (
+                torch.empty(block.shape, dtype=block.dtype, device=block.device)
+                if isinstance(block, ReceiveBuffer)
+                else block
+            )
+            if to.numel():
+                ops.append((rank, dist.irecv, to.view(-1).view(torch.uint8)))
+            pending.heard[rank] = to
+        for rank, x in sends.items():
+            if x.numel():
+                wire = _numbers(x).view(torch.uint8)
+                ops.append((rank, dist.isend, wire))
+                self.sent[kind] += wire.numel()
+                self.messages[kind] += 1
+        pending.works = started(self.group, ops, tag, lambda rank, error: self.failure(operation, rank, error))
+        return pending
+
+    def _check_usable(self, operation: str) -> None:
+        if self._broken is not None:
+            raise RankError(operation, None, f"this group has failed before ({self._broken}); start the processes anew")
+
+    def failure(self, operation: str, peer: int, error: Exception) -> RankError:
+        """The error of an operation that failed while waiting for `peer`; the group is of no use from here on."""
+        late = "timed out" in str(error).lower()
+        self._note({"operation": operation, "waits for": peer, "count": self._count, "late": late})
+        rank, text = self._cause(peer, late)
+        self._broken = f"rank {rank} {text}"
+        return RankError(operation, rank, text)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Within, what this rank raises is told to the others, who wait for it and will find out by their timeout."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+            self._note({"raised": text})
+            self._broken = f"rank {self.rank} raised {text}"
+            raise
+
+    @property
+    def grace(self) -> float:
+        """Seconds of the timeout kept for asking what the others saw."""
+        return min(2.0, 0.2 * self.timeout)
+
+    def _cause(self, peer: int, late: bool) -> tuple[int | None, str]:
+        """The rank that is the cause, and what it did: the end of the chain of who waits for whom."""
+        seen, until = [self.rank], time.monotonic() + self.grace
+        while True:
+            note = self._read_note(peer, until)
+            if note is not None and "raised" in note:
+                return peer, f"raised {note['raised']}"
+            if note is None:
+                silent = f"sent nothing for {self.timeout:g} s: it hangs, or does something else"
+                return peer, silent if late else "has ended: its connection is closed"
+            seen.append(peer)
+            peer, late = note["waits for"], note["late"]  # how it fell silent, who waited for it itself knows
+            if peer in seen:
+                ring = ", ".join(f"rank {a} waits for rank {b}" for a, b in zip(seen, [*seen[1:], peer], strict=True))
+                return None, f"the ranks wait for each other: {ring}; they call operations in another order"
+
+    def _key(self, rank: int) -> str:
+        return f"headwise/{self.group.group_name}/{rank}"
+
+    def _note(self, note: dict[str, Any]) -> None:
+        store = _store()
+        try:
+            if store is not None:
+                store.set(self._key(self.rank), json.dumps(note))
+        except RuntimeError:  # the process that keeps the store has ended
+            pass
+
+    def _read_note(self, rank: int, until: float) -> dict[str, Any] | None:
+        store = _store()
+        try:
+            while store is not None:
+                if store.check([self._key(rank)]):
+                    note: dict[str, Any] = json.loads(store.get(self._key(rank)))
+                    return note
+                if time.monotonic() > until:
+                    return None
+                time.sleep(0.02)
+        except RuntimeError:
+            pass
+        return None
+
+
+def group_of(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """The process group of a group, of a mesh of one dimension, or of all processes (None)."""
+    if group is None:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a mesh of one dimension is taken; got one of {group.ndim}, {group.mesh_dim_names}: pick one by "
+                'mesh["name"]'
+            )
+        return group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group is a torch.distributed process group or a DeviceMesh of one dimension; got {shown(group)}"
+        )
+    return group
+
+
+def _store() -> Any:
+    """The store by which the processes found each other."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+
+
+def _said(error: object) -> str:
+    """An error in words: its text is enough of those that are made for users, with its kind of others."""
+    own = isinstance(error, str | TypeError | ValueError) and str(error)
+    return (str(error) if own else f"{type(error).__name__}: {error}")[:_LONGEST_TEXT]
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v if isinstance(v, (int, float, type(None))) else str(v)[:_LONGEST_TEXT] for k, v in facts.items()}
+
+
+def _compare(operation: str, name: str, facts: Sequence[Any], values: Sequence[Any]) -> None:
+    """RankMismatch where a rank has another value than most, the first of those with the rarest."""
+    if all(value == values[0] for value in values):
+        return
+    keys = [json.dumps(value) for value in values]
+    usual = Counter(keys).most_common(1)[0][0]
+    rank = next(r for r, key in enumerate(keys) if key != usual)
+    like = keys.index(usual)
+    raise RankMismatch(
+        operation,
+        rank,
+        f"does not agree with rank {like} on the {name}: rank {rank} has {facts[rank]}, rank {like} has {facts[like]}; "
+        "every rank of the group makes the same calls with the same options",
+    )
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """The numbers of a tensor side by side: what torch negates when it reads is negated, and one number has stride 1,
+    which an expanded one has not, though torch calls it contiguous.
+    """
+    return x.detach().resolve_neg().contiguous().as_strided((x.numel(),), (1,))

@@ -1,0 +1,1 @@
+"""The attention function and the masks that transformers calls."""

@@ -1,0 +1,174 @@
+"""The mask that goes through a transformers model: an object in the place of a (B, 1, T, S) tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils as theirs
+
+from ...ops.masks.constructors import bias
+from ...ops.masks.mask import Mask
+from ...ops.tracing import without_numbers
+from ..distributed.split_batch import whole_batch
+from ..models.architectures import FLOAT_MASKS
+from ..models.own_attention import is_switched
+from ..models.support import require_consulted
+from .lazy_tensors import Lazy
+from .mask_closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
+from .mask_functions import function_mask
+
+
+class StructuralMask(Lazy):
+    """A headwise mask that transformers carries from where masks are made to where attention is computed.
+
+    To a model it is the float tensor (B, 1, T, S) that "eager" attention gets: 0 where a query may attend, the lowest
+    number where not. That tensor is made only where the model itself computes with it. Attention reads `mask`.
+    """
+
+    mask: Mask
+
+    def __new__(
+        cls,
+        mask: Mask,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> StructuralMask:
+        """A mask of rules, for a batch and lengths: shape (B, 1, T, S)."""
+        make = partial(_additive, mask, shape, dtype, torch.device(device))
+        carrier: StructuralMask = cls._of(make, shape, dtype, device)
+        carrier.mask = mask
+        return carrier
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """As of any tensor; some of the rows are made alone, a copy (models whose last layers run one query ask so)."""
+        rest = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else None
+        if self._source.tensor is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
+            return self.rows(index[2])
+        return super().__getitem__(index)
+
+    def rows(self, rows: slice) -> Tensor:
+        """Some rows of the tensor."""
+        return _additive(self.mask, self.shape, self.dtype, self.device, slice(*rows.indices(self.shape[2])))
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As of any tensor; on another device it is still a structural mask, and as bools says what it hides."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype == torch.bool and not self.exposed:
+            return Hidden(self.mask if device is None else self.mask.to(device), self.shape, device or self.device)
+        if device in (None, self.device) or dtype not in (None, self.dtype) or self.exposed:
+            return super().to(*args, **kwargs)
+        return StructuralMask(self.mask.to(device), self.shape, self.dtype, device)
+
+    def __lt__(self, other: Any) -> Tensor:
+        """As of any tensor: where the mask is below zero, it hides."""
+        if self.exposed or not isinstance(other, (int, float)) or not torch.finfo(self.dtype).min < other <= 0:
+            return super().__lt__(other)
+        return self.to(torch.bool)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StructuralMask({self.mask}, shape={tuple(self.shape)})"
+
+
+class Hidden(Lazy):
+    """What a structural mask hides, where a model asks for that as a bool tensor (B, 1, T, S): True = hidden."""
+
+    mask: Mask
+
+    def __new__(cls, mask: Mask, shape: Sequence[int], device: torch.device | str) -> Hidden:
+        """Of the same mask and shape."""
+        carrier: Hidden = cls._of(partial(_hidden, mask, shape, torch.device(device)), shape, torch.bool, device)
+        carrier.mask = mask
+        return carrier
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """A bias that is filled with the lowest number where this hides is a mask of rules with a bias."""
+        if function is torch.ops.aten.masked_fill.Scalar and isinstance(args[1], Hidden) and not args[1].exposed:
+            x, hidden, value = args
+            if x.ndim == 4 and x.is_floating_point() and value <= torch.finfo(x.dtype).min:
+                shape = torch.broadcast_shapes(x.shape, hidden.shape)
+                return StructuralMask(hidden.mask & bias(x), shape, x.dtype, x.device)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _hidden(mask: Mask, shape: Sequence[int], device: torch.device) -> Tensor:
+    allowed = mask.allowed(*shape[2:], device=device)
+    hidden = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device) if allowed is None else ~allowed
+    return hidden.expand(*shape)
+
+
+def _additive(
+    mask: Mask, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rows: slice | None = None
+) -> Tensor:
+    """(B, 1|H, T, S) of 0 or a bias and the lowest number, as transformers' eager adds it; or some rows T of it."""
+    B, H, T, S = shape
+    added, allowed = (of(T, S, rows=rows, device=device) for of in (mask.added, mask.allowed))
+    full = torch.zeros((), dtype=dtype, device=device) if added is None else added.to(dtype)
+    if allowed is not None:
+        full = torch.where(allowed, full, torch.finfo(dtype).min)
+    return full.expand(B, H, len(range(T)[rows or slice(None)]), S).contiguous()
+
+
+def headwise_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: MaskFunction = theirs.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **options: Any,
+) -> StructuralMask | Tensor | None:
+    """The mask function registered with transformers' AttentionMaskInterface; transformers calls it by keywords.
+
+    Gives a `StructuralMask`, always: with None the attention function would have to guess (causal or not, aligned on
+    which side). Where it must be a plain tensor it is one: for the single query of a step with a static cache, which
+    compiled code takes, the float tensor (B, 1, 1, S) that "eager" gets; while torch.compile or torch.export traces,
+    or tensors are fake, what "sdpa" gets (a bool tensor, or None where that may be), or "eager" for a model that
+    computes with its mask.
+    """
+    config, device = options.get("config"), options.get("device", "cpu")
+    if q_length is None:  # transformers before 5.4 passed the positions instead
+        position = options.pop("cache_position")
+        q_length, q_offset = position.shape[0], position[0]
+    traced = without_numbers() or torch.jit.is_tracing()
+    step = isinstance(q_offset, Tensor) and q_length == 1
+    if traced or step:
+        is_float = not traced or getattr(config, "model_type", "") in FLOAT_MASKS or is_switched(config)
+        if step or is_float:  # in a single step, most of a static cache's keys are not there yet
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return (theirs.eager_mask if is_float else theirs.sdpa_mask)(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            **options,
+        )
+    require_consulted(config)
+    batch = whole_batch()
+    if batch is not None:  # its tokens are split over processes: the mask is that of all
+        q_length = kv_length = batch.tokens
+        q_offset = kv_offset = 0
+        attention_mask = batch.padding
+    # int() also takes a copy: the offset of a static cache is its live counter, which moves on before the mask is read.
+    frame = Frame(batch_size, q_length, int(kv_length), int(q_offset), int(kv_offset), device)
+    mask = read_mask(mask_function, frame)
+    if mask is None:
+        mask = function_mask(mask_function, frame, use_vmap=use_vmap)
+    if mask is None:
+        mask = dense_mask(mask_function, frame, attention_mask, use_vmap=use_vmap)
+    elif attention_mask is not None:
+        mask = mask & read_padding(attention_mask, frame)
+    return StructuralMask(mask, (batch_size, 1, q_length, frame.S), options.get("dtype", torch.float32), device)

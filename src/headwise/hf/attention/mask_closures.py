@@ -1,0 +1,312 @@
+"""transformers' mask functions, read as headwise masks.
+
+transformers describes a mask by an index function, `mask_function(batch, head, query, key) -> bool`, made by closures:
+causal, sliding window, chunks, packed sequences, padding, and intersections of those. `read_mask` reads such a closure
+back into what it means, so that no T x S tensor is made. The closures are transformers' private matter; therefore
+
+- each reader is tried once in a process against the installed transformers' own evaluation of what it reads; one that
+  disagrees (after an upgrade, say) is not used, and the log says so;
+- what is not understood, wholly or in part, is evaluated: see `functions`, and `dense_mask` for what that cannot do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from operator import and_
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import masking_utils as theirs
+
+from ...ops.masks.constructors import keep, lengths, segments, window
+from ...ops.masks.mask import EVERYTHING, Mask
+
+logger = logging.getLogger("headwise.hf")
+
+MaskFunction: TypeAlias = Callable[..., Any]
+Cells: TypeAlias = dict[str, Any]
+"""The variables of a closure, by name."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The frame of a mask: its size, and the positions of its first query and of its first key."""
+
+    B: int
+    T: int
+    S: int
+    q_offset: int = 0
+    kv_offset: int = 0
+    device: torch.device | str = "cpu"
+    positions: Tensor | None = None
+    """(B|1, T) to take in place of the indices, as a packed batch has them; then T == S and no offsets."""
+
+    def query_positions(self) -> Tensor:
+        """(B|1, T)."""
+        return self._positions(self.T, self.q_offset)
+
+    def key_positions(self) -> Tensor:
+        """(B|1, S)."""
+        return self._positions(self.S, self.kv_offset)
+
+    def _positions(self, length: int, offset: int) -> Tensor:
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(offset, offset + length, device=self.device)[None]
+
+    def is_square_with(self, per_token: Tensor) -> bool:
+        """Whether a (B, n) tensor names the queries and the keys alike."""
+        return self.T == self.S == per_token.shape[-1] and self.q_offset == self.kv_offset == 0
+
+
+@dataclass(frozen=True)
+class ClosureRules:
+    """What a closure stands for: a band around the query's own position (as `window` counts), and masks besides."""
+
+    left: int | None = None
+    right: int | None = None
+    masks: tuple[Mask, ...] = ()
+
+    def __and__(self, other: ClosureRules) -> ClosureRules:
+        return ClosureRules(_least(self.left, other.left), _least(self.right, other.right), self.masks + other.masks)
+
+    def mask(self, offset: int) -> Mask:
+        """One mask; `offset`: position of query 0 among the keys. No rule at all gives a mask of no parts."""
+        band = EVERYTHING if self.left is None and self.right is None else window(self.left, self.right, offset=offset)
+        return reduce(and_, self.masks, band)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None) -> Mask | None:
+    """The headwise mask of a mask function and a padding mask (B, any length); None where it is not understood.
+
+    >>> frame = Frame(B=1, T=2, S=4, q_offset=2)
+    >>> read_mask(theirs.sliding_window_causal_mask_function(3), frame)
+    Mask(parts=(Band(left=3, right=0, offset=2, first=0),))
+    >>> read_mask(lambda b, h, q, k: q != k, frame) is None
+    True
+    """
+    rules = _read(function, frame, trusted_readers())
+    if rules is None:
+        return None
+    mask = rules.mask(frame.q_offset - frame.kv_offset)
+    return mask if padding is None else mask & read_padding(padding, frame)
+
+
+def read_padding(padding: Tensor, frame: Frame) -> Mask:
+    """A 2-D padding mask (True = a real token) over absolute key positions, as a mask of this frame's keys.
+
+    Keys beyond its end are not there yet (static caches) and may not be attended. One run of real tokens a row, which
+    left and right padding give, becomes two numbers a row; anything else a (B, 1, 1, S) tensor.
+    """
+    if padding.ndim != 2:
+        raise ValueError(
+            f"a padding mask is (B, S), True for a real token; got {tuple(padding.shape)}: one of queries by keys is "
+            "(B, 1, T, S), attention_mask[:, None]"
+        )
+    padding = padding.to(device=frame.device, dtype=torch.bool)[:, frame.kv_offset : frame.kv_offset + frame.S]
+    if padding.is_meta:  # no numbers to read
+        return keep(padding.new_empty(len(padding), 1, 1, frame.S))
+    if padding.shape[1] == frame.S and bool(padding.all()):
+        return EVERYTHING
+    padding = torch.nn.functional.pad(padding, (0, frame.S - padding.shape[1]))
+    count = padding.sum(-1)
+    start = padding.to(torch.int8).argmax(-1)
+    j = torch.arange(frame.S, device=frame.device)
+    if torch.equal(padding, (j >= start[:, None]) & (j < (start + count)[:, None])):
+        return lengths(start + count, start)
+    return keep(padding[:, None, None, :])
+
+
+def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None, *, use_vmap: bool = False) -> Mask:
+    """The mask as transformers itself evaluates it: a (B, 1, T, S) tensor."""
+    grid = theirs.sdpa_mask(
+        batch_size=frame.B,
+        q_length=frame.T,
+        kv_length=frame.S,
+        q_offset=frame.q_offset,
+        kv_offset=frame.kv_offset,
+        mask_function=function,
+        attention_mask=padding,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=frame.device,
+    )
+    return keep(grid)
+
+
+# -- readers: the variables of a closure and a frame -> Rules, or None where no rule says it --------------------------
+
+Readers: TypeAlias = Mapping[CodeType, Any]
+"""A closure's code -> the reader of it."""
+ClosureReader: TypeAlias = Callable[[Cells, Frame, Readers], ClosureRules | None]
+
+
+def _read(function: MaskFunction, frame: Frame, readers: Readers) -> ClosureRules | None:
+    code = getattr(function, "__code__", None)  # a callable object has none
+    reader = None if code is None else readers.get(code)
+    return None if reader is None else reader(_cells(function), frame, readers)
+
+
+def _cells(function: MaskFunction) -> Cells:
+    names = function.__code__.co_freevars
+    return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+
+
+def _causal(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    return ClosureRules(right=0)
+
+
+def _bidirectional(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    return ClosureRules()
+
+
+def _sliding(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    width = cells["sliding_window"]  # key > query - width: `width` keys with self among them, as headwise counts
+    return ClosureRules(left=width) if width >= 1 else None
+
+
+def _sliding_both_ways(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    width = cells["sliding_window"]  # |query - key| <= width: on the left, self comes on top
+    return ClosureRules(left=width + 1, right=width) if width >= 0 else None
+
+
+def _chunked(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    size, first = cells["chunk_size"], cells["left_padding"].to(frame.device)[:, None]
+    positions = (frame.query_positions(), frame.key_positions())
+    return ClosureRules(masks=(segments(*(torch.div(at - first, size, rounding_mode="floor") for at in positions)),))
+
+
+def _packed(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    ids = cells["packed_sequence_mask"]
+    return ClosureRules(masks=(segments(ids),)) if frame.is_square_with(ids) else None
+
+
+def _padding(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    return ClosureRules(masks=(read_padding(cells["padding_mask"], frame),))
+
+
+def _all_of(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    functions = cells["mask_functions"]
+    renumbering = _code_of("remap_positions_for_packed_sequence", None, None)
+    joined = ClosureRules()
+    for function in functions:
+        is_renumbered = renumbering is not None and getattr(function, "__code__", None) is renumbering
+        rules = _renumbered(function, functions, frame, readers) if is_renumbered else _read(function, frame, readers)
+        if rules is None:
+            return None
+        joined = joined & rules
+    return joined
+
+
+def _renumbered(
+    function: MaskFunction, beside: tuple[MaskFunction, ...], frame: Frame, readers: Readers
+) -> ClosureRules | None:
+    """A mask over positions that begin anew with every packed sequence.
+
+    Inside a sequence they differ from the indices by a constant, so a band stays the same band. Across sequences they
+    mean nothing: the rule must stand beside the one that keeps these very sequences apart.
+    """
+    cells = _cells(function)
+    positions = cells["position_ids"]
+    if not frame.is_square_with(positions):
+        return None
+    sequence = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    packed = _code_of("packed_sequence_mask_function", None)
+    apart = [_cells(other)["packed_sequence_mask"] for other in beside if getattr(other, "__code__", None) is packed]
+    if not any(torch.equal(ids, sequence) for ids in apart):
+        return None
+    return _read(cells["mask_function"], replace(frame, positions=positions), readers)
+
+
+# -- which reader reads which closure, and whether the installed transformers means what the reader says --------------
+
+
+@cache
+def _code_of(factory: str, *arguments: Any) -> CodeType | None:
+    """The code of the functions that one of transformers' factories makes; None where it has no such factory."""
+    try:
+        return getattr(theirs, factory)(*arguments).__code__
+    except (AttributeError, TypeError):
+        return None
+
+
+_SQUARE, _LATER = Frame(B=2, T=6, S=6), Frame(B=2, T=3, S=7, q_offset=5, kv_offset=1)
+
+
+def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]]]]:
+    """What each reader reads, by the name of transformers' factory; a reader comes after those it relies on."""
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]], device="cpu")
+    starts = torch.tensor([0, 2], device="cpu")
+    padding = torch.arange(8, device="cpu") >= starts[:, None]
+
+    def joined() -> list[MaskFunction]:
+        chunks = theirs.chunked_causal_mask_function(3, starts)
+        renumber = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not yet there in 5.20
+        if renumber is None:
+            return [chunks]
+        packed = theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))
+        return [chunks, theirs.and_masks(renumber(chunks, positions), packed)]
+
+    return {
+        "causal_mask_function": (_causal, lambda: [theirs.causal_mask_function]),
+        "bidirectional_mask_function": (_bidirectional, lambda: [theirs.bidirectional_mask_function]),
+        "sliding_window_overlay": (_sliding, lambda: [theirs.sliding_window_overlay(3)]),
+        "sliding_window_bidirectional_overlay": (
+            _sliding_both_ways,
+            lambda: [theirs.sliding_window_bidirectional_overlay(2)],
+        ),
+        "chunked_overlay": (_chunked, lambda: [theirs.chunked_overlay(3, starts)]),
+        "packed_sequence_mask_function": (
+            _packed,
+            lambda: [theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))],
+        ),
+        "padding_mask_function": (_padding, lambda: [theirs.padding_mask_function(padding)]),
+        "and_masks": (_all_of, joined),
+    }
+
+
+@cache
+def trusted_readers() -> Readers:
+    """The readers that agree with the installed transformers on what it evaluates; tried once, in about 10 ms."""
+    trusted: dict[CodeType, ClosureReader] = {}
+    with torch.device("cpu"):  # whatever default device the caller has set
+        for name, (reader, make) in _samples().items():
+            try:
+                functions = make()
+            except (AttributeError, TypeError) as change:
+                logger.warning("transformers' %s has changed (%s): such masks are evaluated, not read", name, change)
+                continue
+            code = functions[0].__code__
+            if all(_agrees(function, trusted | {code: reader}) for function in functions):
+                trusted[code] = reader
+            else:
+                logger.warning("transformers' %s has changed its meaning: such masks are evaluated, not read", name)
+    return trusted
+
+
+def _agrees(function: MaskFunction, readers: Readers) -> bool:
+    """Whether a function is read on some frame, and never otherwise than transformers evaluates it."""
+    understood = 0
+    for frame in (_SQUARE, _LATER):
+        try:
+            rules = _read(function, frame, readers)
+        except Exception:  # a changed closure may raise anything: then it is not read
+            return False
+        if rules is None:
+            continue
+        understood += 1
+        mask = rules.mask(frame.q_offset - frame.kv_offset)
+        ours, exact = (m.dense(frame.T, frame.S).expand(2, 1, -1, -1) for m in (mask, dense_mask(function, frame)))
+        if not torch.equal(ours, exact):
+            return False
+    return understood > 0

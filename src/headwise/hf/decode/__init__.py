@@ -1,0 +1,1 @@
+"""Caches of headwise in transformers' generation and serving."""

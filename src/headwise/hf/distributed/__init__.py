@@ -1,0 +1,1 @@
+"""Transformers models over several ranks."""

@@ -1,0 +1,1 @@
+"""Read checkpoint folders: configs, safetensors headers, the local hub cache."""

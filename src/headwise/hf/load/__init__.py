@@ -1,0 +1,1 @@
+"""Load models, tokenizers, processors and checkpoints, and verify what was written."""

@@ -1,0 +1,394 @@
+"""Load a model to look at: a local folder or a hub name, safetensors only, no code of the folder's ever run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ...files.text import one_line
+from ...plan.model.heads_by_layer import CLASS_PREFIX, base_type
+from ...shapes.arguments import check_counts, check_texts, shown
+from ..errors import ModelError
+from ..files.config_fields import class_of_config, known_keys, taken
+from ..files.folder import Weights, check_numbers, find_weights, folder_config
+from ..files.hub import find_folder
+from ..models import heads_by_layer
+from ..models.architectures import BOTH_WAYS
+from ..models.own_attention import is_seam
+from ..models.support import attention_modules, require_interface
+from .tokenizer import bos_id, delimiters, encode, encode_all, load_tokenizer
+
+TEXT_MODELS = "text models that are decoder-only or encoder-only are read here"
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model with what `headwise look` needs to know of it; `load` makes it.
+
+    Attributes:
+        model: In eval mode.
+        tokenizer: None for a model that reads no text.
+        name: As it was asked for.
+        max_positions: How many tokens the model takes; None where its config does not say.
+        kind: "decoder" (each token sees those before it) or "encoder".
+        delimiters: Ids of punctuation, line ends and separators.
+        bos_id: The id that begins a text; None where there is none.
+        folder: Where its files are.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    max_positions: int | None
+    kind: str
+    delimiters: tuple[int, ...]
+    bos_id: int | None
+    folder: Path | None = None
+
+    def encode(self, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """The ids of a text, long (1, T), and the piece of the text that each stands for.
+
+        Raises TypeError for what is no text, ModelError where it has no tokens, or more than the model takes.
+        """
+        check_texts(text=text)
+        ids, pieces = encode(self.tokenizer, text, self.max_positions)
+        return torch.tensor([ids], device=self.model.device), pieces
+
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Of each text the ids, as many as it has, and the start and end of each one's characters.
+
+        Raises TypeError for what is no list of texts, ModelError where the tokenizer fails, or tells no characters (one
+        of plain Python does not).
+        """
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
+            raise TypeError(f"texts are a list of texts; got {shown(texts)}")
+        for text in texts:
+            check_texts(text=text)
+        return encode_all(self.tokenizer, texts)
+
+    def names(self) -> list[str]:
+        """What the tokenizer calls each id of the model, in order; an id that it does not know is empty."""
+        count = self.model.config.get_text_config().vocab_size
+        return [name or "" for name in self.tokenizer.convert_ids_to_tokens(range(count))]
+
+    def decode(self, token: int) -> str:
+        """The text of one id, an int or what counts as one; TypeError for others, ValueError below 0."""
+        check_counts(token=index(token) if hasattr(token, "__index__") else token)
+        text: str = self.tokenizer.decode([token])
+        return text
+
+    @property
+    def mask_id(self) -> int | None:
+        """What hides a word from an encoder; None for a decoder, and where the tokenizer has no such token."""
+        return None if self.kind == "decoder" else self.tokenizer.mask_token_id
+
+
+def check_inputs(loaded: object, image: object, sound: object, texts: Mapping[str, object]) -> None:
+    """Raise TypeError unless these are a model as `load` gives it, a PIL image, a waveform with its rate, and texts."""
+    if not isinstance(loaded, Loaded):
+        raise TypeError(f"prepared takes what headwise.hf.load gives; got {shown(loaded)}")
+    if image is not None and not hasattr(image, "convert"):
+        raise TypeError(f"image is a picture as PIL opens it; got {shown(image)}")
+    wave, rate = sound if isinstance(sound, tuple) and len(sound) == 2 else (None, None)
+    if sound is not None and not (isinstance(rate, int) and isinstance(wave, np.ndarray) and wave.ndim == 1):
+        raise TypeError(f"sound is a waveform (N,) and the numbers of a second; got {shown(sound)}")
+    check_texts(**{name: text for name, text in texts.items() if text is not None})
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+    any_input: bool = False,
+) -> Loaded:
+    """Load a text model and its tokenizer, in eval mode.
+
+    Args:
+        name_or_path: A folder with config.json, *.safetensors and a tokenizer, or the name of a model on the hub, taken
+            from the local cache where it is there and fetched else.
+        device: Where to put it, as torch names devices.
+        dtype: The dtype of the weights, as torch.float32 or "float32". None: float32 on the CPU, where statistics gain
+            from it and half precision is slow; elsewhere that of the files.
+        any_input: Take models of pictures and sound, encoder-decoders and those made of several, too; what they read
+            is made by `headwise.hf.prepared`.
+
+    Raises:
+        ModelError: one line with the rule, the values and a way out: no such folder or name; weights as pickle, or
+            quantised; a config.json that is no plain description of a model; a model outside transformers' attention
+            interface, or no text model; weights or tokenizer that are missing or do not fit. Code in the folder
+            (`auto_map`) is never run, and fields of config.json that choose code are not read.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> tiny = headwise.hf.load(headwise.models.tiny_path())
+        >>> ids, pieces = tiny.encode("import os")
+        >>> tiny.kind, tiny.model(ids).logits.shape == (1, len(pieces), 2048)
+        ('decoder', True)
+    """
+    where, kind_of_number = _device(device), _dtype(dtype)
+    folder, name, config, cls, weights = checked(name_or_path, any_input=any_input)
+    if kind_of_number is None:
+        kind_of_number = torch.float32 if where.type == "cpu" else _dtype_of(weights)
+    needs_text = not any_input or cls.main_input_name == "input_ids" or config.is_encoder_decoder
+    tokenizer = load_tokenizer(folder, config) if needs_text else None
+    state = _read(weights, folder)
+    model = _fill(cls, config, state, kind_of_number, str(folder)).to(where).eval()
+    model.config.name_or_path = name
+    vocabulary = 0 if tokenizer is None else _vocabulary(model)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        max_positions=_max_positions(model),
+        kind=_kind(model),
+        delimiters=() if tokenizer is None else delimiters(tokenizer, vocabulary),
+        bos_id=None if tokenizer is None else bos_id(tokenizer, vocabulary),
+        folder=folder,
+    )
+
+
+def checked(
+    name_or_path: str | Path, *, any_input: bool = False
+) -> tuple[Path, str, PreTrainedConfig, type[PreTrainedModel], Weights]:
+    """What `load` finds before it reads a weight: (folder, name, config, class, where the weights are).
+
+    Raises ModelError for a name, a config.json or a list of weights that `load` refuses.
+    """
+    check = partial(describe, any_input=any_input)
+    folder, name = find_folder(name_or_path, check)
+    config, cls = check(folder)
+    weights = find_weights(folder)
+    _check_size(cls, config, weights, folder)
+    return folder, name, config, cls, weights
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        where = torch.device(device)
+        if torch.empty(1, device=where).is_meta:
+            raise RuntimeError("it holds shapes, and no numbers to look at")
+    except (RuntimeError, AssertionError, UnicodeError) as error:
+        raise ModelError(f"device {device!r} cannot be used here ({one_line(error)}); use 'cpu'") from None
+    return where
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(resolved, torch.dtype) and resolved.is_floating_point and resolved.itemsize > 1):
+        return resolved
+    raise ModelError(f"dtype {dtype!r} is no dtype for weights; use float32, bfloat16, float16 or float64")
+
+
+def _dtype_of(weights: Weights) -> torch.dtype:
+    order = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return next((dtype for dtype in order if dtype in weights.dtypes), torch.float32)
+
+
+# -- what is in the folder --------------------------------------------------------------------------------------------
+
+
+def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """The config and the class of the model; refuses what headwise cannot see before any weight is read."""
+    raw = folder_config(folder)
+    model_type, where = raw["model_type"], f"{folder}/config.json"
+    config_class = class_of_config(model_type, where)
+    if any_input:
+        try:
+            config = config_class.from_dict(taken(raw, where))
+        except ModelError:
+            raise
+        except Exception as error:  # as below
+            raise _no_config(where, config_class, error) from None
+        cls = _class_of(raw, config)
+        require_interface(cls, model_type)
+        return config, cls
+    if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
+        raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
+    check_numbers(raw, config_class.attribute_map, where)
+    try:
+        config = config_class(**{key: raw[key] for key in known_keys(config_class) & raw.keys()})
+    except Exception as error:  # transformers' validation raises many kinds, one a field
+        raise _no_config(where, config_class, error) from None
+    cls = _class_of(raw, config)
+    require_interface(cls, model_type)
+    if config.is_encoder_decoder:
+        raise _no_text_model(model_type, "it is an encoder-decoder")
+    if cls.main_input_name != "input_ids":
+        raise _no_text_model(model_type, f"its input is {cls.main_input_name!r}")
+    return config, cls
+
+
+def _no_config(where: str, config_class: type[PreTrainedConfig], error: Exception) -> ModelError:
+    return ModelError(f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew")
+
+
+def _no_text_model(model_type: str, why: str) -> ModelError:
+    return ModelError(
+        f"{TEXT_MODELS}; this one (model_type {model_type!r}) is not: {why}; `headwise look` takes it, or load it with "
+        "transformers and use headwise.hf.probe(model) in Python"
+    )
+
+
+def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that config.json names, if transformers has it for this model_type; else its causal or plain model."""
+    named = raw.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    auto = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
+    base = base_type(config.model_type)
+    others = [names.get(base or config.model_type, "") for names in auto]
+    for candidate in (name, *(f"{CLASS_PREFIX}{other}" if base else other for other in others)):
+        room = heads_by_layer if base else transformers
+        cls: Any = getattr(room, candidate, None) if isinstance(candidate, str) else None
+        is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+        if is_model and getattr(cls, "config_class", None) is type(config):
+            return cls
+    raise _no_text_model(config.model_type, f"transformers has no language model of it (architectures: {name[:60]!r})")
+
+
+# -- the weights ------------------------------------------------------------------------------------------------------
+
+
+def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, folder: Path) -> None:
+    """Compare what config.json wants allocated with what the files hold, before allocating it."""
+    text = config.get_text_config()
+    experts = max(getattr(text, key, 0) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    layers = getattr(text, "num_hidden_layers", 0)
+    if layers * experts > 2_000_000:
+        raise ModelError(f"{folder}: {layers} layers of {experts} experts; such a model does not exist")
+    try:
+        with torch.device("meta"):
+            empty = cls(config)
+    except Exception as error:  # any size that does not fit another one shows here, in as many ways as there are models
+        raise ModelError(
+            f"{folder}: config.json describes no {cls.__name__} that can be built ({one_line(error)})"
+        ) from None
+    wanted = sum(p.numel() for p in empty.parameters())
+    buffers = sum(b.numel() for b in empty.buffers())
+    if wanted > 2 * weights.numel + 4_000_000 or buffers > weights.numel + 100_000_000:
+        raise ModelError(
+            f"{folder}: config.json describes {wanted + buffers:,} numbers, the safetensors files hold "
+            f"{weights.numel:,}; they do not belong together: download both anew"
+        )
+
+
+def build(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The text model of a config, as `Checkpoint.config` has it, and of its tensors; in float32, in eval mode.
+
+    Raises:
+        ModelError: transformers has no such text model, or the tensors do not make it whole.
+    """
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    return _fill(_class_of(dict(config), made), made, dict(state), torch.float32, "the changed model").eval()
+
+
+def _read(weights: Weights, folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        return {name: tensor for file in weights.files.values() for name, tensor in load_file(file).items()}
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{folder}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
+
+
+def _fill(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype, where: str
+) -> PreTrainedModel:
+    """The model with its weights. transformers is handed tensors, not a folder, so it reads nothing else in there."""
+    try:
+        with _quietly():
+            model, report = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # named below
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{where}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
+    if other := sorted(report.get("mismatched_keys", ())):
+        name, *sizes = other[0]
+        stored, configured = (tuple(size) for size in sizes)
+        raise ModelError(
+            f"{where}: {len(other)} weights of another size than config.json says, {name[:80]!r} first, {stored} "
+            f"and not {configured}; config.json and the files do not belong together: download both anew"
+        )
+    if names := sorted(map(str, report.get("missing_keys", ()))):
+        raise ModelError(
+            f"{where}: {len(names)} missing keys, {names[0][:80]!r} first, so those weights would be random; the files "
+            f"do not hold a whole {cls.__name__}: download them anew"
+        )
+    return model
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' progress bar and report of keys: what matters of it becomes an error of ours."""
+    talk = transformers.utils.logging
+    level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
+    try:
+        yield
+    finally:
+        talk.set_verbosity(level)
+        if bars:
+            talk.enable_progress_bar()
+
+
+# -- what `look` wants to know ----------------------------------------------------------------------------------------
+
+
+def _kind(model: PreTrainedModel) -> str:
+    default = not any(is_seam(type(module)) for module in model.modules()) or _writes(model.config)
+    causal = [bool(getattr(module, "is_causal", default)) for module in attention_modules(model).values()]
+    return "decoder" if any(causal) and getattr(model.config, "is_causal", True) else "encoder"
+
+
+def _writes(config: PreTrainedConfig) -> bool:
+    """Whether models of a config write text, by the kinds of heads that transformers has for them."""
+    if config.model_type in BOTH_WAYS:
+        return False
+    if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return bool(getattr(config, "is_decoder", False))
+    return config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    """How many ids the text part knows."""
+    try:
+        table: Any = model.get_input_embeddings()
+    except NotImplementedError:  # a model of two towers
+        table = None
+    rows = getattr(table, "num_embeddings", None)
+    return rows if isinstance(rows, int) else int(model.config.get_text_config().vocab_size)
+
+
+def declared_positions(config: PreTrainedConfig) -> int | None:
+    """How many tokens fit, as a config says it; None where it does not."""
+    names, text = ("max_position_embeddings", "max_seq_len"), config.get_text_config()
+    declared = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    return declared if isinstance(declared, int) and declared > 0 else None
+
+
+def _max_positions(model: PreTrainedModel) -> int | None:
+    """How many tokens fit. Tables that begin to count after the padding id hold that many rows fewer."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
+            rows = module.num_embeddings - module.padding_idx - 1
+            return rows if rows > 0 else None
+    return declared_positions(model.config)

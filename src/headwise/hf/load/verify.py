@@ -1,0 +1,51 @@
+"""Asks a fresh process whether a written checkpoint loads in stock transformers and computes what it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def prove(
+    folder: Path, config: Mapping[str, Any] | None, weights: Sequence[Path], request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the process tells: see `headwise.hf.proving`.
+
+    Args:
+        folder: The written checkpoint.
+        config: The original's config, checked; None where there is none to compare with.
+        weights: Its weights files.
+        request: ``gates``, a factor for every head of every layer in the order in which they attend; ``ids`` of a text
+            and ``mask_id``; ``speed``, whether to measure it; ``same``, false where the outputs are not to be the same.
+
+    Raises:
+        ModelError: transformers does not load the folder, or the process died.
+    """
+    source = None if config is None else {"config": dict(config), "weights": [str(file) for file in weights]}
+    question = json.dumps({**request, "folder": str(folder), "source": source}).encode()
+    script = Path(__file__).with_name("verify_process.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)], input=question, capture_output=True, env={**os.environ, **QUIET}
+    )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.decode("utf8", "replace").strip().splitlines() or [""])[-1]
+        raise ModelError(f"the process that loads the result ended with {done.returncode} ({last[:200]})") from None
+    if "error" in answer:
+        raise ModelError(f"transformers does not load or run the result: {' '.join(answer['error'].split())[:300]}")
+    return answer

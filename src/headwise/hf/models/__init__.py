@@ -1,0 +1,1 @@
+"""What headwise knows about the model classes of transformers."""

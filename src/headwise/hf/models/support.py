@@ -1,0 +1,169 @@
+"""What of a model runs through transformers' attention interface: read from its classes, never from its name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import ModelError
+from .architectures import CROSS_ATTENTION, OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
+from .own_attention import MARK, family_of, is_seam, is_switched
+
+NAME = "headwise"
+"""The name under which `headwise.hf` registers: `attn_implementation="headwise"`."""
+
+_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
+_OWN = "its attention is code of its own"
+
+
+def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
+    """Raise ModelError unless this class of model hands its attention to transformers' interface, or runs without."""
+    reason = OUTSIDE.get(model_type) or SPARSE.get(model_type)
+    # A private method, and the only one that says it; under a version without it the calls are checked instead.
+    can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
+    if reason is None and (can_set() or family_of(model) is not None):
+        return
+    raise ModelError(outside_text(model.__name__, model_type, reason or _OWN))
+
+
+def require_consulted(config: Any) -> None:
+    """Raise ModelError where the file of models that a config belongs to computes attention in code of its own.
+
+    A model that got the name past transformers' own ways (by writing to its config) comes here with its first
+    mask.
+    """
+    if not (_consults(type(config).__module__) or is_switched(config)):
+        name, model_type = type(config).__name__.removesuffix("Config"), config.model_type
+        if family_of(type(config)) is not None:
+            raise ModelError(
+                f"{name} (model_type {model_type!r}): {NAME!r} stands in its config, and its attention was not switched"
+                f' with it; call model.set_attn_implementation("{NAME}")'
+            )
+        raise ModelError(outside_text(name, model_type, OUTSIDE.get(model_type, _OWN)))
+
+
+@lru_cache(maxsize=1024)
+def _consults(module: str) -> bool:
+    """Whether the models beside a config's class call the interface, by the text that transformers looks for."""
+    file = sys.modules.get(module.replace("configuration_", "modeling_"))
+    try:
+        source = "" if file is None else inspect.getsource(file)
+    except (OSError, TypeError):
+        return True
+    return _ATTENTION_CLASS.search(source) is None or MARK in source
+
+
+def title(model: PreTrainedModel) -> str:
+    """How an error names a model."""
+    return f"{type(model).__name__} (model_type {model.config.model_type!r})"
+
+
+def outside_text(model: str, model_type: str, reason: str) -> str:
+    """The refusal of a model that is not on the interface, in one line."""
+    return (
+        f"{model} (model_type {model_type!r}) is not on transformers' attention interface, so its heads cannot be seen "
+        f'or run by headwise: {reason}; use attn_implementation="eager" with output_attentions=True in transformers, '
+        f"or a model on the interface, such as {SUPPORTED_EXAMPLES}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def dispatches(cls: type[nn.Module]) -> bool:
+    """Whether a module class calls the attention interface: its own source, or that of the forward it inherits.
+
+    transformers itself decides by the text of the source (`_can_set_attn_implementation`); this asks the same of one
+    class instead of the whole file.
+    """
+    for base in cls.__mro__:
+        if base is nn.Module:
+            return False
+        if "forward" not in vars(base):
+            continue
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made at run time: no text to read
+            return False
+        if MARK in source:
+            return True
+        if "super().forward" not in source:
+            return False
+    return False
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Qualified name -> each module of the model whose attention headwise runs: by the interface, or as a seam."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if dispatches(module.__class__) or is_seam(module.__class__)
+    }
+
+
+def caches_memory(model: nn.Module) -> bool:
+    """Whether cross-attention of a model keeps an encoder's keys in the other half of an `EncoderDecoderCache`."""
+    return any(
+        CROSS_ATTENTION.search(name) is not None and _keeps_memory(module.__class__)
+        for name, module in model.named_modules()
+    )
+
+
+@lru_cache(maxsize=4096)
+def _keeps_memory(cls: type[nn.Module]) -> bool:
+    try:
+        return "cross_attention_cache" in inspect.getsource(cls)
+    except (OSError, TypeError):
+        return False
+
+
+def refuse_own_code(model: PreTrainedModel, what: str) -> None:
+    """ModelError where a module computes attention in code of its own, which `what` does not reach."""
+    own = next((type(module).__name__ for module in model.modules() if is_seam(type(module))), None)
+    if own is not None:
+        raise ModelError(
+            f"{title(model)}: {own} computes attention in code of its own, and {what} is for models that call "
+            f"transformers' attention interface, such as {SUPPORTED_EXAMPLES}"
+        )
+
+
+def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that by their class's name are attention, yet neither call the interface nor hold one that does."""
+    seen = attention_modules(model)
+
+    def related(name: str) -> bool:
+        return any(name == other or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in seen)
+
+    unseen = {
+        name: module
+        for name, module in model.named_modules()
+        if name
+        and re.search(r"Attention(?!\w*Output)", type(module).__name__)  # and not what follows attention
+        and not related(name)
+        and any(True for _ in module.parameters())
+    }
+    return {name: module for name, module in unseen.items() if not any(name.startswith(f"{up}.") for up in unseen)}
+
+
+def configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config object that a module of the model reads, each once, with the sub-configs of each.
+
+    Encoder-decoders give each half a copy, so writing to `model.config` alone would reach neither.
+    """
+    configs_by_id: dict[int, PreTrainedConfig] = {}
+
+    def walk(config: Any) -> Iterator[PreTrainedConfig]:
+        if isinstance(config, PreTrainedConfig):
+            yield config
+            for key in getattr(config, "sub_configs", None) or {}:
+                yield from walk(getattr(config, key, None))
+
+    for module in model.modules():
+        for config in walk(getattr(module, "config", None)):
+            configs_by_id[id(config)] = config
+    return list(configs_by_id.values())

@@ -1,0 +1,1 @@
+"""Run attention code that does not use transformers' attention interface."""

@@ -1,0 +1,299 @@
+"""What the code of models does to scores, written down: an entry an operation of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...ops.masks.constructors import keep
+from ...ops.native.mask_arguments import FORMS
+from ..attention.function import attend, mask_of
+from ..attention.lazy_tensors import LazyKeys, LazyView
+from ..attention.mask import Hidden, StructuralMask
+from ..returned import Returned
+from .lazy_scores import Added, Chain, LazyScores
+
+HIDDEN = -1e4
+"""Scores filled with this number or less are hidden: models write finite numbers for minus infinity."""
+
+
+class Running:
+    """The module that runs.
+
+    Attributes:
+        module: It.
+        heads: How many heads it says it has.
+        wanted: Whether the caller asked for its weights.
+        calls: How often it has attended.
+        weights: What was computed for the caller of the weights of each call, by what had happened to its scores.
+    """
+
+    def __init__(self, module: nn.Module, heads: int | None, wanted: bool = False) -> None:
+        self.module, self.heads, self.wanted, self.calls = module, heads, wanted, 0
+        self.weights: dict[Chain, Tensor] = {}
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def _product(seam: Running, a: Any, b: Any) -> Any:
+    """The product of queries and keys, which begins scores; and that of weights and values, which ends them."""
+    if isinstance(a, LazyScores):
+        return _attended(seam, a, b) if a.chain.weighted else NotImplemented
+    chain = _begun(seam, a, b)
+    if chain is None:
+        return NotImplemented
+    shape = chain.sizes if a.ndim == 4 else (a.shape[0], a.shape[1], b.shape[2])
+    return LazyScores(chain, shape, torch.result_type(a, b), partial(torch.matmul, a, b))
+
+
+def _begun(seam: Running, a: Any, b: Any) -> Chain | None:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or isinstance(b, LazyScores):
+        return None
+    if a.ndim != b.ndim or a.ndim not in (3, 4) or a.shape[-1] != b.shape[-2]:
+        return None
+    if isinstance(b, LazyView) and not b.turned:
+        return None
+    key = b.keys if isinstance(b, LazyView) else b.transpose(-1, -2)
+    if a.ndim == 3:
+        if seam.heads is None or a.shape[0] % seam.heads or a.shape[0] != b.shape[0]:
+            return None
+        a = a.unflatten(0, (-1, seam.heads))
+        key = key if key.ndim == 4 else key.unflatten(0, (-1, seam.heads))
+    heads_fit = a.shape[1] == (seam.heads or a.shape[1]) and key.shape[1] in (1, a.shape[1])
+    return Chain(a, key) if heads_fit and a.shape[0] == key.shape[0] else None
+
+
+def _einsum(seam: Running, equation: Any, *operands: Any) -> Any:
+    """Products of two, of any order of axes: heads beside the batch, then as `_product`."""
+    if len(operands) != 2 or not isinstance(equation, str) or equation.count("->") != 1 or equation.count(",") != 1:
+        return NotImplemented
+    (left, right), out = (part.strip() for part in equation.split("->")[0].split(",")), equation.split("->")[1].strip()
+    both, a, b = set(left) & set(right), *operands
+    sums, shared = both - set(out), [x for x in out if x in both]
+    rows, columns = ([x for x in out if x in one and x not in both] for one in (left, right))
+    kept = len(left) == len(right) == len(out) == 4 and [len(x) for x in (sums, shared, rows, columns)] == [1, 2, 1, 1]
+    if not kept or [n.ndim for n in operands] != [4, 4]:
+        return NotImplemented
+    order, summed = shared + rows + columns, sums.pop()
+    a = a if isinstance(a, LazyScores) else a.permute([left.index(x) for x in (*shared, *rows, summed)])
+    if (isinstance(a, LazyScores) and list(left) != [*shared, *rows, summed]) or isinstance(b, LazyScores):
+        return NotImplemented
+    result = _product(seam, a, b.permute([right.index(x) for x in (*shared, summed, *columns)]))
+    if isinstance(result, LazyScores):
+        return result if list(out) == order else NotImplemented
+    return result if result is NotImplemented else result.permute([order.index(x) for x in out])
+
+
+def _attended(seam: Running, scores: LazyScores, value: Tensor) -> Any:
+    chain, dtype = scores.chain, value.dtype
+    flat = scores.ndim == 3
+    if isinstance(value, LazyView):
+        value = value.keys
+    elif value.ndim != scores.ndim:
+        return NotImplemented
+    elif flat:
+        value = value.unflatten(0, chain.sizes[:2])
+    query = chain.query.to(dtype)  # some models compute their scores in float32 and all else in a half dtype
+    key = chain.key if isinstance(chain.key, LazyKeys) else chain.key.to(dtype)
+    # A bias of the model's own rules is made a strip of rows at a time; a fused kernel would be handed all T x S of it.
+    backend = "blocks" if any(part.biases and type(part) not in FORMS for part in chain.mask.parts) else "auto"
+    returned = Returned(chain.sizes[3], scores.dtype) if seam.wanted else None
+    out, matrix = attend(seam.module, query, key, value, chain.dropout, backend, returned=returned, **chain.options())
+    if matrix is not None:
+        seam.weights[chain] = matrix
+    seam.calls += 1
+    return out.flatten(0, 1) if flat else out
+
+
+def _added_product(
+    seam: Running, x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    scores = _product(seam, batch1, batch2)
+    if not isinstance(scores, LazyScores):
+        return NotImplemented
+    return _add(seam, _scale(seam, scores, alpha), x * beta)
+
+
+# -- what happens to scores -------------------------------------------------------------------------------------------
+
+
+def _number(x: Any) -> float | None:
+    """A factor as a number; None where it is none, or learns."""
+    if isinstance(x, (int, float)):
+        return float(x)
+    return float(x) if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad else None
+
+
+def _scale(seam: Running, scores: Any, by: Any, divide: bool = False) -> Any:
+    """Times a number, or times one for each head or query, which is the same as a query times that."""
+    if isinstance(by, LazyScores) and not divide:
+        scores, by = by, scores
+    if not isinstance(scores, LazyScores) or scores.chain.weighted:
+        return NotImplemented
+    chain, factor = scores.chain, _number(by)
+    again = partial(torch.div if divide else torch.mul, other=by)
+    if factor is None and isinstance(by, Tensor) and by.is_floating_point() and by.ndim and by.shape[-1] == 1:
+        if chain.mask.parts or chain.biases or chain.scale < 0:
+            return NotImplemented
+        spread = scores.spread(by)
+        return scores.next(again, replace(chain, query=chain.query / spread if divide else chain.query * spread))
+    if not factor or factor < 0 or any(part.biases for part in chain.mask.parts):
+        return NotImplemented
+    factor = 1 / factor if divide else factor
+    chain = replace(chain, scale=chain.scale * factor, biases=tuple(x * factor for x in chain.biases))
+    return scores.next(again, chain)
+
+
+def _divide(seam: Running, scores: Any, by: Any) -> Any:
+    return _scale(seam, scores, by, divide=True) if isinstance(scores, LazyScores) else NotImplemented
+
+
+def _add(seam: Running, scores: Any, other: Any) -> Any:
+    if isinstance(other, LazyScores):
+        scores, other = other, scores
+    if not isinstance(scores, LazyScores) or isinstance(other, LazyScores) or scores.chain.weighted:
+        return NotImplemented
+    if not isinstance(other, Tensor):
+        return scores if other == 0 else NotImplemented
+    chain, (T, S) = scores.chain, scores.chain.sizes[2:]
+    if isinstance(other, StructuralMask) and other.shape[2] == 1 < T and other.shape[3] == S:
+        other = other.plain()  # of one query, for all
+    if isinstance(other, (StructuralMask, Added)) and not other.exposed:
+        mask = mask_of(seam.module, other, T, S) if isinstance(other, StructuralMask) else other.mask
+        chain = replace(chain, mask=chain.mask & mask)
+    elif other.is_floating_point():
+        chain = replace(chain, biases=(*chain.biases, scores.spread(other)))
+    else:
+        return NotImplemented
+    return scores.next(lambda x: x + other, chain)
+
+
+def _subtract(seam: Running, scores: Any, other: Any) -> Any:
+    takes = isinstance(scores, LazyScores) and isinstance(other, Tensor) and not isinstance(other, LazyScores)
+    return _add(seam, scores, -other) if takes else NotImplemented
+
+
+def _fill(seam: Running, scores: Any, hidden: Any, value: Any) -> Any:
+    """masked_fill."""
+    number = _number(value)
+    if not isinstance(scores, LazyScores) or scores.chain.weighted or number is None or number > HIDDEN:
+        return NotImplemented
+    is_rules = isinstance(hidden, Hidden) and not hidden.exposed
+    mask = hidden.mask if is_rules else keep(~scores.spread(hidden))
+    chain = replace(scores.chain, mask=scores.chain.mask & mask)
+    return scores.next(lambda x: x.masked_fill(hidden, value), chain)
+
+
+def _where(seam: Running, seen: Any, scores: Any, other: Any) -> Any:
+    if not isinstance(scores, LazyScores) or not isinstance(seen, Tensor) or isinstance(other, LazyScores):
+        return NotImplemented
+    number = _number(other)
+    if scores.chain.weighted or number is None or number > HIDDEN:
+        return NotImplemented
+    chain = replace(scores.chain, mask=scores.chain.mask & keep(scores.spread(seen)))
+    return scores.next(lambda x: torch.where(seen, x, other), chain)
+
+
+def _at_least(seam: Running, scores: Any, other: Any = None, *args: Any) -> Any:
+    """The larger of scores and the lowest number: what guards against overflow leaves them as they are."""
+    number = _number(other)
+    if args or not isinstance(scores, LazyScores) or number is None or number > torch.finfo(scores.dtype).min:
+        return NotImplemented
+    return scores.next(lambda x: torch.maximum(x, other))
+
+
+def _softmax(
+    seam: Running, scores: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    if not isinstance(scores, LazyScores) or scores.chain.weighted or dim not in (-1, scores.ndim - 1):
+        return NotImplemented
+    chain = replace(scores.chain, weighted=True)
+    return scores.next(lambda x: x.softmax(-1, dtype=dtype), chain, dtype=dtype or scores.dtype)
+
+
+def _dropout(seam: Running, scores: Any, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not isinstance(scores, LazyScores) or (scores.chain.dropout and training and p):
+        return NotImplemented
+    if not training or not p:
+        return scores
+    if not scores.chain.weighted:
+        return NotImplemented
+    return scores.next(partial(F.dropout, p=p), replace(scores.chain, dropout=p))
+
+
+def _cast(seam: Running, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """To another dtype: of scores it says what weights are returned in; keys of a cache are read as they are stored."""
+    if not isinstance(x, (LazyScores, LazyKeys)):
+        return NotImplemented
+    kinds = [y for y in (*args, *kwargs.values()) if isinstance(y, (torch.dtype, Tensor))]
+    if len(kinds) != 1 or len(kinds) != len(args) + len(kwargs):
+        return NotImplemented
+    dtype = kinds[0].dtype if isinstance(kinds[0], Tensor) else kinds[0]
+    if isinstance(x, LazyKeys):
+        return NotImplemented if x.exposed else LazyKeys(x.stored, dtype, x.expired)
+    return x.next(lambda y: y.to(dtype), dtype=dtype)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda seam, x: _cast(seam, x, dtype)
+
+
+def _view(seam: Running, x: Any, *shape: Any) -> Any:
+    """Heads beside the batch or within it."""
+    if not isinstance(x, (LazyScores, LazyKeys)):
+        return NotImplemented
+    sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    if sizes.count(-1) == 1:
+        rest = -torch.Size(sizes).numel()
+        sizes[sizes.index(-1)] = x.numel() // rest if rest else 0
+    B, H, T, S = x.chain.sizes if isinstance(x, LazyScores) else x.shape
+    if tuple(sizes) not in ((B, H, T, S), (B * H, T, S)):
+        return NotImplemented
+    if isinstance(x, LazyScores):
+        return x.next(lambda y: y.reshape(sizes), shape=tuple(sizes))
+    return x if len(sizes) == 4 else LazyView(x, turned=False, flat=True)
+
+
+def _turn(seam: Running, x: Any, a: int, b: int) -> Any:
+    """transpose, of keys that a cache keeps in a form of its own."""
+    if not isinstance(x, (LazyKeys, LazyView)) or x.exposed or {a % x.ndim, b % x.ndim} != {x.ndim - 1, x.ndim - 2}:
+        return NotImplemented
+    flat = isinstance(x, LazyView) and x.flat
+    return LazyView(x.keys if isinstance(x, LazyView) else x, not (isinstance(x, LazyView) and x.turned), flat)
+
+
+def _same(seam: Running, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return x if isinstance(x, LazyScores) else NotImplemented
+
+
+STEPS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__), _product),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), _added_product),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__, Tensor.__rmul__), _scale),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__), _divide),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__), _add),
+    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), _fill),
+    **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _softmax),
+    **dict.fromkeys((torch.max, torch.maximum, Tensor.max, Tensor.maximum), _at_least),
+    **dict.fromkeys((Tensor.to, Tensor.type, Tensor.type_as), _cast),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
+    **dict.fromkeys((Tensor.transpose, torch.transpose), _turn),
+    **dict.fromkeys((Tensor.contiguous, Tensor.clone), _same),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.sub_), _subtract),
+    torch.einsum: _einsum,
+    torch.where: _where,
+    F.dropout: _dropout,
+    Tensor.float: _cast_to(torch.float32),
+    Tensor.double: _cast_to(torch.float64),
+    Tensor.half: _cast_to(torch.float16),
+    Tensor.bfloat16: _cast_to(torch.bfloat16),
+}
+"""What the code of models does to scores -> how it is written down; NotImplemented makes the scores."""
+IN_PLACE = {f for f in STEPS if f.__name__.endswith("_") and not f.__name__.startswith("_")}

@@ -1,0 +1,77 @@
+"""Models that compute attention in code of their own are switched to headwise, and back.
+
+Their classes keep their code. Once a model was switched, calls of the modules that `architectures.SEAMS` names go
+through `Seam` (`running.py`), and a few methods have another form (`positions.py`), for as long as the model's config
+says so; under any other name they are what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..models.own_attention import Switched, family_of, is_seam, is_switched, methods_of
+from . import replacements as positions
+from .tracer import Seam, asks_for_weights
+
+_CONFIG = "_headwise_config"
+_PREPARED = "_prepared_for_headwise"
+
+
+def switch(model: PreTrainedModel, name: str) -> None:
+    """Prepare every part of a model whose config says `name` to run on headwise; other parts are left alone."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and family_of(type(part)) is not None:
+            if part.config._attn_implementation == name:
+                part.config._attn_implementation_internal = Switched(name)
+            for module in part.modules():
+                if methods_of(type(module)) is not None:
+                    _prepare(type(module))
+                    vars(module)[_CONFIG] = part.config
+
+
+def _runs_here(module: nn.Module) -> bool:
+    config = vars(module).get(_CONFIG)
+    return config is not None and is_switched(config)
+
+
+def _prepare(cls: type[nn.Module]) -> None:
+    """Have the calls of a class ask which attention its model runs on."""
+    if hasattr(cls, _PREPARED):
+        return
+    forms = {name: getattr(positions, form) for name, form in (methods_of(cls) or {}).items()}
+    theirs = cls.__call__
+    ours = partial(forms.pop("__call__"), theirs) if "__call__" in forms else theirs
+
+    @wraps(theirs)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _runs_here(self):
+            return theirs(self, *args, **kwargs)
+        return _run(ours, self, *args, **kwargs) if attends else ours(self, *args, **kwargs)
+
+    attends = is_seam(cls)
+    if attends or ours is not theirs:
+        cls.__call__ = __call__  # type: ignore[method-assign]  # and not forward, which others cover module by module
+    for name, form in forms.items():
+        setattr(cls, name, _either(getattr(cls, name), form))
+    setattr(cls, _PREPARED, True)
+
+
+@torch.compiler.disable
+def _run(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A module's own code on headwise's attention; compiled code calls it as it is."""
+    wanted = asks_for_weights(type(module).forward, args, kwargs)
+    return Seam(module, wanted).run(partial(call, module), *args, **kwargs)
+
+
+def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return ours(self, *args, **kwargs) if _runs_here(self) else theirs(self, *args, **kwargs)
+
+    return method

@@ -1,0 +1,141 @@
+"""Attention of a model's own code, run by headwise: its scores are told what happens to them, and never made.
+
+While such a module runs, a product of queries and keys gives `Scores`: a tensor of which there is only the size. What
+the code then does to it (a scale, a mask, a bias, softmax, dropout) is written down (`steps.py`), and the product with
+the values runs headwise's attention with all of it. Anything else that is done to scores makes them, as the code would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ...ops.statistics.weights import weights
+from ...ops.storage.layout import in_one_piece
+from ..attention.function import attentions_are_collected
+from ..attention.lazy_tensors import Lazy, LazyKeys
+from ..errors import ModelError
+from .lazy_scores import LazyScores
+from .recorded_ops import IN_PLACE, STEPS, Running
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+"""What modules call the number of their heads."""
+_asked_for: ContextVar[bool] = ContextVar("headwise_attentions_asked_for", default=False)
+
+
+@contextmanager
+def attentions_asked_for(on: bool) -> Iterator[None]:
+    """For calls of modules that are not told themselves whether to return their weights."""
+    before = _asked_for.set(on)
+    try:
+        yield
+    finally:
+        _asked_for.reset(before)
+
+
+def weights_are_wanted() -> bool:
+    """Whether a caller up the stack asked for weights."""
+    return attentions_are_collected() or _asked_for.get()
+
+
+class Seam(TorchFunctionMode):
+    """Runs a module of attention, with every product of queries and keys in it as `Scores`."""
+
+    def __init__(self, module: nn.Module, wanted: bool = False) -> None:
+        counts = [getattr(module, name, None) for name in HEADS]
+        heads = next((n for n in counts if isinstance(n, int)), None)
+        self.running = Running(module, heads, wanted)
+        super().__init__()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's own code; attentions that it returns are the weights, made where the caller asked for them."""
+        with self:
+            result = function(*args, **kwargs)
+        module = self.running.module
+        if not self.running.calls:
+            raise ModelError(
+                f"{type(module).__name__} ran without a product of queries and keys that headwise can read, so "
+                "its attention did not run on headwise; switch back by model.set_attn_implementation('eager')"
+            )
+        return tree_map(lambda x: self._returned(x) if isinstance(x, LazyScores) else x, result)
+
+    def _returned(self, scores: LazyScores) -> Tensor:
+        chain = scores.chain
+        if not chain.weighted:
+            return scores.replay()
+        made = self.running.weights.get(chain)
+        if made is not None:  # of which out was computed, where they carry a gradient
+            same = made.dtype == scores.dtype and made.shape == scores.shape
+            return made if same else made.detach().to(scores.dtype).reshape(scores.shape)
+        key = in_one_piece(_stored(chain.key), chain.query.dtype)
+        make = partial(_weights, chain.query, key, chain.options(), scores.shape, scores.dtype)
+        # Weights that no output was computed from have no gradient to give.
+        return make().detach() if self.running.wanted else Lazy._of(make, scores.shape, scores.dtype, scores.device)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operation of torch inside of the module."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        step = STEPS.get(func)
+        known = step is not None and (not kwargs or _takes(step, frozenset(kwargs)))
+        result = step(self.running, *args, **kwargs) if step and known else NotImplemented
+        if result is NotImplemented:
+            args, kwargs = _made(args), _made(kwargs)
+            return func(*args, **kwargs)
+        if isinstance(result, LazyScores) and func in IN_PLACE and isinstance(args[0], LazyScores):
+            return args[0].become(result)
+        return result
+
+
+@cache
+def _takes(step: Callable[..., Any], keywords: frozenset[str]) -> bool:
+    parameters = inspect.signature(step).parameters
+    return keywords <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def asks_for_weights(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a module asks for attentions."""
+    if weights_are_wanted():
+        return True
+    names = list(inspect.signature(forward).parameters)[1:]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("output_attentions"))
+
+
+def _made(x: Any) -> Any:
+    """With the scores as tensors."""
+    if not _holds_scores(x):
+        return x
+    return tree_map(lambda leaf: leaf.replay() if isinstance(leaf, LazyScores) else leaf, x)
+
+
+def _holds_scores(x: Any) -> bool:
+    # Asked for every operation of a module. Arguments of torch are tuples, lists and dicts, and walking them here takes
+    # a tenth of the time of torch's tree_leaves.
+    if isinstance(x, (tuple, list)):
+        return any(map(_holds_scores, x))
+    return any(map(_holds_scores, x.values())) if isinstance(x, dict) else isinstance(x, LazyScores)
+
+
+def _weights(query: Tensor, key: Tensor, options: dict[str, Any], shape: Any, dtype: torch.dtype) -> Tensor:
+    return weights(query, key, **options).to(dtype).reshape(shape)
+
+
+def _stored(keys: Tensor) -> Any:
+    return keys.stored if isinstance(keys, LazyKeys) and not keys.exposed else keys
+
+
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
+}
+"""What is known of scores without making them."""

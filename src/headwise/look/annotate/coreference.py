@@ -1,0 +1,116 @@
+"""Mentions from the brackets of ``Entity`` in MISC, as CorefUD writes them: https://ufal.mff.cuni.cz/corefud."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...shapes.arguments import shown
+from .words import Mention
+
+MAX_MENTIONED = 1_000_000
+"""Words that the mentions of one sentence hold at most, all together."""
+
+_BRACKET = re.compile(r"(\(?)([^()]+)(\)?)")
+_PART = re.compile(r"(.+)\[(\d{1,4})/(\d{1,4})\]")
+
+Wrong = Callable[[int, str], ValueError]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which of the parts of an opening bracket, between its hyphens, is the entity's name, and which its kind."""
+
+    entity: int = 0
+    kind: int = 1
+
+    @classmethod
+    def of(cls, declared: str) -> Order:
+        """From ``# global.Entity``: eid-etype-head-..., or GRP and entity in the older form."""
+        names = declared.split("-")
+        entity = next((n for n, name in enumerate(names) if name.lower() in ("eid", "grp")), 0)
+        return cls(entity, next((n for n, name in enumerate(names) if name in ("etype", "entity", "type")), len(names)))
+
+    def read(self, fields: Sequence[str]) -> tuple[str, str]:
+        """Return the name and the kind in an opening bracket."""
+        return (
+            fields[self.entity] if self.entity < len(fields) else fields[0],
+            fields[self.kind] if self.kind < len(fields) else "",
+        )
+
+
+@dataclass
+class _Open:
+    """The brackets of a sentence that are open, and the mentions that are whole."""
+
+    wrong: Wrong
+    opened: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)  # by label: line, first word, kind
+    parts: dict[str, tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)  # by entity: line, parts, words
+    mentions: list[Mention] = field(default_factory=list)
+    size: int = 0
+
+    def open(self, label: str, kind: str, number: int, first: int) -> None:
+        """A mention begins, or a part of one."""
+        self.opened.setdefault(label, []).append((number, first, kind))
+
+    def close(self, label: str, number: int, last: int) -> None:
+        """A mention ends, or a part of one."""
+        if not self.opened.get(label):
+            raise self.wrong(number, f"a bracket of Entity closes {shown(label)}, which is not open; open it before")
+        _, first, kind = self.opened[label].pop()
+        words, entity = tuple(range(first, last + 1)), label
+        cut = _PART.fullmatch(label)
+        if cut is not None:
+            entity, part, parts = cut[1], int(cut[2]), int(cut[3])
+            _, before, earlier = self.parts.pop(entity, (0, 0, ()))
+            if part != before + 1:
+                raise self.wrong(number, f"parts of a mention come in order; got {shown(label)} behind {before} parts")
+            words = earlier + words
+            if part < parts:
+                self.parts[entity] = number, part, words
+        self.size += len(words)
+        if self.size > MAX_MENTIONED:
+            raise self.wrong(number, f"the mentions of a sentence hold at most {MAX_MENTIONED} words; split it")
+        if words and (cut is None or part >= parts):
+            self.mentions.append(Mention(entity, words, kind))
+
+    def check_closed(self) -> None:
+        """Raise ValueError where the sentence ends before a mention."""
+        left = [(number, label) for label, several in self.opened.items() for number, *_ in several]
+        left += [(number, f"{entity}[...]") for entity, (number, *_) in self.parts.items()]
+        if left:
+            number, label = min(left)
+            raise self.wrong(number, f"a mention of {shown(label)} does not end in its sentence; close its bracket")
+
+
+def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -> tuple[Mention, ...]:
+    """Return the mentions of a sentence, in the order of their first words, longer ones first.
+
+    Args:
+        tokens: the line of each token, and the library's token.
+        order: of the fields in an opening bracket.
+        wrong: makes the error of a line.
+    """
+    brackets = _Open(wrong)
+    done = 0  # words so far: an empty node begins at the next and ends at the last
+    for number, token in tokens:
+        real = isinstance(token["id"], int)
+        if not real and token["id"][1] == "-":
+            continue
+        value = token["misc"].get("Entity", "")
+        matches = list(_BRACKET.finditer(value))
+        if "".join(match[0] for match in matches) != value or not all(match[1] or match[3] for match in matches):
+            raise wrong(number, f"Entity is brackets such as (e1-person-2, e1) or (e1-person-1); got {shown(value)}")
+        for opens, label, closes in (match.groups() for match in matches):
+            kind = ""
+            if opens or label not in brackets.opened:  # some corpora repeat all fields where they close
+                label, kind = order.read(label.split("-"))
+            if opens:
+                brackets.open(label, kind, number, done)
+            if closes:
+                brackets.close(label, number, done if real else done - 1)
+        done += real
+    brackets.check_closed()
+    return tuple(sorted(brackets.mentions, key=lambda mention: (mention.first, -mention.last)))

@@ -1,0 +1,1 @@
+"""Run a model over texts and collect the statistics of each head."""

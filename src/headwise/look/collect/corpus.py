@@ -1,0 +1,215 @@
+"""Looking at many texts: read in blocks, summed exactly, kept on the disk if asked, so that a second start goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from ...distributed.workers import Processes
+from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.unwrap import unwrap
+from ...shapes.arguments import check_counts, check_paths, shown
+from ..inputs import ids as inputs
+from ..inputs.repeated_tokens import Repeats
+from ..result import Look
+from ..roles.call_tokens import Passage, Vocabulary
+from ..roles.catalog import ROLES
+from .fingerprint import fingerprint, of_model
+from .forward import OnProgress, Reader, Steps
+from .reduce import MapSizes
+from .text import BATCH, REPEATS, Ids, look_of, read_more
+from .workers import Shared, check_whole
+
+BLOCK = 256
+"""Texts read between two savings; those of one length go through the model together."""
+
+
+def over(
+    model: nn.Module,
+    texts: Iterable[Ids],
+    *,
+    words: Vocabulary | None = None,
+    name: str | None = None,
+    batch: int = BATCH,
+    repeats: Repeats | None = REPEATS,
+    readings: Mapping[str, Sequence[Passage]] | None = None,
+    state: str | os.PathLike[str] | None = None,
+    progress: OnProgress | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Look:
+    """Look at every attention head of a model over many texts, as `at` does over one.
+
+    Texts are read as they come, never all held at once. Of equal length they go through the model together; nothing is
+    padded. The sums over texts are whole numbers, so their order and grouping change no bit of the result.
+
+    Args:
+        model: as for `at`.
+        texts: the token ids of each text, in any form that `at` takes.
+        words: the ids by what they are: delimiters, punctuation, special. By default those that the model's
+            configuration names as special, and no others.
+        name: of the model.
+        batch: most tokens of one forward pass; a longer text passes by itself.
+        repeats: how the random tokens are made; None skips that pass.
+        readings: as for `at`.
+        state: a file that keeps the sums after each 256 texts. Where it exists, its texts are skipped: after an
+            interrupt, call again with the same texts. It is removed by nobody. It is refused where the model's name,
+            configuration or weights, the version, the words, the readings or the first text are others.
+        progress: called as ``progress(done, 0)`` with the number of texts read.
+        group: processes that share the texts, such as ``torch.distributed.group.WORLD``: each calls this with the same
+            model, texts and options, and gets the same look, to the last bit that of one process. The first of them
+            alone reads and writes `state`, of whatever number of processes, and calls `progress`. None: this process
+            reads all by itself, whatever groups there are. Processes that have a model only together (tensor
+            parallelism) read the same: the group is the other dimension of their mesh.
+
+    Raises:
+        TypeError, ValueError: as `at`; also no text at all, a state of another model or other options, or processes
+            that were called with different things. What one process raises, all do.
+        OSError: `state` cannot be written.
+        ConnectionError: a process of the group has ended, or does not answer within the group's timeout.
+
+    Example:
+        >>> import torch, headwise
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
+        ...     def forward(self, ids):
+        ...         return self.attend(self.embed(ids), mask=headwise.causal())
+        >>> seen = headwise.look.over(Model(), [[1, 2, 3, 5], [8, 13, 21], [34, 55, 89, 1]])
+        >>> seen.texts, seen.length, seen.heads[0].scores["previous-token"].count
+        (3, 11, 8)
+    """
+    started = time.perf_counter()
+    model = unwrap(model)
+    processes = Processes.of(group)
+
+    def begin() -> tuple[Reader, Iterator[Ids], Mapping[str, Sequence[Passage]], str]:
+        inputs.check_reads_text(model)
+        inputs.check_options(name, 1, False, repeats, progress)
+        _check_sums(model, processes, batch, words, state)
+        first, stream = _first_of(texts)
+        row = inputs.as_row(first)
+        reader = _reader_of(model, row, words)
+        others = inputs.checked_readings(readings, reader.facts)
+        weights = of_model(model) if state is not None or processes.size > 1 else ""  # else no sums meet others
+        about = fingerprint(name or inputs.model_name(model), repeats, reader.words, others, row, weights)
+        return reader, itertools.chain([first], stream), others, about
+
+    reader, stream, others, about = processes.together(begin)
+    shared = Shared(reader, processes, about, state, progress)
+    shared.begin()
+    stream = itertools.islice(stream, shared.done, None)
+    with resting(model):
+        while shared.block(lambda: [inputs.as_row(ids) for ids in itertools.islice(stream, BLOCK)], batch):
+            pass
+        shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
+    return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
+
+
+def _reader_of(model: nn.Module, row: Sequence[int], words: Vocabulary | None) -> Reader:
+    """Return what reads the texts, by what the first of them says of the model's ids."""
+    facts = inputs.IdFacts.of(model, row)
+    known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
+    return Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
+
+
+def _check_sums(model: nn.Module, processes: Processes, batch: object, words: object, state: object) -> None:
+    """Refuse what sums over texts are not made of or kept in."""
+    check_counts(1, batch=batch)
+    check_whole(model, processes)
+    if words is not None and not isinstance(words, Vocabulary):
+        raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
+    if state is not None:
+        check_paths(state=state)
+
+
+def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
+    """Yield the first text, and those after it."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
+        raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
+    stream = iter(texts)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError("look.over needs at least one text; got none")
+    return first, stream
+
+
+def documents(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The texts of a corpus, one at a time: a text file, the ``*.txt`` of a folder and those below it, or JSON Lines.
+
+    Of JSON Lines each line is an object with its text under ``"text"``, or a string. Files are taken by name, so the
+    order is the same everywhere. Empty texts are left out.
+
+    Raises:
+        TypeError: no path.
+        FileNotFoundError: there is no such path.
+        ValueError: a device, a folder without texts, a line that is no JSON or holds no text, or bytes that are
+            no UTF-8.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "b.txt").write_text("two"), (Path(folder) / "a.txt").write_text("one")
+        ...     list(documents(folder))
+        ['one', 'two']
+    """
+    check_paths(path=path)
+    where = Path(path)
+    if where.is_dir():
+        files = sorted(file for file in where.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file())
+        if not files:
+            raise ValueError(f"{where}: no *.txt and no *.jsonl below it; give a folder of texts")
+        for file in files:
+            yield from documents(file)
+        return
+    if where.is_char_device() or where.is_block_device():  # it may have no end
+        raise ValueError(f"{where}: a device, and a corpus is a file or a folder of texts; give one of these")
+    try:
+        if where.suffix == ".jsonl":
+            with where.open(encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield from _nonempty(_text_of(line, f"{where}:{number}"))
+        else:
+            yield from _nonempty(where.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
+
+
+def _nonempty(text: str) -> Iterator[str]:
+    if text.strip():
+        yield text
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f'{where}: not JSON; write an object a line, such as {{"text": "..."}}') from None
+    text = entry.get("text") if isinstance(entry, dict) else entry
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: no "text" in it that is a string; write an object a line with its text there')
+    return text
+
+
+def cut(ids: Sequence[int], most: int, opener: int | None = None) -> Iterator[list[int]]:
+    """Yield a long text in parts of at most `most` tokens, each begun by `opener` if the text began so.
+
+    >>> [*cut([0, 5, 6, 7, 8, 9], 4, opener=0)]
+    [[0, 5, 6, 7], [0, 8, 9]]
+    """
+    check_counts(2, most=most)
+    begins = opener is not None and len(ids) > 0 and ids[0] == opener
+    start: list[int] = [ids[0]] if begins else []
+    rest = list(ids[len(start) :])
+    step = most - len(start)
+    for place in range(0, max(len(rest), 1), step):
+        yield [*start, *rest[place : place + step]]

@@ -1,0 +1,96 @@
+"""What tells one look at many texts from another: sums of different ones must not be added to each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..inputs.repeated_tokens import Repeats
+from ..roles.call_tokens import Passage, Vocabulary
+from ..roles.catalog import ROLES
+from .text import version
+
+CHUNK = 1 << 26
+"""Bytes of a weight that are on the CPU at a time."""
+
+VOLATILE = ("name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""What a configuration says of where a model came from, not of what it computes; the dtype is that of the weights."""
+
+
+def fingerprint(
+    name: str,
+    repeats: Repeats | None,
+    words: Vocabulary,
+    readings: Mapping[str, Sequence[Passage]],
+    first: Sequence[int],
+    model: str = "",
+) -> str:
+    """What sums may be added to each other: of one model, one version, one set of roles, words and readings, one text
+    that begins the corpus.
+
+    Thresholds are not in it: they are held against the sums at the end. `model` is what `of_model` gives.
+    """
+    listed = [sorted(getattr(words, one.name)) for one in fields(words)]
+    roles = [[role.name, role.formula, role.reads, sorted(role.over)] for role in ROLES]
+    read = {reads: [_of_passage(one) for one in passages] for reads, passages in readings.items()}
+    text = json.dumps(
+        [version(), name, model, repr(repeats), listed, read, roles, [*first]], sort_keys=True, default=list
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _of_passage(passage: Passage) -> list[Any]:
+    """Return what a passage holds; lists and tuples of the same numbers are the same."""
+    links = {name: [[int(key) for key in keys] for keys in rows] for name, rows in passage.links.items()}
+    classes = {name: [int(place) for place in places] for name, places in passage.classes.items()}
+    return [[int(i) for i in passage.ids], links, classes, passage.text]
+
+
+def of_model(model: nn.Module) -> str:
+    """Return the SHA-256 of a model's configuration and of the bytes of its weights, wherever they are.
+
+    Of a model that is split over processes, the part that this one has.
+
+    >>> same, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    >>> of_model(same) == of_model(same), of_model(same) == of_model(other)
+    (True, False)
+    """
+    digest = hashlib.sha256(json.dumps(_config_of(model), sort_keys=True, default=_kind).encode())
+    for name, weight in model.state_dict().items():
+        here = weight.to_local() if hasattr(weight, "to_local") else weight
+        if isinstance(here, Tensor):
+            digest.update(json.dumps([name, str(here.dtype), [*here.shape]]).encode())
+            if here.layout == torch.strided and not here.is_meta:
+                with suppress(RuntimeError, TypeError):  # a quantised weight may have no bytes to read: its name counts
+                    _add(digest, here)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, weight: Tensor) -> None:
+    for part in weight.detach().reshape(-1).view(torch.uint8).split(CHUNK):
+        digest.update(part.cpu().numpy())
+
+
+def _config_of(model: nn.Module) -> Any:
+    """Return the configuration as a dictionary, without what is volatile; None where there is none."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    return _stable(to_dict()) if callable(to_dict) else None
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {str(name): one for name, one in value.items() if not str(name).startswith("_")}
+        return {name: _stable(one) for name, one in kept.items() if name not in VOLATILE}
+    return [*map(_stable, value)] if isinstance(value, (list, tuple)) else value
+
+
+def _kind(value: object) -> str:
+    """Stands for what JSON has no word for: its address is another each time."""
+    return type(value).__name__

@@ -1,0 +1,217 @@
+"""The forward passes of a look: passages in, sums of every attention call out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.hooks.probe import AttentionCall, probe
+from ...ops.masks import keep
+from ..inputs import ids as inputs
+from ..inputs.ids import IdFacts
+from ..inputs.model_input import Source, View, part_of
+from ..inputs.repeated_tokens import Repeated, Repeats, draw
+from ..records import axes
+from ..records.axes import MIXED, NOWHERE, Axis
+from ..records.head import HeadMap
+from ..records.vectors import Neurons, vectors_of
+from ..roles.call_tokens import Passage, Scene, Vocabulary
+from ..roles.catalog import TEXT, Role
+from ..roles.spatial_measures import only
+from .reduce import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
+from .sums import ON_PICTURE, LayerTally
+
+OnProgress = Callable[[int, int], object]
+
+SHORT = 1024
+"""Most queries of a call whose vectors are kept: the weights among them come from whole rows, which cost time."""
+
+
+@dataclass
+class Steps:
+    """Tells the user's callback how far the passes have come."""
+
+    tell: OnProgress | None
+    passes: int
+    total: int = 0
+    done: int = 0
+
+    def expect(self, modules: int) -> None:
+        """A pass begins in which so many modules will be called once (those of shared layers more often)."""
+        self.total = modules * self.passes
+
+    def step(self) -> None:
+        """An attention call was measured."""
+        self.done += 1
+        self.total = max(self.total, self.done)
+        if self.tell is not None:
+            self.tell(self.done, self.total)
+
+
+@dataclass
+class Reader:
+    """One model, read passage by passage.
+
+    Attributes:
+        model: in eval mode.
+        facts: what it says of its ids.
+        words: the ids by what they are.
+        roles: what is looked for.
+        sizes: of the maps; a large one of 0 cells makes none.
+        steps: of the progress.
+        tallies: what was summed so far, by attention call.
+        maps: the large maps of the last text.
+        neurons: queries, keys and values of its first tokens, kept with the large maps where it is short.
+        source: what the main pass reads, where that is more than one text.
+    """
+
+    model: nn.Module
+    facts: IdFacts
+    words: Vocabulary
+    roles: Sequence[Role]
+    sizes: MapSizes
+    steps: Steps
+    tallies: list[LayerTally] = field(default_factory=list)
+    maps: list[HeadMap] = field(default_factory=list)
+    neurons: list[Neurons] = field(default_factory=list)
+    source: Source | None = None
+
+    @property
+    def kind(self) -> str:
+        """What the model is, by where its queries may look."""
+        parts = {tally.place["part"] for tally in self.tallies}
+        if "cross" in parts:
+            return "encoder-decoder"
+        if len(parts) > 1 and self.source is not None and self.source.call:
+            return "encoder and decoder"
+        return "encoder" if "encoder" in parts else "decoder"
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """What the calls on the main text, pictures and sound ran over; none where that is one text alone."""
+        plain = self.source is None or not (self.source.call or self.source.own)
+        return () if plain or self.source is None else tuple(self.source.axes)
+
+    def read(self, passages: Sequence[Passage], reads: str, usual: Mapping[str, int] | None = None) -> None:
+        """One forward pass over passages of one length, for the roles that read such."""
+        self.pass_over(Source.of_rows(self.model, passages, self.facts, self.source), reads, usual)
+
+    def pass_over(self, source: Source, reads: str, usual: Mapping[str, int] | None = None) -> None:
+        """One forward pass over what a source reads."""
+        roles = [role for role in self.roles if role.reads == reads]
+        scenes: dict[object, Scene] = {}
+        uniform, again, pair = Uniform(), Counter[str](), inputs.is_pair(self.model)
+        self.maps, self.neurons = [], []
+
+        def each(call: AttentionCall) -> Tensor | None:
+            inputs.check_heads(self.model.get_submodule(call.module), call)
+            part = part_of(call, self.model, pair=pair)
+            view = source.view(call, part, again[call.module])
+            again[call.module] += 1
+            ahead = None if part == "cross" else looks_ahead(call)
+            about = (view.over, ahead, view.moved, len(view.passages), view.passages[0].text)
+            if about not in scenes:
+                scenes[about] = _scene(view, ahead, self.words, usual or {})
+            scene = scenes[about]
+            pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
+            here = [role for role in roles if scene.kinds & role.over]
+            tally, first = self._tally(call, view, part, reads)
+            if MIXED in scene.kinds:
+                here = [role for role in here if MIXED in role.over]
+                self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
+            else:
+                here = [role for role in here if scene.kinds <= role.over]
+            out, got = measure(call, scene, here, pool, uniform)
+            check_finite(got, self.model)
+            add_roles(got, here, tally)
+            if reads == TEXT:
+                add_numbers(got, tally, self.sizes.small)
+                if self.sizes.large and first:
+                    self.maps += quantised(got.rows.pooled[0])
+                    if call.query.shape[2] <= SHORT:
+                        self.neurons.append(vectors_of(call))
+            self.steps.step()
+            return out
+
+        with probe(self.model, each) as seen:
+            self.steps.expect(len(seen.expected))
+            try:
+                source.run()
+            except Exception as error:
+                if seen.seen == 0 and not source.call:  # not one call: the fault is none of what was measured
+                    inputs.check_reads_nothing_else(self.model, error)
+                raise
+
+    def _of_text(self, call: AttentionCall, scene: Scene, roles: Sequence[Role], tally: LayerTally) -> None:
+        """The roles of a text, where a text holds pictures: of the queries that are no patches."""
+        words = torch.tensor([cell == NOWHERE for cell in scene.axes[0].cells], device="cpu")[None]
+        among = keep(words[:, None, :, None].to(call.query.device))
+        alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
+        roles = [role for role in roles if axes.TEXT in role.over]
+        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform())
+        check_finite(got, self.model)
+        add_roles(got, roles, tally)
+        mass, count = only(got, words.expand(call.query.shape[0], -1), ~words.expand(call.query.shape[0], -1))
+        tally.add({ON_PICTURE: (mass * count).sum(0), f"{ON_PICTURE}, rows": count.sum(0)})
+
+    def _tally(self, call: AttentionCall, view: View, part: str, reads: str) -> tuple[LayerTally, bool]:
+        """The sums of a module's call, and whether the pass over the main text comes to it for the first time."""
+        about = (call.module, view.again)
+        tally = next((one for one in self.tallies if (one.place["module"], one.place["call"]) == about), None)
+        if tally is None:
+            place = {"module": call.module, "call": view.again, "part": part}
+            tally = LayerTally(place, call.query.shape[1])
+            self.tallies.append(tally)
+        tally.is_of(part)
+        first = tally.over is None
+        if reads == TEXT and first:
+            tally.over = view.over
+        return tally, first
+
+
+def _scene(view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str, int]) -> Scene:
+    return Scene(view.queries, view.keys, ahead, words, view.passages, view.moved, view.known, usual, view.axes)
+
+
+def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:
+    """Random tokens repeated, begun (and, where the model looks ahead, ended) as the text was."""
+    if repeats.vocabulary is not None:
+        inputs.check_fits(repeats.vocabulary, facts.vocabulary, None)
+    marks = {*facts.special.values(), *facts.apart, *words.delimiters}
+    every = range(facts.vocabulary or 0) if repeats.vocabulary is None else repeats.vocabulary
+    avoided = {*marks, facts.first} if repeats.vocabulary is None else set()
+    vocabulary = [i for i in every if i not in avoided]
+    length = min(repeats.length, facts.positions or repeats.length)
+    after = [facts.last] if ahead and facts.last in marks else []
+    drawn: Iterable[Repeated] = draw(repeats, vocabulary, length, before=[facts.opener], after=after)
+    return [Passage(one.ids, copies=one, text=n) for n, one in enumerate(drawn)]
+
+
+def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
+    """Passages of equal length together, so that nothing is padded; at most `most` tokens at once, or one passage.
+
+    Passages wait until their batch is full, at most 256 of them; the order within a batch is that of reading.
+    """
+    waiting: dict[int, list[Passage]] = {}
+    count = 0
+    for passage in passages:
+        same = waiting.setdefault(len(passage.ids), [])
+        same.append(passage)
+        count += 1
+        if (len(same) + 1) * len(passage.ids) > most:
+            count -= len(same)
+            yield waiting.pop(len(passage.ids))
+        elif count >= 256:
+            fullest = max(waiting, key=lambda n: len(waiting[n]) * n)
+            count -= len(waiting[fullest])
+            yield waiting.pop(fullest)
+    yield from waiting.values()
+
+
+def numbered(passages: Iterable[Passage]) -> Iterator[Passage]:
+    """Yield the passages, each with its number."""
+    return (replace(passage, text=n) for n, passage in enumerate(passages))

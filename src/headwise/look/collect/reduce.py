@@ -1,0 +1,183 @@
+"""One attention call, reduced to sums as it happens: those of its heads, and those of uniform attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...nn.hooks.probe import AttentionCall
+from ...ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
+from ..inputs.nonfinite import way_out
+from ..records.head import HeadMap
+from ..roles.call_tokens import Scene
+from ..roles.catalog import Role
+from ..roles.measures import FAR, OFFSETS, Asks, Got, forbidden
+from .sums import MOST_SHOWN, LayerTally
+
+
+@dataclass(frozen=True)
+class MapSizes:
+    """Cells a side of the two maps; the large one is a multiple of the small one, so the one pools into the other."""
+
+    small: int
+    large: int
+
+
+@dataclass
+class Uniform:
+    """What uniform attention would get under a mask: measured once for each mask that holds no tensor.
+
+    One instance serves one pass; features and targets are those of a scene.
+    """
+
+    made: dict[tuple[int, str, int, int, int], RowStatistics] = field(default_factory=dict)
+
+    def of(
+        self, call: AttentionCall, scene: Scene, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+    ) -> RowStatistics:
+        """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
+        (B, _, T, _), S = call.query.shape, call.key.shape[2]
+        mask = forbidden(call)
+        constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
+        about = (id(scene), repr(mask), B, T, S)
+        if about in self.made:
+            return self.made[about]
+        zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
+        statistics = row_statistics(
+            zero[:, :, :T], zero[:, :, :S], mask=mask, offsets=OFFSETS, features=features, targets=targets, pool=1
+        )
+        if constant:
+            self.made[about] = statistics
+        return statistics
+
+
+def looks_ahead(call: AttentionCall) -> bool | None:
+    """Return whether some query may attend a later position, asked of two rows; None in cross-attention (T != S)."""
+    T, S = call.query.shape[2], call.key.shape[2]
+    if T != S:
+        return None
+    for i in {0, T // 2}:
+        rows, later = slice(i, i + 1), slice(i + 1, S)
+        seen = None if call.mask is None else call.mask.allowed(T, S, rows=rows, cols=later, device=call.query.device)
+        if i + 1 < S and (seen is None or bool(seen.any())):
+            return True
+    return False
+
+
+def measure(
+    call: AttentionCall, scene: Scene, roles: Sequence[Role], pool: int, uniform: Uniform
+) -> tuple[Tensor | None, Got]:
+    """One pass over the call's rows: the attention's own output where it came along, and what the roles asked for."""
+    features, targets = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
+    options: StatisticsOptions = {
+        **call.scoring,
+        "offsets": OFFSETS,
+        "features": features,
+        "targets": targets,
+        "pool": pool,
+    }
+    out: Tensor | None = None
+    if call.value is None:
+        rows = row_statistics(call.query, call.key, **options)
+    else:
+        out, rows = attention_statistics(call.query, call.key, call.value, **options)
+        out = out if call.gate is None else out * call.gate.to(out.dtype)
+    return out, Got(call, scene, rows, uniform.of(call, scene, features, targets))
+
+
+def check_finite(got: Got, model: nn.Module) -> None:
+    """Raise ValueError where numbers of a pass are not finite."""
+    call = got.call
+    if not bool(got.rows.entropy.isfinite().all()):
+        raise ValueError(
+            f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
+            f"{str(call.query.dtype).removeprefix('torch.')}; {way_out(model, call.query.dtype)}"
+        )
+
+
+def _asks(scene: Scene, roles: Sequence[Role]) -> Asks:
+    """Return what all roles together have the pass sum."""
+    asks = [role.measure.asks(role.name, scene) for role in roles]
+    return Asks(
+        {name: one for ask in asks for name, one in ask.features.items()},
+        {name: one for ask in asks for name, one in ask.targets.items()},
+    )
+
+
+def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
+    """The sums of each role, text by text, with the evidence of the heads that are above its threshold."""
+    heads = tally.heads
+    for role in roles:
+        sums = role.measure.read(role.name, got)
+        if sums is None or not bool(sums.count.any()):
+            continue
+        total, count = (x.expand(-1, heads) for x in (sums.total, sums.count))
+        nulls = [None if x is None else x.expand(-1, heads) for x in (sums.null, sums.against)]
+        tally.role(role.name).add([passage.text for passage in got.scene.passages], total, count, *nulls)
+        above = total > role.threshold * count
+        if bool(above.any()):
+            _add_evidence(got, role, above, tally)
+            if sums.detail is not None:
+                for b, h in above.nonzero().tolist():
+                    tally.tell(role.name, h, sums.detail(b, h), int(count[b, h]))
+
+
+def _add_evidence(got: Got, role: Role, above: Tensor, tally: LayerTally) -> None:
+    """For each text and head, the queries of largest weight among those that show the role."""
+    hits = role.measure.hits(role.name, got)
+    weights = got.weights_on(hits)
+    best = weights.topk(min(MOST_SHOWN, weights.shape[-1]), dim=-1)
+    values, queries = best.values.tolist(), best.indices.tolist()
+    keys = hits.gather(2, best.indices).tolist()
+    for b, h in above.nonzero().tolist():
+        text = got.scene.passages[b].text
+        shown = zip(values[b][h], queries[b][h], keys[b][h], strict=True)
+        tally.show(role.name, h, [(-round(w, 4), text, i, j) for w, i, j in shown if w > 0])
+
+
+def add_numbers(got: Got, tally: LayerTally, size: int) -> None:
+    """What every head has: entropy and the like, the masses of offsets, the pooled map."""
+    rows = got.rows
+    (B, T), S = got.scene.queries.shape, got.scene.keys.shape[1]
+    ahead = bool((got.uniform.offsets[..., FAR + 1 :] > 0).any())
+    able = (got.uniform.offsets > 0).double().cpu() * T if got.scene.cross else got.able[:, None].expand(B, -1, -1)
+    for b in range(len(got.scene.passages)):
+        sums = {
+            "entropy": rows.entropy[b].double().sum(-1),
+            "largest": rows.largest[b].double().sum(-1),
+            "distance": rows.distance[b].double().sum(-1),
+            "rows": rows.rows[b],
+            "offsets": rows.offsets[b].double().cpu() * able[b],
+            "offset rows": able[b, 0],
+            "ahead": float(ahead),
+        }
+        for name, values in sums.items():
+            tally.add({name: values.cpu() if isinstance(values, Tensor) else values})
+        X, Y = min(T, size), min(S, size)
+        cells, weight = pooled(rows, b, size)
+        tally.add({f"map {X} {Y}": cells.cpu(), f"map rows {X} {Y}": weight.cpu()})
+    tally.widest = max(tally.widest, (T, S))
+
+
+def pooled(rows: RowStatistics, b: int, size: int) -> tuple[Tensor, Tensor]:
+    """Of each head, the map at `size` cells a side, as sums over queries (H, X, Y), and their number (H, X, 1)."""
+    large, weight = rows.pooled[b].double(), rows.pooled_rows[b, :, :, None].double()
+    _, R, C = large.shape
+    down, across = (_bins(n, min(n, size), large.device) for n in (R, C))
+    return down.mT @ (weight * large) @ across, down.mT @ weight
+
+
+def quantised(weights: Tensor) -> list[HeadMap]:
+    """Return the maps of heads (H, X, Y), a byte a cell, as `HeadMap` defines it."""
+    levels = (255 * weights.clamp(0, 1).sqrt()).round().to(torch.uint8).cpu()
+    return [HeadMap(one.shape[0], one.shape[1], one.numpy().tobytes()) for one in levels]
+
+
+def _bins(n: int, size: int, device: torch.device) -> Tensor:
+    """(n, size) one-hot: index i falls into bin i * size // n."""
+    bins = torch.arange(n, device=device) * size // max(n, 1)
+    return (bins[:, None] == torch.arange(size, device=device)).double()

@@ -1,0 +1,201 @@
+"""From a model and ids to records: a few forward passes, each attention call reduced to numbers as it happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.unwrap import unwrap
+from ..inputs import ids as inputs
+from ..inputs.model_input import Source
+from ..inputs.processor import source_of
+from ..inputs.repeated_tokens import Repeats
+from ..result import Look
+from ..roles.call_tokens import Passage, usual_distances
+from ..roles.catalog import COPIES, ROLES, TEXT
+from .excerpts import around
+from .finalize import records
+from .forward import OnProgress, Reader, Steps, batches, numbered, random_copies
+from .reduce import MapSizes
+
+LARGE_MAP = 128
+"""Most cells a side of the large maps."""
+
+LARGE_PICTURE = 320
+"""The same where there are pictures or sound: 16 x 16 patches and some tokens are a cell each."""
+
+BATCH = 4096
+"""Most tokens of one forward pass over several passages."""
+
+Ids: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]"
+
+REPEATS = Repeats()
+"""The repeated random tokens that `at` reads by default."""
+
+
+def at(
+    model: nn.Module,
+    ids: Ids | Mapping[str, Any],
+    *,
+    tokens: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
+    delimiters: Collection[int] | None = None,
+    name: str | None = None,
+    map_size: int = 32,
+    full_maps: bool = True,
+    repeats: Repeats | None = REPEATS,
+    readings: Mapping[str, Sequence[Passage]] | None = None,
+    progress: OnProgress | None = None,
+) -> Look:
+    """Look at every attention head of a model while it reads a text.
+
+    Two forward passes, without gradients and with dropout off: the text, and random tokens repeated (for
+    duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers at once, in O(T)
+    memory; no attention matrix exists at any time. The model is left as it was. Of 512 to 16,384 tokens what the passes
+    free stays with the process until the end, which sets glibc's malloc for good (see docs/look.md, what it costs).
+
+    Args:
+        model: any module made of `headwise.MultiHeadAttention`, or of what `headwise.nn.replace` put in the place of
+            `torch.nn.MultiheadAttention`, called as ``model(ids)``; or a transformers model, once `headwise.hf` is
+            imported. Wrapped ones (adapters, data parallelism, compiled) are read as what they wrap.
+        ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included. Or what a
+            processor or tokenizer gives, a mapping of tensors by name: ``pixel_values``, ``input_features``,
+            ``input_values``, ``input_ids``, ``token_type_ids``, ``decoder_input_ids`` or ``labels``, and what else the
+            model takes.
+        tokens: the T tokens as text; the ids' digits by default. Of two texts a mapping, by the names of the ids.
+        delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
+        name: of the model, for the table; what the model calls itself by default.
+        map_size: most cells a side of the map in each record.
+        full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side, and the vectors of the
+            first 64 tokens, of texts of at most 1,024 (`Look.neurons`).
+        repeats: how the random tokens are made; None skips that pass.
+        readings: what else the model reads, for the roles that ask for it: ``"sentences"`` that are annotated (see
+            `headwise.look.annotate`), texts with ``"needles"`` in them.
+        progress: called as ``progress(done, total)`` after each attention call.
+
+    Raises:
+        TypeError: `model` holds no attention that headwise can see, or ids that are no integers.
+        ValueError: ids for a model that reads no text, or one split over processes; no token, several texts, padding,
+            ids the model does not know, more tokens than it has positions, an input it does not take, layers that
+            attend within windows of a picture, or scores that are not finite.
+
+    Example:
+        >>> import torch, headwise
+        >>> class Reader(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
+        ...     def forward(self, ids):
+        ...         return self.attend(self.embed(ids), mask=headwise.causal())
+        >>> look = headwise.look.at(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> look.kind, look.num_layers, look.num_heads, len(look.heads[0].map)
+        ('decoder', 1, 3, 8)
+    """
+    started = time.perf_counter()
+    model = unwrap(model)
+    inputs.check_options(name, map_size, full_maps, repeats, progress)
+    source, rows, named, facts = _read(model, ids, tokens)
+    row = rows[0] or rows[1]
+    words = inputs.vocabulary(row, named, delimiters, facts)
+    others = inputs.checked_readings(readings, facts)
+    if not rows[0]:  # nothing but what it looks at, or listens to, tells the model what to read
+        repeats = None
+    passes = 1 + (repeats is not None) + len(others)
+    reader = Reader(
+        model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
+    )
+    with resting(model):
+        reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
+        maps, neurons = reader.maps, reader.neurons
+        copies = read_more(reader, repeats, others)
+    length = len(row) or max(tally.widest[0] for tally in reader.tallies)
+    seen = look_of(reader, name, started, length=length, tokens=named, maps=tuple(maps), neurons=tuple(neurons))
+    if source is not None:
+        seen = replace(seen, pictures=source.pictures())
+    spelt = dict(zip(row, named, strict=True))
+    return replace(seen, excerpts=around(seen.heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")))
+
+
+def _read(
+    model: nn.Module, ids: Ids | Mapping[str, Any], tokens: Any
+) -> tuple[Source | None, tuple[list[int], list[int]], tuple[str, ...], inputs.IdFacts]:
+    """Of one text no source, but its row; of what a processor gives a source, and the rows of its texts."""
+    if isinstance(ids, Mapping):
+        source, rows = source_of(model, ids, tokens)
+        facts = inputs.IdFacts.of(model, rows[0] or rows[1] or [0])
+        return source, rows, tuple(source.names[0] or source.names[1]), facts
+    inputs.check_reads_text(model)
+    row = inputs.as_row(ids)
+    facts = inputs.IdFacts.of(model, row)
+    inputs.check_fits(row, facts.vocabulary, facts.positions)
+    return None, (row, []), inputs.as_tokens(row, tokens), facts
+
+
+def _sizes(source: Source | None, map_size: int, full_maps: bool) -> MapSizes:
+    """Of the maps: those over patches keep a cell a patch, as far as there are not too many."""
+    large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
+    return MapSizes(map_size, map_size * max(1, large // map_size) if full_maps else 0)
+
+
+def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:
+    """Return what a reader has summed, as a look: `rest` are the fields that depend on what was read."""
+    return Look(
+        model=name or inputs.model_name(reader.model),
+        num_layers=len(reader.tallies),
+        num_heads=max(tally.heads for tally in reader.tallies),
+        heads=records(reader.tallies, reader.roles, reader.axes),
+        kind=reader.kind,
+        axes=reader.axes,
+        seconds=round(time.perf_counter() - started, 3),
+        version=version(),
+        **rest,
+    )
+
+
+def read_more(
+    reader: Reader,
+    repeats: Repeats | None,
+    readings: Mapping[str, Sequence[Passage]],
+    mine: Callable[[Sequence[Passage]], bool] = bool,
+) -> Sequence[Passage]:
+    """What the roles read beside the texts: random tokens repeated (returned), and passages by the kind of reading.
+
+    Of several processes each reads the batches that are `mine`.
+    """
+    drawn: Sequence[Passage] = ()
+    if repeats is not None:
+        drawn = random_copies(repeats, reader.facts, reader.words, ahead=reader.kind == "encoder")
+        if drawn and mine(drawn):
+            _read_copies(reader, drawn)
+    for reads, passages in readings.items():
+        usual = usual_distances(passages)
+        for batch in batches(numbered(passages), BATCH):
+            if mine(batch):
+                reader.read(batch, reads, usual)
+    return drawn
+
+
+def _read_copies(reader: Reader, drawn: Sequence[Passage]) -> None:
+    """Read random tokens; a model that does not say how many positions it takes may take fewer."""
+    try:
+        reader.read(drawn, COPIES)
+    except IndexError as error:
+        raise ValueError(
+            f"{type(reader.model).__name__} failed on the {len(drawn[0].ids)} random tokens, repeated, that look reads "
+            f"beside the text ({error}); if it takes fewer positions, give repeats=headwise.look.Repeats(length=...) "
+            "or repeats=None"
+        ) from error
+
+
+def version() -> str:
+    """Return the version of headwise that runs."""
+    try:
+        return metadata.version("headwise")
+    except metadata.PackageNotFoundError:  # run from a source tree that was not installed
+        return "unknown"

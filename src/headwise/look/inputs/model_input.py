@@ -1,0 +1,293 @@
+"""What one forward pass of a look reads, and what stands at the queries and keys of each of its calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.hooks.probe import AttentionCall
+from ..collect.reduce import looks_ahead
+from ..records import axes
+from ..records.axes import Axis
+from ..records.images import Picture, patched, picture_of, sound_of
+from ..roles.call_tokens import Passage
+from . import ids as inputs
+from .ids import IdFacts
+
+CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
+"""How modules of cross-attention are named."""
+
+PIXELS = "pixel_values"
+SOUNDS = ("input_features", "input_values")
+GRIDS = "image_grid_thw"
+
+
+def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
+    """``"encoder"``, ``"decoder"`` or ``"cross"``.
+
+    By name, where the model is a `pair`, an encoder-decoder: the last words of the module tell cross-attention,
+    "decoder" or "encoder" in its path the rest. Other models' parts are told by where their queries may look. What
+    torch's own decoder layers call ``multihead_attn`` is their cross-attention.
+    """
+    path = call.module.split(".")
+    of_torch = path[-1] == "multihead_attn" and isinstance(_around(model, call.module), nn.TransformerDecoderLayer)
+    if of_torch or CROSS.search(".".join(path[-2:])) or call.query.shape[2] != call.key.shape[2]:
+        return "cross"
+    if pair:
+        for part in ("decoder", "encoder"):
+            if any(part in word for word in path):
+                return part
+    return "encoder" if looks_ahead(call) else "decoder"
+
+
+@dataclass(frozen=True)
+class View:
+    """What stands behind a call: ids (B, T) and (B, S), -1 where none are known; two axes, by number; the texts."""
+
+    queries: Tensor
+    keys: Tensor
+    over: tuple[int, int]
+    axes: tuple[Axis, Axis]
+    passages: tuple[Passage, ...]
+    moved: tuple[int, int]
+    known: bool
+    again: int
+
+
+@dataclass
+class Source:
+    """What one forward pass reads.
+
+    Attributes:
+        model: that reads it.
+        texts: ids (B, T) that its text part reads, and those of its decoder; None where it has no such part.
+        passages: one for each row of the texts; without texts, one for each picture or sound.
+        call: what else it is called with, by name.
+        names: the tokens of the two texts.
+        own: whether the decoder's text is another than the encoder's.
+        axes: what calls ran over so far.
+    """
+
+    model: nn.Module
+    texts: tuple[Tensor | None, Tensor | None]
+    passages: Sequence[Passage]
+    call: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[Sequence[str], Sequence[str]] = ((), ())
+    own: bool = False
+    axes: list[Axis] = field(default_factory=list)
+    numbers: dict[object, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_rows(cls, model: nn.Module, passages: Sequence[Passage], facts: IdFacts, like: Source | None) -> Source:
+        """Of texts of one length; a model of two towers, whose text holds no picture, keeps the inputs of `like`."""
+        rows = inputs.rows(model, _as_ids(model, [passage.ids for passage in passages]), facts)
+        call = {} if like is None or like.image_id() is not None else like.beside()
+        return cls(model, (rows[0], rows[1] if len(rows) > 1 else None), passages, call)
+
+    def beside(self) -> dict[str, Any]:
+        """Return what is read beside text."""
+        return {name: self.call[name] for name in (PIXELS, GRIDS, *SOUNDS) if name in self.call}
+
+    def run(self) -> None:
+        """One lean forward pass, as `inputs.lean` says."""
+        ids, target = self.texts
+        rows = tuple(row for row in (ids, target) if row is not None)
+        if not self.call:
+            return inputs.run(self.model, rows)
+        options = {**inputs.lean(self.model), **inputs.by_name(self.model, self.call)}
+        if ids is not None:
+            options["input_ids"] = ids
+        if target is not None:
+            options["decoder_input_ids"] = target
+        self.model(**options)
+
+    # -- what stands where ---------------------------------------------------------------------------------------------
+
+    def view(self, call: AttentionCall, part: str, again: int) -> View:
+        """Return what stands behind a call.
+
+        Raises:
+            ValueError: it does not keep a text, or a picture, in one row.
+        """
+        T, S = call.query.shape[2], call.key.shape[2]
+        config = _config(self.model, call.module)
+        if PIXELS in self.call and _sees(config) and part != "cross":
+            return self._of_pictures(call, config, again)
+        if self._hears(config, part):
+            return self._view(call, self._sound(config, T), None, 0, again)
+        text = 1 if part in ("decoder", "cross") and self.texts[1] is not None else 0
+        if part != "cross":
+            return self._view(call, self._text(text, T), None, text, again)
+        return self._view(call, self._text(text, T), self._memory(call, S), text, again)
+
+    def _view(self, call: AttentionCall, queries: int, keys: int | None, text: int, again: int) -> View:
+        """Of a call in which a row is a text."""
+        (B, _, T, _), S = call.query.shape, call.key.shape[2]
+        if len(self.passages) != B:
+            raise ValueError(
+                f"module {call.module!r} made {B} rows of {len(self.passages)} text{'s' * (len(self.passages) > 1)}; "
+                "look reads models that keep a text in one row"
+            )
+        before = text if keys is None else 0
+        sizes = ((self.texts[text], T), (self.texts[before], S))
+        known = all(row is not None and row.shape == (B, n) for row, n in sizes)
+        ids = [row.cpu() if known and row is not None else torch.full((B, n), -1, device="cpu") for row, n in sizes]
+        over = (queries, queries if keys is None else keys)
+        moved = (0, 0) if self.own else (text, before)
+        there = (self.axes[over[0]], self.axes[over[1]])
+        return View(ids[0], ids[1], over, there, tuple(self.passages), moved, known, again)
+
+    def _of_pictures(self, call: AttentionCall, config: Any, again: int) -> View:
+        """Of a call of the part that reads pictures: a row a picture, or a call a picture."""
+        (B, _, T, _), pixels = call.query.shape, self.call[PIXELS]
+        side = _side(config)
+        count = pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1] if pixels.ndim == 5 else 1
+        if pixels.ndim >= 4:
+            grid = (pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])
+            axis, texts = axes.over_patches(grid, T, _whole(config, "num_register_tokens")), range(B)
+            fits = count >= B
+        else:
+            grids = self.grids()
+            whole = sum(t * r * c for t, r, c in grids) == T and len(grids) > 1
+            merged = _whole(config, "spatial_merge_size") or 1
+            now = grids if whole else grids[again : again + 1]
+            fits = B == 1 and sum(t * r * c for t, r, c in now) == T
+            cells = axes.cells_of_grids(now, merged) if fits else ()
+            shapes = tuple((r, c) for t, r, c in now for _ in range(t))
+            axis, texts, again = Axis(axes.PICTURE, T, cells=cells, grids=shapes), range(again, again + 1), 0
+        if not fits:
+            raise ValueError(
+                f"module {call.module!r} attends within windows: {B} row{'s' * (B > 1)} of {T} places for {count} "
+                f"picture{'s' * (count > 1)}; look lays maps over models whose layers attend over the whole picture"
+            )
+        number = self._number((axes.PICTURE, T, axis.grids), axis)
+        blank = torch.full((B, T), -1, device="cpu")
+        passages = tuple(Passage((), text=n) for n in texts)
+        return View(blank, blank, (number, number), (axis, axis), passages, (0, 0), False, again)
+
+    def _hears(self, config: Any, part: str) -> bool:
+        """Return whether a call is of the part that reads sound."""
+        if not any(name in self.call for name in SOUNDS):
+            return False
+        if self.texts[0] is None:
+            return part == "encoder" or self.texts[1] is None
+        return _whole(config, "num_mel_bins") > 0 and part == "encoder"
+
+    def _sound(self, config: Any, T: int) -> int:
+        """Return the axis of frames; of a spectrogram that is cut into patches, the axis of those."""
+        strides = [_whole(config, name) for name in ("frequency_stride", "time_stride")]
+        x = next(self.call[name] for name in SOUNDS if name in self.call)
+        if all(strides) and x.ndim == 3:
+            sizes = zip((x.shape[2], x.shape[1]), _side(config), strides, strict=True)
+            rows, columns = ((n - side) // stride + 1 for n, side, stride in sizes)
+            return self._number((axes.PICTURE, T), axes.upside_down(axes.over_patches((rows, columns), T)))
+        return self._number((axes.SOUND, T), Axis(axes.SOUND, T))
+
+    def _text(self, which: int, T: int) -> int:
+        """Return the axis of a text; where a call is of another length, its places are no tokens that we know."""
+        ids, names = self.texts[which], self.names[which]
+        if ids is None or ids.shape[1] != T:
+            return self._number((axes.TEXT, which, T), Axis(axes.TEXT, T))
+        row = ids[0].tolist() if self.call or names else []
+        axis = axes.in_text(row, names, self.image_id(), self.grids()) if row else Axis(axes.TEXT, T)
+        return self._number((axes.TEXT, which, T), axis)
+
+    def _memory(self, call: AttentionCall, S: int) -> int:
+        """Return the axis of the keys of cross-attention: the encoder's text, or what an encoder ran over before."""
+        if self.texts[0] is not None and self.texts[0].shape[1] == S:
+            return self._text(0, S)
+        other = [n for n, axis in enumerate(self.axes) if axis.kind != axes.TEXT and axis.length == S]
+        return other[0] if other else self._text(0, S)
+
+    def _number(self, key: object, axis: Axis) -> int:
+        if key not in self.numbers:
+            self.numbers[key] = len(self.axes)
+            self.axes.append(axis)
+        return self.numbers[key]
+
+    def grids(self) -> list[tuple[int, ...]]:
+        """(frames, rows, columns) of patches of each picture."""
+        if GRIDS in self.call:
+            return [tuple(int(n) for n in row) for row in self.call[GRIDS].tolist()]
+        pixels = self.call.get(PIXELS)
+        config = next((c for c in (*map(_own_config, self.model.modules()), self.model) if _sees(c)), None)
+        if pixels is None or pixels.ndim < 4 or config is None:
+            return []
+        side = _side(config)
+        one = (1, pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])
+        return [one] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
+
+    def image_id(self) -> int | None:
+        """Return the id that stands in a text where a patch of a picture is."""
+        config = getattr(self.model, "config", None)
+        for name in ("image_token_id", "image_token_index"):
+            value = getattr(config, name, None)
+            if isinstance(value, int) and PIXELS in self.call:
+                return value
+        return None
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """Return what is behind the patches and frames, as the model got it; none where it is no picture."""
+        pixels, made = self.call.get(PIXELS), []
+        if pixels is not None and pixels.ndim in (4, 5):
+            made = [picture_of(one) for one in pixels.flatten(0, pixels.ndim - 4)]
+        elif pixels is not None and self.grids():
+            config = next((c for c in map(_own_config, self.model.modules()) if _sees(c)), None)
+            start = 0
+            for grid in self.grids() if config is not None else ():
+                size = grid[0] * grid[1] * grid[2]
+                side = _whole(config, "spatial_merge_size") or 1
+                whole = patched(pixels[start : start + size], grid, side, _side(config)[0])
+                made += [None if whole is None else picture_of(whole)] * grid[0]
+                start += size
+        for name in SOUNDS:
+            if name in self.call:
+                x = self.call[name][0]
+                made.append(sound_of(x.mT if x.ndim == 2 and name == "input_values" else x))
+        return tuple(one for one in made if one is not None) if None not in made else ()
+
+
+def _sees(config: Any) -> bool:
+    return getattr(config, "patch_size", None) is not None and not isinstance(getattr(config, "vocab_size", None), int)
+
+
+def _side(config: Any) -> tuple[int, int]:
+    """Height and width of a patch."""
+    size = config.patch_size
+    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+    return int(pair[0]), int(pair[-1])
+
+
+def _whole(config: Any, name: str) -> int:
+    """Return a number of a config; 0 where it has none."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _around(model: nn.Module, name: str) -> nn.Module:
+    """The module that a module is a part of."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _own_config(module: nn.Module) -> Any:
+    return getattr(module, "config", None)
+
+
+def _config(model: nn.Module, name: str) -> Any:
+    """Return the config nearest to a module: its own, or that of what it is in; without any, the model itself."""
+    while True:
+        config = _own_config(model.get_submodule(name))
+        if config is not None or not name:
+            return model if config is None else config
+        name = name.rpartition(".")[0]
+
+
+def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+    """(B, T) long on the model's device."""
+    weight = next(model.parameters(), None)
+    return torch.tensor([list(row) for row in rows], dtype=torch.long, device=None if weight is None else weight.device)

@@ -1,0 +1,253 @@
+"""Ablation: what the model loses without some heads, and what it then says instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.probe import probe
+from ...nn.hooks.unwrap import unwrap
+from ...shapes.arguments import check_functions, shown
+from ..inputs.ids import check_told, model_name
+from ..views.tables import Tabled
+from .gates import WAYS, LayerHead, Survey, gates_of, off, rises, survey
+from .losses import Loss, Reading, logits_of, readings, texts_of
+
+if TYPE_CHECKING:
+    import rich.table
+
+PLACES, NAMES, BLOCK = 5, 3, 256
+"""How many places of a text a record names, tokens at each, and rows whose probabilities are in memory at once."""
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The loss when one head alone is off, nats."""
+
+    layer: int
+    head: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class TokenChange:
+    """A token that the model finds likelier or less likely without the heads: its probability before and after."""
+
+    id: int
+    token: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class PlaceChange:
+    """A place at which the model says something else without the heads.
+
+    Attributes:
+        text: index of the text.
+        position: index of the token in it, behind which the change is.
+        token: that token.
+        kl: KL(before || after) of the distribution of the next token, nats.
+        tokens: those whose probability changed most.
+    """
+
+    text: int
+    position: int
+    token: str
+    kl: float
+    tokens: tuple[TokenChange, ...]
+
+
+@dataclass(frozen=True)
+class Ablation(Tabled):
+    """What switching heads off did. Prints as a table, travels as JSON.
+
+    Attributes:
+        model: what the model calls itself.
+        by: ``"zero"`` or ``"mean"``: what a head that is off gives.
+        tokens: how many tokens were read.
+        before: mean loss with all heads on, nats.
+        after: mean loss with all of `heads` off together, nats.
+        heads: the loss with each alone off.
+        kl: KL(before || after) of the next token, mean over the tokens, nats; None where the loss is not of words.
+        places: the places where it is largest.
+    """
+
+    model: str
+    by: str
+    tokens: int
+    before: float
+    after: float
+    heads: tuple[HeadLoss, ...]
+    kl: float | None
+    places: tuple[PlaceChange, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and lists."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def table(self) -> rich.table.Table:
+        """Return the losses."""
+        from rich.table import Table
+        from rich.text import Text
+
+        title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
+        caption = None if self.kl is None else f"KL of the next token, before to after: {self.kl:.4f} nats a token"
+        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
+        for name in ("off", "loss", "change"):
+            table.add_column(name, justify="right")
+        rows = [("none", self.before), *((f"{x.layer}.{x.head}", x.loss) for x in self.heads)]
+        for what, loss in [*rows, *([("all of them", self.after)] if len(self.heads) > 1 else [])]:
+            table.add_row(what, f"{loss:.4f}", f"{loss - self.before:+.4f}" if what != "none" else "")
+        return table
+
+    def places_table(self) -> rich.table.Table:
+        """Where the next token changed most: before and after, all heads off together."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="where the next token changed most", title_justify="left")
+        for name in ("after token", "KL", "next token: before -> after"):
+            table.add_column(name, justify="right" if name == "KL" else "left")
+        for place in self.places:
+            changes = "  ".join(f"{x.token!r} {x.before:.3f} -> {x.after:.3f}" for x in place.tokens)
+            table.add_row(Text(f"{place.position} {place.token!r}"), f"{place.kl:.3f}", Text(changes))
+        return table
+
+    @override
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return (self.table(), self.places_table()) if self.places else (self.table(),)
+
+
+def ablate(
+    model: nn.Module,
+    ids: Any,
+    heads: Iterable[Sequence[int]],
+    *,
+    by: str = "zero",
+    loss: Loss | None = None,
+    mask_id: int | None = None,
+    seed: int = 0,
+    decode: Callable[[int], str] = str,
+    name: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Ablation:
+    """Return what a model loses without some of its heads: the loss before and after, and how the next token changes.
+
+    Each head is switched off alone, and then all of them together. The model is at rest (dropout off) and left as it
+    was.
+
+    Args:
+        model: What `headwise.nn.probe` takes and ``model(ids)`` runs, with logits of the next token as output.
+        ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts.
+        heads: Pairs (layer, head), numbered as in `headwise.look.at`.
+        by: ``"zero"``: a head that is off gives 0; ``"mean"``: it gives its mean over all tokens of all texts.
+        loss: ``(output, ids) -> (B,)``, the loss of each row, instead of that of `importance`.
+        mask_id: For encoders: the id of the mask token. 15 % of the words are masked, and the loss is theirs.
+        seed: Of which words are masked.
+        decode: An id as text, for the record.
+        name: Of the model in the record.
+        progress: Called as ``progress(done, total)``.
+
+    Raises:
+        TypeError: no model, or ids that are no integers.
+        ValueError: a head that is not there, or named twice; an unknown `by`; ids that do not fit; an encoder without
+            `mask_id` or `loss`; no logits.
+
+    Example:
+        >>> import headwise
+        >>> class Reader(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
+        ...     def forward(self, ids):
+        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
+        >>> lost = ablate(Reader(), [1, 2, 3, 5, 8, 13, 21, 34], [(0, 1), (0, 2)])
+        >>> [(head.layer, head.head) for head in lost.heads], len(lost.places)
+        ([(0, 1), (0, 2)], 5)
+    """
+    if not isinstance(by, str) or by not in WAYS:
+        raise ValueError(f"by is {' or '.join(map(repr, WAYS))}; got {shown(by)}")
+    check_told(name, progress)
+    check_functions(decode=decode)
+    model = unwrap(model)
+    texts = readings(model, texts_of(ids), loss=loss, mask_id=mask_id, seed=seed)
+    base = survey(model, texts)
+    chosen = base.check(heads)
+    groups = [[head] for head in chosen] + ([chosen] if len(chosen) > 1 else [])
+    total, done = 1 + len(groups) * len(texts), 1
+
+    def step(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    step(0)
+    risen = rises(model, texts, base, groups, by, step)
+    kl, places = _changes(model, texts, base, chosen, by, decode) if texts[0].names_words else (None, ())
+    return Ablation(
+        model=name or model_name(model),
+        by=by,
+        tokens=base.tokens,
+        before=base.loss,
+        after=base.loss + risen[-1],
+        heads=tuple(HeadLoss(*head, base.loss + rise) for head, rise in zip(chosen, risen, strict=False)),
+        kl=kl,
+        places=places,
+    )
+
+
+def _changes(
+    model: nn.Module,
+    texts: Sequence[Reading],
+    base: Survey,
+    heads: Sequence[LayerHead],
+    by: str,
+    decode: Callable[[int], str],
+) -> tuple[float, tuple[PlaceChange, ...]]:
+    """Return the mean KL, and the places where it is largest."""
+    total, count, places = 0.0, 0, []
+    gates = gates_of(base, [heads])
+    with resting(model):
+        for number, text in enumerate(texts):
+            length = text.labels.shape[1]
+            logits = []
+            for gated in ({}, gates):  # both through the probe, so that they differ by the heads alone
+                with probe(model, off(gated, base.mean if by == "mean" else None)):
+                    logits.append(logits_of(text.output(model), length)[0])
+            before, after = logits
+            kl = divergence(before, after)
+            total, count = total + float(kl.sum()), count + length
+            for position in kl.topk(min(PLACES, length)).indices.tolist():
+                token = decode(int(text.inputs[-1][0, position]))
+                tokens = _tokens(before[position], after[position], decode)
+                places.append(PlaceChange(number, position, token, float(kl[position]), tokens))
+    return total / count, tuple(sorted(places, key=lambda place: -place.kl)[:PLACES])
+
+
+def divergence(before: Tensor, after: Tensor) -> Tensor:
+    """(T,) KL of the distributions whose logits are given, (T, vocabulary) each; nats."""
+    rows = []
+    for b, a in zip(before.split(BLOCK), after.split(BLOCK), strict=True):
+        log_b, log_a = (x.float().log_softmax(-1) for x in (b, a))
+        rows.append((log_b.exp() * (log_b - log_a)).nansum(-1).clamp(min=0))
+    return torch.cat(rows)
+
+
+def _tokens(before: Tensor, after: Tensor, decode: Callable[[int], str]) -> tuple[TokenChange, ...]:
+    """Return the tokens whose probability changed most, from the logits (vocabulary,)."""
+    b, a = (x.float().softmax(-1) for x in (before, after))
+    top = (a - b).abs().topk(min(NAMES, len(b))).indices.tolist()
+    return tuple(TokenChange(i, decode(i), float(b[i]), float(a[i])) for i in top)

@@ -1,0 +1,178 @@
+"""Switch heads off and see what the model loses: many ablations side by side, each a row of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.probe import AttentionCall, probe
+from ...shapes.arguments import shown, whole_numbers
+from ..inputs.nonfinite import way_out
+from .losses import Reading
+
+ROWS, TOKENS, NUMBERS = 32, 8192, 1 << 26
+"""The most rows of a batch of ablations, tokens in it, and logits that it makes."""
+
+WAYS = ("zero", "mean")
+"""What a head that is switched off gives: nothing, or its mean over all tokens of all texts."""
+
+LayerHead = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call of attention in a forward pass; `call`: how often its module had been called before."""
+
+    module: str
+    call: int
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass
+class Survey:
+    """What a first reading of all texts, nothing ablated, tells: the calls, the losses, the heads' mean outputs."""
+
+    sites: list[Site] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    rows: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the texts."""
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def heads(self) -> list[LayerHead]:
+        """Every head, as (layer, head)."""
+        return [(site.layer, head) for site in self.sites for head in range(site.num_heads)]
+
+    def mean(self, layer: int) -> Tensor:
+        """(H, 1, V) float32: what each head of a layer gives in the mean over all tokens of all texts."""
+        return (self.sums[layer] / self.rows[layer])[:, None]
+
+    def check(self, heads: Iterable[Sequence[int]]) -> list[LayerHead]:
+        """Return the pairs (layer, head), once it is sure that the model has each.
+
+        Raises:
+            TypeError: no pairs of whole numbers.
+            ValueError: none, one twice, or one that is not there.
+        """
+        rule = "heads are pairs (layer, head)"
+        try:
+            rows = [whole_numbers("a head's layer and number", pair) for pair in heads]
+        except TypeError:
+            raise TypeError(f"{rule} of whole numbers; got {shown(heads)}") from None
+        if any(len(row) != 2 for row in rows):
+            raise ValueError(f"{rule}; got {shown(heads)}")
+        pairs = [(layer, head) for layer, head in rows]
+        sizes = {site.layer: site.num_heads for site in self.sites}
+        for layer, head in pairs:
+            if layer not in sizes:
+                raise ValueError(f"layers of this model are 0 to {len(sizes) - 1}; got head {layer}.{head}")
+            if not 0 <= head < sizes[layer]:
+                raise ValueError(f"heads of layer {layer} are 0 to {sizes[layer] - 1}; got head {layer}.{head}")
+        if not pairs or len(set(pairs)) < len(pairs):
+            raise ValueError(f"name at least one head, each once, as (layer, head); got {shown(pairs)}")
+        return pairs
+
+
+@contextmanager
+def learning(model: nn.Module) -> Iterator[None]:
+    """The model at rest, but with gradients."""
+    with resting(model), torch.enable_grad():
+        yield
+
+
+def survey(
+    model: nn.Module, texts: Sequence[Reading], also: Callable[[AttentionCall, Tensor], object] | None = None
+) -> Survey:
+    """Read all texts once; `also` sees each call with its output."""
+    result = Survey()
+
+    def each(call: AttentionCall) -> Tensor:
+        out = call.attend()
+        if out.shape[0] != 1:
+            raise ValueError(
+                f"module {call.module!r} made {out.shape[0]} rows of one text; its heads can be switched off only in "
+                "models that keep a text in one row"
+            )
+        if call.order == len(result.sites):
+            again = sum(site.module == call.module for site in result.sites)
+            result.sites.append(Site(call.module, again, call.order, out.shape[1], call.key.shape[1]))
+        total = out[0].float().sum(1)
+        result.sums[call.order] = result.sums[call.order] + total if call.order in result.sums else total
+        result.rows[call.order] = result.rows.get(call.order, 0) + out.shape[2]
+        if also is not None:
+            also(call, out)
+        return out
+
+    with resting(model):
+        for text in texts:
+            with probe(model, each):
+                result.losses.append(float(text.losses(model)))
+            result.tokens += text.tokens
+    if not torch.tensor(result.losses, device="cpu").isfinite().all():
+        dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
+        raise ValueError(f"the loss is {shown(result.losses)}; {way_out(model, dtype)}")
+    return result
+
+
+def gates_of(base: Survey, groups: Sequence[Sequence[LayerHead]]) -> dict[int, Tensor]:
+    """layer -> (rows, H) bool, a row a group, False where its heads are off; layers of none are left out."""
+    sizes = {site.layer: site.num_heads for site in base.sites}
+    gates: dict[int, Tensor] = {}
+    for row, group in enumerate(groups):
+        for layer, head in group:
+            on = torch.ones(len(groups), sizes[layer], dtype=torch.bool, device="cpu")
+            gates.setdefault(layer, on)[row, head] = False
+    return gates
+
+
+def off(
+    gates: Mapping[int, Tensor], means: Callable[[int], Tensor] | None = None
+) -> Callable[[AttentionCall], Tensor | None]:
+    """What a probe answers so that heads are off: `gates` is layer -> (rows, H) bool, False where a head is off."""
+
+    def each(call: AttentionCall) -> Tensor | None:
+        gate = gates.get(call.order)
+        if gate is None:
+            return None
+        out = call.attend()
+        there = torch.zeros((), device="cpu") if means is None else means(call.order)
+        return torch.where(gate[:, :, None, None].to(out.device), out, there.to(out))
+
+    return each
+
+
+def rises(
+    model: nn.Module,
+    texts: Sequence[Reading],
+    base: Survey,
+    groups: Sequence[Sequence[LayerHead]],
+    by: str,
+    step: Callable[[int], object] = lambda heads: None,
+) -> list[float]:
+    """By how much the loss rises when each group of heads is off, in the mean over the texts."""
+    means = base.mean if by == "mean" else None
+    risen = [0.0] * len(groups)
+    with resting(model):
+        for text, before in zip(texts, base.losses, strict=True):
+            rows = max(1, min(ROWS, TOKENS // text.width, NUMBERS // (text.width * text.vocabulary)))
+            rows = rows if text.many else 1
+            for first in range(0, len(groups), rows):
+                chunk = groups[first : first + rows]
+                with probe(model, off(gates_of(base, chunk), means)):
+                    losses = text.losses(model, len(chunk))
+                for row, loss in enumerate(losses.tolist()):
+                    risen[first + row] += (loss - before) / len(texts)
+                step(len(chunk))
+    return risen

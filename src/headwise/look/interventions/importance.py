@@ -1,0 +1,357 @@
+"""How much each head matters: four criteria, all taken through the probe, and how far they agree."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ...nn.hooks.output_projections import output_projections
+from ...nn.hooks.probe import AttentionCall, probe
+from ...nn.hooks.unwrap import unwrap
+from ...shapes.arguments import check_counts, check_texts, shown
+from ..beside import all_readings
+from ..inputs.ids import check_told, model_name
+from ..views.tables import Tabled
+from .gates import Survey, learning, rises, survey
+from .losses import Loss, Reading
+
+if TYPE_CHECKING:
+    import rich.table
+CRITERIA = ("gradient", "zero", "mean", "contribution")
+"""What `importance` can measure, in the order of its records."""
+
+
+@dataclass(frozen=True)
+class HeadImportance:
+    """What one head matters by each criterion; None where it was not measured.
+
+    Attributes:
+        module: qualified name of the attention module.
+        call: how often that module had been called before in the same forward (0 unless layers share it).
+        layer: running index of the attention call in the forward, from 0.
+        head: index of the query head, from 0.
+        group: index of the key-value head that it reads.
+        gradient: |dL / dxi| of a gate xi on the head, mean over the texts, divided by the l2 norm of its layer.
+        gradient_raw: the same, not divided.
+        zero: by how much the loss rises when the head gives 0, nats.
+        mean: by how much the loss rises when the head gives its mean, nats.
+        contribution: norm of what its key-value group writes through the output projection, mean over tokens.
+    """
+
+    module: str
+    call: int
+    layer: int
+    head: int
+    group: int
+    gradient: float | None = None
+    gradient_raw: float | None = None
+    zero: float | None = None
+    mean: float | None = None
+    contribution: float | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Spearman's rank correlation of two criteria over all heads; None where one of them is the same for all."""
+
+    first: str
+    second: str
+    rho: float | None
+
+
+@dataclass(frozen=True)
+class Importance(Tabled):
+    """How much each head of a model matters. Prints as a table, travels as JSON.
+
+    Attributes:
+        model: what the model calls itself.
+        texts: how many texts were read.
+        tokens: how many tokens they have.
+        loss: mean loss of the texts with all heads on, nats.
+        by: the criteria that were measured.
+        heads: a record a head, in the order of the forward pass.
+        agreements: how far each two criteria rank the heads alike.
+        seconds: how long it took.
+    """
+
+    model: str
+    texts: int
+    tokens: int
+    loss: float
+    by: tuple[str, ...]
+    heads: tuple[HeadImportance, ...]
+    agreements: tuple[Agreement, ...]
+    seconds: float
+
+    def scores(self, by: str) -> list[list[float]]:
+        """``[layer][head]`` of one criterion, such as a pruner ranks by.
+
+        Raises:
+            TypeError: no text.
+            ValueError: it was not measured.
+        """
+        check_texts(by=by)
+        if by not in self.by and not (by == "gradient_raw" and "gradient" in self.by):
+            raise ValueError(f"measured were {', '.join(self.by)}; got {shown(by)}; name it in by=")
+        layers: list[list[float]] = [[] for _ in range(1 + max(head.layer for head in self.heads))]
+        for head in self.heads:
+            layers[head.layer].append(getattr(head, by))
+        return layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and lists."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
+        """Return the heads that matter most by a criterion (the first by default), at most so many."""
+        from rich.table import Table
+        from rich.text import Text
+
+        check_counts(most=most)
+        by = self.by[0] if by is None else by
+        self.scores(by)
+        top = sorted(self.heads, key=lambda head: -float(getattr(head, by)))[:most]
+        rest = f", {len(top)} of {len(self.heads)} heads" if len(top) < len(self.heads) else ""
+        pairs = ", ".join(f"{a.first} and {a.second} {a.rho:.2f}" for a in self.agreements if a.rho is not None)
+        caption = f"rank correlation: {pairs}" if pairs else None
+        title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {by}{rest}"
+        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
+        for name in ("layer", "head", *self.by):
+            table.add_column(name, justify="right")
+        for head in top:
+            table.add_row(str(head.layer), str(head.head), *(f"{getattr(head, name):.4f}" for name in self.by))
+        return table
+
+    @override
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return (self.table(),)
+
+
+def importance(
+    model: nn.Module,
+    ids: Any,
+    *,
+    by: str | Sequence[str] = ("gradient",),
+    loss: Loss | None = None,
+    mask_id: int | None = None,
+    seed: int = 0,
+    name: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Importance:
+    r"""Return how much each attention head of a model matters for the loss on some texts.
+
+    - ``"gradient"``: $I_h = E_x |\partial L(x) / \partial \xi_h|$ at $\xi = 1$, a gate on the head's output: how the
+      loss answers to the head, to first order, without removing it. One backward pass a text gives all heads. The
+      absolute value is taken a text, then the mean; divided by the l2 norm of the layer (Michel et al. 2019, arXiv
+      1905.10650).
+    - ``"zero"``, ``"mean"``: the loss without the head, less the loss with it; the head then gives 0, or its mean over
+      all tokens of all texts, which leaves what is the same everywhere. Many heads run side by side as rows of a batch.
+    - ``"contribution"``: $\lVert W_O^{(g)} a_g \rVert_2$ of each key-value group, mean over tokens: what the group
+      writes (Puzzletron takes the sum over tokens, which ranks alike). All heads of a group have its number.
+
+    The model is at rest (dropout off) and left as it was; no gradient is left on its weights.
+
+    Args:
+        model: What `headwise.nn.probe` takes and ``model(ids)`` runs, with logits of the next token as output.
+        ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts. Or what a processor gives of a picture, a
+            sound, or two texts: a mapping of tensors by name. A decoder's loss is then on its text; of a model that
+            classifies, it is the cross entropy with what the whole model says itself.
+        by: One or more of the criteria.
+        loss: ``(output, ids) -> (B,)``, the loss of each row, instead of cross entropy with the next token; of a
+            classifier it is that with the classes it chooses itself, of an encoder without a head the drift of its
+            embedding, 1 - cosine of the mean-pooled states (whose slope is that of the embedding at length 1).
+        mask_id: For encoders: the id of the mask token. 15 % of the words are masked, and the loss is theirs.
+        seed: Of which words are masked.
+        name: Of the model in the record.
+        progress: Called as ``progress(done, total)``.
+
+    Raises:
+        TypeError: no model, or ids that are no integers.
+        ValueError: an unknown criterion; ids that do not fit; an encoder of words without `mask_id` or `loss`; no
+            logits; or ``"contribution"`` where no module reads the heads side by side.
+
+    Example:
+        >>> import headwise
+        >>> class Reader(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
+        ...     def forward(self, ids):
+        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
+        >>> found = importance(Reader(), [1, 2, 3, 5, 8, 13, 21, 34], by=("gradient", "zero"))
+        >>> len(found.heads), found.by, round(sum(head.gradient**2 for head in found.heads), 3)
+        (3, ('gradient', 'zero'), 1.0)
+    """
+    started = time.perf_counter()
+    names = _criteria(by)
+    check_told(name, progress)
+    model = unwrap(model)
+    texts = all_readings(model, ids, loss=loss, mask_id=mask_id, seed=seed)
+    base, columns = _measured(model, texts, names, progress or (lambda done, total: None))
+    return Importance(
+        model=name or model_name(model),
+        texts=len(texts),
+        tokens=base.tokens,
+        loss=base.loss,
+        by=names,
+        heads=_records(base, columns),
+        agreements=agreements({name: [x for row in columns[name] for x in row] for name in names}),
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
+    """Return a record of each head, layer by layer."""
+    return tuple(
+        HeadImportance(
+            site.module,
+            site.call,
+            site.layer,
+            head,
+            head * site.num_kv_heads // site.num_heads,
+            **{column: values[site.layer][head] for column, values in columns.items()},
+        )
+        for site in base.sites
+        for head in range(site.num_heads)
+    )
+
+
+def _criteria(by: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the criteria in their order; ValueError for one that is none."""
+    wanted: list[object] = [by] if isinstance(by, str) else [*by] if isinstance(by, (Sequence, Set)) else []
+    unknown = [name for name in wanted if not isinstance(name, str) or name not in CRITERIA]
+    if unknown or not wanted:
+        raise ValueError(f"by names criteria among {', '.join(CRITERIA)}; got {shown(by)}")
+    return tuple(name for name in CRITERIA if name in wanted)
+
+
+Columns = dict[str, list[list[float]]]
+
+
+def _measured(
+    model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object]
+) -> tuple[Survey, Columns]:
+    """Return what was asked for, ``[layer][head]`` a criterion."""
+    columns: Columns = {}
+    contributions = Contributions.of(model, texts[0]) if "contribution" in names else None
+    base = survey(model, texts, contributions)
+    if contributions is not None:
+        columns["contribution"] = [contributions.mean(site.layer, site.num_heads, base) for site in base.sites]
+    ablations = [name for name in names if name in ("zero", "mean")]
+    done, total = 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations) * len(texts)
+    progress(done, total)
+    if "gradient" in names:
+        raw, normalised = gradients(model, texts, base)
+        columns |= {"gradient": normalised, "gradient_raw": raw}
+        progress(done := done + 1, total)
+    for name in ablations:
+
+        def step(heads: int) -> None:
+            nonlocal done
+            done += heads
+            progress(done, total)
+
+        risen = iter(rises(model, texts, base, [[head] for head in base.heads], name, step))
+        columns[name] = [[next(risen) for _ in range(site.num_heads)] for site in base.sites]
+    return base, columns
+
+
+def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple[list[list[float]], list[list[float]]]:
+    """``[layer][head]``, E |dL / dxi| as it is, and divided by the l2 norm of each layer (0 where that is 0)."""
+    total = [torch.zeros(site.num_heads, device="cpu") for site in base.sites]
+    for text in texts:
+        gates: list[Tensor] = []
+
+        def each(call: AttentionCall, gates: list[Tensor] = gates) -> Tensor:
+            out = call.attend()
+            gates.append(torch.ones(out.shape[1], 1, 1, device=out.device, requires_grad=True))
+            return out * gates[-1].to(out.dtype)
+
+        with learning(model), probe(model, each):
+            scalars = text.scalars(model)
+            last = len(scalars) - 1
+            per_scalar = [
+                torch.autograd.grad(scalar, gates, allow_unused=True, retain_graph=n < last)
+                for n, scalar in enumerate(scalars)
+            ]
+        for sums, some in zip(total, zip(*per_scalar, strict=True), strict=True):
+            parts = torch.stack([torch.zeros_like(sums) if one is None else one.flatten().cpu() for one in some])
+            sums += (parts[0].abs() if last == 0 else parts.norm(dim=0)) / len(texts)
+    norms = [sums.norm() for sums in total]
+    divided = [sums / norm if norm > 0 else sums for sums, norm in zip(total, norms, strict=True)]
+    return [sums.tolist() for sums in total], [sums.tolist() for sums in divided]
+
+
+@dataclass(eq=False)
+class Contributions:
+    """Adds up the norms of what each key-value group writes through its output projection."""
+
+    projections: dict[str, nn.Module]
+    sums: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, text: Reading) -> Contributions:
+        """For a model whose output projections are found on a text."""
+        with learning(model):
+            names = output_projections(model, lambda model: text.output(model))
+        return cls({module: model.get_submodule(name) for module, name in names.items()}, {})
+
+    def __call__(self, call: AttentionCall, heads: Tensor) -> None:
+        """One call, with its output (1, H, T, V)."""
+        projection = self.projections.get(call.module)
+        if projection is None:
+            raise ValueError(
+                f"by='contribution' needs the module that reads the heads of {call.module!r} side by side, and there "
+                "is none (a gate or a norm stands between); take another criterion"
+            )
+        groups = call.key.shape[1]
+        nothing = projection(torch.zeros_like(heads[0, :, :1].transpose(0, 1).flatten(1)))
+        norms = []
+        for group in range(groups):
+            alone = torch.zeros_like(heads[0]).unflatten(0, (groups, -1))
+            alone[group] = heads[0].unflatten(0, (groups, -1))[group]
+            written = projection(alone.flatten(0, 1).transpose(0, 1).flatten(1)) - nothing
+            norms.append(written.float().norm(dim=-1).sum().cpu())
+        self.sums[call.order] = self.sums.get(call.order, torch.zeros(groups, device="cpu")) + torch.stack(norms)
+
+    def mean(self, layer: int, heads: int, base: Survey) -> list[float]:
+        """Of each head: its group's norm, mean over the tokens."""
+        groups: list[float] = (self.sums[layer] / base.rows[layer]).tolist()
+        return [groups[head * len(groups) // heads] for head in range(heads)]
+
+
+def agreements(columns: dict[str, list[float]]) -> tuple[Agreement, ...]:
+    """Spearman's rank correlation of each two columns."""
+    names = [*columns]
+    return tuple(
+        Agreement(first, second, spearman(columns[first], columns[second]))
+        for n, first in enumerate(names)
+        for second in names[n + 1 :]
+    )
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Pearson's correlation of the ranks, ties at their mean rank; None where one side is constant."""
+    x, y = (ranks(values) for values in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    size = float(x.norm() * y.norm())
+    return float(x @ y) / size if size > 0 else None
+
+
+def ranks(values: Sequence[float]) -> Tensor:
+    """(n,) float64, from 0; equal values share their mean rank."""
+    column = torch.tensor(values, dtype=torch.float64, device="cpu")
+    ordered = column.sort().values
+    first, past = torch.searchsorted(ordered, column), torch.searchsorted(ordered, column, right=True)
+    return (first + past - 1).double() / 2

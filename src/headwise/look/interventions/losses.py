@@ -1,0 +1,260 @@
+"""One text as a model reads it, what it ought to say there, and by how much it misses that."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.probe import AttentionCall, probe
+from ...shapes import describe
+from ...shapes.arguments import check_counts, shown
+from ..collect.reduce import looks_ahead
+from ..inputs import ids as inputs
+from ..inputs.ids import IdFacts
+from .outputs import Kind, along_directions, as_classes, drift, embedding, kind_of
+
+Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
+"""(output of the model, ids (B, T)) -> (B,), the loss of each row."""
+
+IGNORED, FEW = -100, 8
+TEXTS = ("input_ids", "decoder_input_ids")
+MASKED = 0.15
+"""Share of the words that are masked for an encoder, as in its training (Devlin et al. 2019)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One text for one model, or one picture or sound.
+
+    Attributes:
+        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder; none where `call` has all.
+        labels: (1, T') long: the id that the logits at each place ought to name; -100 where none is counted.
+        vocabulary: how many ids the model knows, where it says so.
+        loss: the user's, instead of cross entropy with the labels; or None.
+        call: what the model is called with, by name, where that is more than a text.
+        classes: whether the logits are of classes, and the labels those that the whole model chooses.
+        embedded: (1, M) the embedding that the whole model gives, from which the loss is the drift; or None.
+    """
+
+    inputs: tuple[Tensor, ...]
+    labels: Tensor
+    vocabulary: int = 1
+    loss: Loss | None = None
+    call: Mapping[str, Tensor] = field(default_factory=dict)
+    classes: bool = False
+    embedded: Tensor | None = None
+
+    def output(self, model: nn.Module, rows: int = 1) -> Any:
+        """Return what the model gives for the text, read `rows` times side by side."""
+        named = inspect.signature(model.forward).parameters
+        options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
+        call = inputs.by_name(model, self.call)
+        options |= {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in call.items()}
+        read = [ids.expand(rows, -1) for ids in self.inputs]
+        if len(read) > 1:
+            options["decoder_input_ids"] = read[1]
+        return model(*read[:1], **options)
+
+    def losses(self, model: nn.Module, rows: int = 1) -> Tensor:
+        """(rows,) float32: the mean loss of each row; gradients flow."""
+        output = self.output(model, rows)
+        if self.loss is not None:
+            return checked_losses(self.loss(output, self.inputs[0].expand(rows, -1)), rows)
+        if self.embedded is not None:
+            return drift(embedding(output), self.embedded)
+        return self.cross_entropy(logits_of(output, self.labels.shape[1], classes=self.classes or bool(self.call)))
+
+    def scalars(self, model: nn.Module) -> list[Tensor]:
+        """What gates are derived from: the loss; or, for it is least with all heads on, components of the embedding."""
+        if self.embedded is not None and self.loss is None:
+            return along_directions(embedding(self.output(model)))
+        return [self.losses(model).sum()]
+
+    def cross_entropy(self, logits: Tensor) -> Tensor:
+        """(B,): mean over the places that count, nats a token; logits are (B, T', vocabulary)."""
+        counted = self.labels[0] != IGNORED
+        rows = [nn.functional.cross_entropy(row[counted].float(), self.labels[0, counted]) for row in logits]
+        return torch.stack(rows)
+
+    @property
+    def width(self) -> int:
+        """How many tokens a row has; of a picture or a sound, how many numbers the longest axis of its tensor."""
+        return max([ids.shape[1] for ids in self.inputs] + [max(x.shape[1:], default=1) for x in self.call.values()])
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of text are read: the encoder's, or those of a decoder that has a text alone."""
+        ids = [*self.inputs, *(self.call[name] for name in TEXTS if name in self.call)]
+        return ids[0].shape[1] if ids else 0
+
+    @property
+    def many(self) -> bool:
+        """Whether copies of it can be read side by side.
+
+        Classifiers look for each row's last token by the padding id, and where there is none take one row.
+        """
+        return not self.classes and all(x.shape[0] == 1 for x in self.call.values())
+
+    @property
+    def names_words(self) -> bool:
+        """Whether the loss is of the words that the model names."""
+        return self.loss is None and not self.classes and self.embedded is None
+
+
+def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
+    """Return the logits (B, T, vocabulary) in what a model gives: itself, its ``logits``, or the first of a tuple.
+
+    With `classes` they may be (B, number of classes), one place for a whole text, picture or sound.
+
+    Raises:
+        ValueError: there are none.
+    """
+    logits = logits_in(output)
+    if classes and isinstance(logits, Tensor) and logits.ndim == 2:
+        logits = logits[:, None]
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != length:
+        got = describe(logits) if isinstance(logits, Tensor) else type(output).__name__
+        raise ValueError(
+            f"a loss on the next token needs logits (B, T, vocabulary) with T = {length}; the model gave {got}; load "
+            "it with its language-modelling head, or give loss=, a function (output, ids) -> (B,)"
+        )
+    return as_classes(logits) if classes else logits
+
+
+def logits_in(output: Any) -> Any:
+    """Return what stands where a model gives its logits: itself, its ``logits``, or the first of a tuple."""
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    return logits[0] if isinstance(logits, tuple) and logits else logits
+
+
+def checked_losses(losses: object, rows: int) -> Tensor:
+    """Return what a loss of the user's gave: a number for each row.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not isinstance(losses, Tensor) or losses.shape != (rows,) or not losses.is_floating_point():
+        raise ValueError(
+            f"loss gives a float for each row of the batch, ({rows},), so that several ablations run side by side; got "
+            f"{shown(losses)}; reduce over tokens alone"
+        )
+    return losses.float()
+
+
+def texts_of(ids: object) -> list[list[int]]:
+    """Return one text or several, each checked as one: ids (T,) or (N, T), or a list of texts.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: no text, or an empty one.
+    """
+    rows: Any = [*ids] if getattr(ids, "ndim", 0) == 2 else ids  # type: ignore[misc]
+    first = rows[0] if isinstance(rows, Sequence) and not isinstance(rows, str) and rows else None
+    if getattr(first, "ndim", isinstance(first, Sequence)):
+        return [inputs.as_row(text) for text in rows]
+    return [inputs.as_row(ids)]
+
+
+def readings(
+    model: nn.Module, texts: Sequence[Sequence[int]], *, loss: Loss | None, mask_id: int | None, seed: int
+) -> list[Reading]:
+    """Return the texts as the model reads them.
+
+    An encoder-decoder's decoder says the text again; a decoder's logits name the next token; for an encoder, with a
+    `mask_id`, 15 % of the words (at least one, never the first and last token) are masked and to be named. A classifier
+    is to choose the classes that it chooses with all heads, an encoder without a head to give the same embedding.
+
+    Raises:
+        TypeError: no module, a loss that cannot be called, or a `mask_id` or `seed` that is no integer.
+        ValueError: ids or lengths that do not fit the model; a text too short; an encoder without `mask_id` or `loss`.
+    """
+    inputs.check_reads_text(model)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss is a function (output, ids) -> (B,), or None; got {shown(loss)}")
+    check_counts(seed=seed)
+    if mask_id is not None:
+        check_counts(mask_id=mask_id)
+    made: list[Reading] = []
+    kind: Kind = "words"
+    generator = random.Random(seed)
+    for row in texts:
+        facts = IdFacts.of(model, row)
+        inputs.check_fits([*row, *([] if mask_id is None else [mask_id])], facts.vocabulary, None)
+        inputs.check_fits(row, facts.vocabulary, facts.positions)
+        if len(row) < 3 and loss is None:
+            raise ValueError(f"a loss needs a text of at least 3 tokens; got {len(row)}; give a longer text")
+        weight = next(model.parameters(), None)
+        ids = torch.tensor([row], dtype=torch.long, device=None if weight is None else weight.device)
+        if loss is None and not made:
+            kind = _kind(model, ids, facts, mask_id)
+        if kind == "words":
+            made.append(Reading(*_said(model, ids, facts, mask_id, generator), facts.vocabulary or 1, loss))
+        else:
+            made.append(_as_whole(model, ids, kind))
+    return made
+
+
+def _said(
+    model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None, generator: random.Random
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return what the model reads, and the labels of its logits."""
+    rows = inputs.rows(model, ids, facts)
+    if len(rows) > 1:  # the decoder reads its start, then the text
+        return rows, ids[:, : rows[1].shape[1]]
+    labels = torch.full_like(ids, IGNORED)
+    if mask_id is None:
+        labels[:, :-1] = ids[:, 1:]
+        return rows, labels
+    T = ids.shape[1]
+    places = sorted(generator.sample(range(1, T - 1), max(1, round(MASKED * (T - 2)))))
+    labels[:, places] = ids[:, places]
+    masked = ids.clone()
+    masked[:, places] = mask_id
+    return (masked,), labels
+
+
+def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) -> Kind:
+    """Return what the model gives of a text.
+
+    Raises:
+        ValueError: it names words and a token sees those after it, so that to name the next one is no task, and there
+            is no `mask_id`.
+    """
+    if inputs.is_pair(model):
+        return "words"
+    ahead: list[str] = []
+
+    def each(call: AttentionCall) -> None:
+        if looks_ahead(call):
+            ahead.append(call.module)
+
+    few = Reading((ids[:, :FEW],), ids)
+    with torch.no_grad(), probe(model, each):
+        output = few.output(model)
+    kind = kind_of(output, few.inputs[0].shape[1], facts.vocabulary, is_encoder=bool(ahead))
+    if kind == "words" and ahead and mask_id is None and isinstance(logits_in(output), Tensor):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder: in {ahead[0]!r} a token sees those after it, so it has no next "
+            "token to name; name its mask token (mask_token) in tokenizer_config.json, or in Python give mask_id=, the "
+            "id of that token, or loss=, a function (output, ids) -> (B,)"
+        )
+    return kind
+
+
+def _as_whole(model: nn.Module, ids: Tensor, kind: Kind) -> Reading:
+    """Return a text with what the whole model makes of it: classes to choose again, or the embedding to give again."""
+    text = Reading((ids,), torch.zeros(1, 0, dtype=torch.long, device=ids.device))
+    with resting(model), probe(model, lambda call: None):
+        output = text.output(model)
+    if kind == "embedding":
+        return replace(text, embedded=embedding(output))
+    logits = logits_in(output)
+    logits = as_classes(logits[:, None] if logits.ndim == 2 else logits)
+    return replace(text, labels=logits.argmax(-1), vocabulary=logits.shape[-1], classes=True)

@@ -1,0 +1,297 @@
+"""Heads that do the same: how far their patterns and their outputs lie apart, and which lie together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.probe import AttentionCall, probe
+from ...nn.hooks.unwrap import unwrap
+from ...ops.statistics.weights import weights
+from ...shapes.arguments import check_counts, check_numbers
+from ..beside import all_readings
+from ..inputs.ids import check_told, model_name
+from .losses import Reading, texts_of
+
+SMOOTHING = 0.999
+"""What of a row is kept before rows are compared; the rest is spread over all keys (Clark et al. 2019)."""
+
+ROWS, NUMBERS = 128, 1 << 23
+"""Query rows that are compared, evenly spaced; and the most weights that are in memory at once."""
+
+LEAST = 4
+"""Tokens that the debiased CKA needs."""
+
+Distances = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A head and the one that is nearest to it, by their patterns or their outputs; distances are 0 to 1.
+
+    Attributes:
+        layer, head: the head.
+        pattern: distance of the patterns of the head and the nearest one: Jensen-Shannon, bits, mean over rows.
+        pattern_of: that nearest head, (layer, head); None where no other attends as many queries and keys.
+        output: distance of the outputs of the head and the nearest one: 1 - CKA.
+        output_of: that nearest head; None where no other has as many queries and keys, or they are fewer than 4 tokens.
+    """
+
+    layer: int
+    head: int
+    pattern: float | None
+    pattern_of: tuple[int, int] | None
+    output: float | None
+    output_of: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """Which heads of a model do the same on a text.
+
+    Attributes:
+        model: what the model calls itself.
+        tokens: how many tokens were read.
+        rows: how many query rows the patterns were compared at.
+        threshold: the largest mean distance at which two clusters were joined.
+        heads: each head with its nearest.
+        patterns: clusters of at least two heads whose patterns are alike, largest first.
+        outputs: clusters whose outputs are alike.
+    """
+
+    model: str
+    tokens: int
+    rows: int
+    threshold: float
+    heads: tuple[Twin, ...]
+    patterns: tuple[tuple[tuple[int, int], ...], ...]
+    outputs: tuple[tuple[tuple[int, int], ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and lists."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
+def redundancy(
+    model: nn.Module,
+    ids: Any,
+    *,
+    threshold: float = 0.1,
+    rows: int = ROWS,
+    name: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Redundancy:
+    """Return which heads do the same on a text: by where they look, and by what they give.
+
+    - Patterns: the Jensen-Shannon divergence of the rows of two heads, in bits, mean over the rows; each row is
+      smoothed with 0.001 of uniform weight (Clark et al. 2019, arXiv 1906.04341, who sum over rows, in nats). A sink
+      column counts as a key.
+    - Outputs: 1 - CKA of the heads' outputs over the tokens: 0 where one is the other turned, scaled and shifted. CKA
+      is linear and debiased, so that heads with nothing in common are 1 apart even on short texts (Kornblith et al.
+      2019, arXiv 1905.00414; Nguyen et al. 2021, arXiv 2010.15327).
+
+    Heads are clustered by average linkage: two clusters are joined while the mean distance between them is at most
+    `threshold`. Only heads with as many queries and keys are compared: not self-attention with cross-attention.
+
+    Args:
+        model: What `headwise.nn.probe` takes and ``model(ids)`` runs.
+        ids: One text, (T,) or (1, T), or what a processor gives of a picture, a sound or two texts.
+        threshold: From 0 (equal) to 1.
+        rows: How many query rows the patterns are compared at, evenly spaced over the text; a short one has all.
+        name: Of the model in the record.
+        progress: Called as ``progress(done, total)``.
+
+    Raises:
+        TypeError: no model, or ids that are no integers.
+        ValueError: several texts, fewer than 4 tokens, ids that do not fit, or a threshold outside 0 to 1.
+
+    Example:
+        >>> import headwise
+        >>> model = nn.Sequential(nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3), nn.Linear(12, 97))
+        >>> same = redundancy(model, [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> len(same.heads), same.tokens
+        (3, 8)
+    """
+    check_numbers(threshold=threshold)
+    check_counts(1, rows=rows)
+    check_told(name, progress)
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is a distance from 0 to 1; got {threshold}")
+    model = unwrap(model)
+    texts = [] if isinstance(ids, Mapping) else texts_of(ids)
+    if not isinstance(ids, Mapping) and (len(texts) != 1 or len(texts[0]) < LEAST):
+        sizes = [len(text) for text in texts]
+        raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
+    [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
+    twins: list[Twin] = []
+    clusters: tuple[list[Any], list[Any]] = ([], [])
+    kinds = kinds_of(model, text)
+    tell = progress or (lambda done, total: None)
+    for number, calls in enumerate(kinds):
+        of_kind, *groups = _compared(calls, rows, threshold)
+        twins += of_kind
+        for kept, more in zip(clusters, groups, strict=True):
+            kept += more
+        tell(number + 1, len(kinds))
+    return Redundancy(
+        model=name or model_name(model),
+        tokens=text.tokens,
+        rows=max(min(rows, calls[0][0].query.shape[2]) for calls in kinds),
+        threshold=threshold,
+        heads=tuple(sorted(twins, key=lambda twin: (twin.layer, twin.head))),
+        patterns=tuple(sorted(clusters[0], key=lambda group: (-len(group), group))),
+        outputs=tuple(sorted(clusters[1], key=lambda group: (-len(group), group))),
+    )
+
+
+def _compared(
+    calls: Sequence[tuple[AttentionCall, Tensor]], rows: int, threshold: float
+) -> tuple[list[Twin], list[Any], list[Any]]:
+    """Of calls with as many queries and keys, and their outputs: each head with its nearest, and both clusterings."""
+    here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
+    outputs = [out for _, out in calls]
+    distances = (
+        pattern_distances([call for call, _ in calls], rows),
+        output_distances(outputs) if outputs[0].shape[1] >= LEAST else None,
+    )
+    patterns, outs = ([(None, None)] * len(here) if one is None else _nearest(one, here) for one in distances)
+    twins = [Twin(*place, *patterns[n], *outs[n]) for n, place in enumerate(here)]
+    alike, same = (
+        [tuple(here[n] for n in group) for group in linked(one, threshold) if len(group) > 1] if one is not None else []
+        for one in distances
+    )
+    return twins, alike, same
+
+
+def _no_loss(output: Any, ids: Tensor) -> Tensor:
+    return torch.zeros(len(ids), device="cpu")
+
+
+def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, Tensor]]]:
+    """Return the calls on a text with their outputs (H, T, V), those of as many queries and keys together."""
+    kinds: dict[tuple[int, int], list[tuple[AttentionCall, Tensor]]] = {}
+
+    def each(call: AttentionCall) -> Tensor:
+        out = call.attend()
+        kinds.setdefault((call.query.shape[2], call.key.shape[2]), []).append((call, out[0].float()))
+        return out
+
+    with resting(model), probe(model, each):
+        text.output(model)
+    return [*kinds.values()]
+
+
+@torch.no_grad()
+def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Distances:
+    """(N, N): the Jensen-Shannon divergence of each two heads of the calls, bits, mean over (at most) `rows` rows.
+
+    The calls have as many queries and keys. A block of rows of all heads is in memory at a time.
+    """
+    (_, _, T, _), S = calls[0].query.shape, calls[0].key.shape[2]
+    heads = sum(call.query.shape[1] for call in calls)
+    places = torch.arange(min(rows, T), device="cpu") * T // min(rows, T)
+    columns = S + any(call.sinks is not None for call in calls)
+    total, count = (
+        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
+        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
+    )
+    for block in places.split(max(1, NUMBERS // (heads * columns))):
+        P = torch.cat([_rows(call, block, columns) for call in calls])
+        real = P.sum(-1) > 0.5  # of a row that may attend nothing there is nothing to compare
+        P = SMOOTHING * P + (1 - SMOOTHING) / columns
+        entropy = -torch.xlogy(P, P).sum(-1)
+        for head in range(heads):
+            middle = (P[head] + P[head:]) / 2
+            apart = -torch.xlogy(middle, middle).sum(-1) - (entropy[head] + entropy[head:]) / 2
+            both = real[head] & real[head:]
+            total[head, head:] += (apart.clamp(min=0) * both).sum(-1).double().cpu()
+            count[head, head:] += both.sum(-1).double().cpu()
+    mean = total / count.clamp(min=1) / np.log(2)
+    return np.asarray(mean + mean.triu(1).mT)
+
+
+def _rows(call: AttentionCall, rows: Tensor, columns: int) -> Tensor:
+    """(H, rows, columns): the weights of some rows; a further column has what went to the sinks."""
+    P = weights(call.query, call.key, rows=rows.to(call.query.device), **call.scoring)[0]
+    if columns == P.shape[-1]:
+        return P
+    rest = (1 - P.sum(-1, keepdim=True)).clamp(min=0) if call.sinks is not None else torch.zeros_like(P[..., :1])
+    return torch.cat([P, rest], dim=-1)
+
+
+@torch.no_grad()
+def output_distances(outs: Sequence[Tensor]) -> Distances:
+    """(N, N): 1 - CKA, linear and debiased, of each two heads; outs are (H, T, V) each, with one T.
+
+    CKA(X, Y) = HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)); HSIC is the unbiased estimate, from K = X X^T and L = Y Y^T
+    without their diagonals: (tr KL + 1'K1 1'L1 / ((n - 1)(n - 2)) - 2 / (n - 2) 1'KL1) / (n (n - 3)). Neither is made.
+    """
+    width = max(out.shape[-1] for out in outs)
+    X = torch.cat([nn.functional.pad(out, (0, width - out.shape[-1])) for out in outs]).double()
+    X = X - X.mean(1, keepdim=True)  # leaves HSIC as it is, and its terms small
+    n = X.shape[1]
+    size = X.square().sum(-1)  # (N, n): the diagonals
+    row = (X @ X.sum(1).unsqueeze(-1)).squeeze(-1) - size  # (N, n): K 1
+    whole = row.sum(-1)
+    hsic = torch.empty(len(X), len(X), dtype=torch.float64, device=X.device)
+    for head in range(len(X)):
+        trace = (X[head].mT @ X[head:]).square().sum((-2, -1)) - size[head:] @ size[head]
+        rest = whole[head] * whole[head:] / ((n - 1) * (n - 2)) - 2 / (n - 2) * (row[head:] @ row[head])
+        hsic[head, head:] = hsic[head:, head] = trace + rest
+    own = hsic.diagonal().clamp(min=0).sqrt()
+    scale = own[:, None] * own
+    alike = torch.where(scale > 0, hsic / scale.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(0, 1)
+    return np.asarray((1 - alike).fill_diagonal_(0).cpu())
+
+
+def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tuple[Any, Any]]:
+    """Of each head the least distance, and to which other head it is."""
+    if len(places) < 2:
+        return [(None, None)] * len(places)
+    others = distances + np.where(np.eye(len(places), dtype=bool), np.inf, 0.0)
+    return [(float(others[n].min()), places[int(others[n].argmin())]) for n in range(len(places))]
+
+
+def linked(distances: Distances, threshold: float) -> list[list[int]]:
+    """Clusters by average linkage: every merge at a mean distance of at most `threshold`; in order of first members.
+
+    By chains of nearest neighbours, in O(n^2): what merges at a height is the same as by the closest pair first.
+    """
+    gap = distances.astype(float) + np.where(np.eye(len(distances), dtype=bool), np.inf, 0.0)
+    members = {n: [n] for n in range(len(gap))}
+    groups = {n: n for n in members}  # a head -> the head that stands for its cluster
+    chain: list[int] = []
+    while len(members) > 1:
+        chain = chain or [next(iter(members))]
+        last = chain[-1]
+        near = int(gap[last].argmin())
+        if len(chain) > 1 and gap[last, chain[-2]] <= gap[last, near]:
+            near = chain[-2]
+        if len(chain) < 2 or near != chain[-2]:
+            chain.append(near)
+            continue
+        chain = chain[:-2]
+        if gap[last, near] <= threshold:
+            old, new = groups[last], groups[near]
+            groups = {n: new if group == old else group for n, group in groups.items()}
+        a, b = len(members[last]), len(members[near])
+        gap[near] = gap[:, near] = (a * gap[last] + b * gap[near]) / (a + b)
+        gap[near, near] = np.inf
+        gap[last] = gap[:, last] = np.inf
+        members[near] += members.pop(last)
+    groups_of: dict[int, list[int]] = {}
+    for n, group in groups.items():
+        groups_of.setdefault(group, []).append(n)
+    return [*groups_of.values()]

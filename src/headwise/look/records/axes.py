@@ -1,0 +1,189 @@
+"""What stands at the places of an axis of a map: tokens, patches of a picture, frames of a sound.
+
+Read from a model's configuration by the names that are common to most (``patch_size``, ``num_register_tokens``,
+``spatial_merge_size``, ...) and from the sizes of its inputs. No library of models is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ...shapes.arguments import check_counts, check_texts, shown
+from .schema import Inside, each, entries, fields_of, listed, one_error
+
+TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
+"""Kinds of axes. Of the last, some places are tokens and some are patches."""
+
+KINDS = (TEXT, PICTURE, SOUND, MIXED)
+NOWHERE = (-1, -1, -1)
+CLS, REGISTERS = "[CLS]", "registers"
+MOST_APART = 64
+"""Most tokens before the patches that are taken for tokens of the model's own ([CLS], registers)."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of maps.
+
+    Attributes:
+        kind: one of `KINDS`.
+        length: how many places.
+        names: of tokens, the text of each place; empty for others.
+        cells: picture, row and column of each place, (-1, -1, -1) where none; empty where no place is a patch.
+        grids: rows and columns of each picture.
+        apart: places that are no patches and no tokens of a text, by what they are: ``"[CLS]"``, ``"registers"``.
+        label: what the axis is called, where a look has several of a kind.
+
+    >>> over_patches((2, 3), 8).cells[2:5]     # two places come before the patches
+    ((0, 0, 0), (0, 0, 1), (0, 0, 2))
+    """
+
+    kind: str
+    length: int
+    names: tuple[str, ...] = ()
+    cells: tuple[tuple[int, int, int], ...] = ()
+    grids: tuple[tuple[int, int], ...] = ()
+    apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        check_texts(kind=self.kind, label=self.label)
+        check_counts(length=self.length)
+        if self.kind not in KINDS:
+            raise ValueError(f"an axis is one of {', '.join(KINDS)}; got {shown(self.kind)}")
+        for name, size in (("names", 0), ("cells", 3), ("grids", 2)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not all(_fits(one, size) for one in values):
+                wanted = "strings" if not size else f"tuples of {size} whole numbers"
+                raise TypeError(f"an axis's {name} are a tuple of {wanted}; got {shown(values)}")
+            if values and name != "grids" and len(values) != self.length:
+                raise ValueError(
+                    f"an axis of {self.length} places has as many {name}, or none; got {len(values)}; give one each"
+                )
+        apart = self.apart.items() if isinstance(self.apart, Mapping) else [(None, ())]
+        if not all(isinstance(name, str) and _fits(places, None) for name, places in apart):
+            raise TypeError(f"an axis's apart is a dict, names -> tuples of places; got {shown(self.apart)}")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Raise ValueError where a grid is empty, or a cell or a place lies outside."""
+        for grid in self.grids:
+            if min(grid) < 1:
+                raise ValueError(f"an axis's grids have a row and a column at least; got {grid}")
+        for cell in self.cells:
+            picture, row, column = cell
+            rows, columns = self.grids[picture] if 0 <= picture < len(self.grids) else (0, 0)
+            if cell != NOWHERE and not (0 <= row < rows and 0 <= column < columns):
+                raise ValueError(
+                    f"an axis's cells are (picture, row, column) in its grids {self.grids}, or {NOWHERE}; got {cell}"
+                )
+        for name, places in self.apart.items():
+            if wrong := [place for place in places if not 0 <= place < self.length]:
+                raise ValueError(
+                    f"an axis of {self.length} places has no place {wrong[0]}, which apart calls {shown(name)}"
+                )
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known which place is which patch."""
+        return bool(self.cells)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, strings and numbers."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Axis:
+        """Return the axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        with one_error("an axis is", data):
+            values = fields_of(cls, data)
+            values["names"] = entries("names", data["names"])
+            values["cells"], values["grids"] = (each(name, data[name], listed) for name in ("cells", "grids"))
+            with Inside(data["apart"], "apart"):
+                values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
+            return cls(**values)
+
+
+def _fits(value: object, size: int | None) -> bool:
+    """Whether a value is a tuple of so many whole numbers (None: any number of them), or, of size 0, a string."""
+    if size == 0:
+        return isinstance(value, str)
+    return isinstance(value, tuple) and len(value) == (size or len(value)) and all(type(n) is int for n in value)
+
+
+def raster(rows: int, columns: int, picture: int = 0) -> list[tuple[int, int, int]]:
+    """Return the cells of a grid, row after row."""
+    return [(picture, r, c) for r in range(rows) for c in range(columns)]
+
+
+def in_blocks(rows: int, columns: int, side: int, picture: int = 0) -> list[tuple[int, int, int]]:
+    """Return the cells of a grid in blocks of `side` x `side`, each row after row.
+
+    >>> [cell[1:] for cell in in_blocks(2, 4, 2)]
+    [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    """
+    tops, lefts = range(0, rows, side), range(0, columns, side)
+    return [(picture, r + i, c + j) for r in tops for c in lefts for i in range(side) for j in range(side)]
+
+
+def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis:
+    """Return the axis of an encoder of one picture: tokens of the model's own, then the patches row after row.
+
+    Where the places are not so many more than the patches, or fewer, which place is which patch is not known.
+    """
+    rows, columns = grid
+    before = length - rows * columns
+    if rows < 1 or columns < 1 or not 0 <= before <= MOST_APART:
+        return Axis(PICTURE, length)
+    apart: dict[str, tuple[int, ...]] = {}
+    if before:
+        apart[CLS] = (0,)
+    last = min(1 + registers, before)
+    if last > 1:
+        apart[REGISTERS] = tuple(range(1, last))
+    if last < before and before > 1:
+        apart["further token"] = tuple(range(max(last, 1), before))
+    cells = (*[NOWHERE] * before, *raster(rows, columns))
+    return Axis(PICTURE, length, cells=cells, grids=(grid,), apart=apart)
+
+
+def upside_down(axis: Axis) -> Axis:
+    """The axis of a spectrogram cut into patches: the first row is that of the lowest tones, and is drawn lowest."""
+    cells = tuple(
+        cell if cell == NOWHERE else (cell[0], axis.grids[0][0] - 1 - cell[1], cell[2]) for cell in axis.cells
+    )
+    return replace(axis, cells=cells)
+
+
+def in_text(ids: Sequence[int], names: Sequence[str], image: int | None, grids: Sequence[tuple[int, ...]]) -> Axis:
+    """The axis of a text; places whose id is `image` are patches of pictures of these (frames, rows, columns)."""
+    places = [place for place, i in enumerate(ids) if i == image]
+    if not places:
+        return Axis(TEXT, len(ids), names=tuple(names))
+    cells, shapes = [NOWHERE] * len(ids), []
+    laid = _laid(len(places), grids)
+    for place, cell in zip(places, laid[0] if laid else (), strict=False):
+        cells[place] = cell
+    shapes = laid[1] if laid else []
+    return Axis(MIXED, len(ids), names=tuple(names), cells=tuple(cells), grids=tuple(shapes))
+
+
+def _laid(
+    places: int, grids: Sequence[tuple[int, ...]]
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]] | None:
+    """The cells of so many places over pictures of these grids, each made smaller by one whole number; None if none."""
+    patches = sum(t * r * c for t, r, c in grids)
+    for side in range(1, 17):
+        fits = all(r % side == 0 and c % side == 0 for _, r, c in grids)
+        if fits and patches == places * side * side:
+            small = [(r // side, c // side) for t, r, c in grids for _ in range(t)]
+            return [cell for n, grid in enumerate(small) for cell in raster(*grid, n)], small
+    return None
+
+
+def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the cells of a picture's frames of (frames, rows, columns) patches, in blocks of `side` x `side`."""
+    frames = [(r, c) for t, r, c in grids for _ in range(t)]
+    return tuple(cell for n, (r, c) in enumerate(frames) for cell in in_blocks(r, c, side, n))

@@ -1,0 +1,163 @@
+"""The record of one attention head, and its large map: plain frozen data that travels as JSON.
+
+Nothing here holds a tensor, so a record can be compared, stored and sent. Every number is a Python float, int or None;
+None means "not measured", never "zero".
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ...shapes.arguments import MOST, check_counts, check_texts, shown
+from .schema import Damaged, Inside, check_fields, each, entries, fields_of, listed, one_error
+from .scores import Score
+
+NO_ROLE = "-"
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """One head: what it did on the texts, and what it scored in each role.
+
+    Attributes:
+        module: qualified name of the attention module.
+        call: how often that module had been called before in the same forward (0 unless layers share it).
+        layer: running index of the attention call in the forward, from 0.
+        head: index of the query head, from 0.
+        part: ``"encoder"``, ``"decoder"`` or ``"cross"``: by where the queries of the call may look.
+        entropy: mean entropy of a row, in nats.
+        largest: mean of the largest weight of a row.
+        distance: mean distance between a query and the keys it attends, in tokens; None in cross-attention, whose
+            positions are of two texts.
+        offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend it; empty in
+            cross-attention.
+        ahead: mean mass on the key 1, 2, ... k positions ahead, as ``offsets``; empty where no query may attend any.
+        scores: by role, what the head scored; a role that was not measured is missing.
+        map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
+        queries: number of queries of the call, of the longest text.
+        keys: number of keys of the call, of the longest text.
+        extras: further numbers by name, such as importance by a criterion; see `Look.with_extras`.
+        over: which of the look's `axes` its queries and its keys run over; empty where the look has one text alone.
+    """
+
+    module: str
+    call: int
+    layer: int
+    head: int
+    part: str
+    entropy: float
+    largest: float
+    distance: float | None
+    offsets: tuple[float, ...]
+    ahead: tuple[float, ...]
+    scores: Mapping[str, Score]
+    map: tuple[tuple[float, ...], ...] = ()
+    queries: int = 0
+    keys: int = 0
+    extras: Mapping[str, float] = field(default_factory=dict)
+    over: tuple[int, ...] = ()
+
+    @property
+    def roles(self) -> tuple[Score, ...]:
+        """The scores of the roles that the head plays, strongest first: by how far they went beyond the threshold."""
+        played = [score for score in self.scores.values() if score.plays]
+        return tuple(sorted(played, key=lambda score: (-score.strength, score.name)))
+
+    @property
+    def role(self) -> str:
+        """Name of the strongest role, ``"-"`` where the head plays none."""
+        return max(self.roles, key=lambda score: score.strength).name if self.roles else NO_ROLE
+
+    def score(self, name: str) -> Score | None:
+        """Return the score in a role by its name; None where it was not measured."""
+        check_texts(name=name)
+        return self.scores.get(name)
+
+    def value(self, name: str) -> float | None:
+        """Return the value of a score; None where it was not measured."""
+        score = self.score(name)
+        return None if score is None else score.value
+
+    def mass_at(self, offset: int) -> float | None:
+        """Mean mass on the key at an offset from the query, negative before it; None where it was not measured."""
+        check_counts(-MOST, offset=offset)
+        masses, k = (self.ahead, offset - 1) if offset > 0 else (self.offsets, -offset)
+        return masses[k] if k < len(masses) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "scores"}
+        return {**data, "scores": {name: score.to_list() for name, score in self.scores.items()}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
+        """Return the record that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        with one_error("a head's record is", data):
+            return cls._from_dict(data)
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
+        values = fields_of(cls, data)
+        for name in ("offsets", "ahead", "over"):
+            values[name] = entries(name, data.get(name, ()) if name == "over" else data[name])
+        with Inside(data["scores"], "scores"):
+            values["scores"] = {name: _score(name, row) for name, row in data["scores"].items()}
+        values["map"] = each("map", data["map"], listed)
+        check_fields(cls, values)
+        if len({*map(len, values["map"])}) > 1:
+            raise Damaged("map", f"has rows of one length; got {sorted({*map(len, values['map'])})}")
+        return cls(**values)
+
+
+def _score(name: str, row: list[Any]) -> Score:
+    with Inside(row, name):
+        return Score.from_list(name, row)
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """The large map of one head, a byte a cell.
+
+    A byte is ``round(255 * sqrt(weight))``: the root keeps small weights apart (1 / 128 becomes 23, not 2), and is
+    what a colour scale wants anyhow.
+
+    Attributes:
+        rows: number of (pooled) queries.
+        columns: number of (pooled) keys.
+        data: the bytes, row after row.
+    """
+
+    rows: int
+    columns: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        check_counts(rows=self.rows, columns=self.columns)
+        if not isinstance(self.data, bytes):
+            raise TypeError(f"a map's data is bytes, one a cell; got {shown(self.data)}")
+        if len(self.data) != self.rows * self.columns:
+            raise ValueError(
+                f"a map of {self.rows} x {self.columns} cells needs {self.rows * self.columns} bytes, got "
+                f"{len(self.data)}; give one byte a cell"
+            )
+
+    def weights(self) -> tuple[tuple[float, ...], ...]:
+        """Return the weights, to within 0.004 near 1 and less below: half a step of a byte.
+
+        >>> HeadMap(rows=1, columns=2, data=bytes([255, 0])).weights()
+        ((1.0, 0.0),)
+        """
+        values = [(byte / 255) ** 2 for byte in self.data]
+        return tuple(tuple(values[i * self.columns : (i + 1) * self.columns]) for i in range(self.rows))
+
+    def base64(self) -> str:
+        """Return the bytes as base64 text, for JSON and for a page."""
+        return base64.b64encode(self.data).decode("ascii")
+
+
+def map_from_dict(data: dict[str, Any]) -> HeadMap:
+    """Return the large map that `Look.to_dict` wrote."""
+    return HeadMap(data["rows"], data["columns"], base64.b64decode(data["data"], validate=True))

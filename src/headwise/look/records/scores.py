@@ -1,0 +1,84 @@
+"""What a head scored in a role, and on what evidence: plain frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .schema import check_fields, each, listed, one_error
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One query whose largest weight lies where the role says.
+
+    Attributes:
+        text: which of the texts, from 0.
+        query: position of the query in its text.
+        key: position of the key.
+        weight: the weight of the query on the key.
+    """
+
+    text: int
+    query: int
+    key: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a head scored in one role.
+
+    Attributes:
+        name: the role, such as ``"previous-token"``; `headwise.look.ROLES` has its formula and source.
+        value: the score, from 0 to 1.
+        null: what chance gives by the role's control (uniform attention, shuffled targets, the best fixed offset);
+            None where the role has none.
+        threshold: what the value must exceed.
+        count: number of queries that were scored.
+        low, high: the 95 % interval of the value, from a bootstrap over texts; None with a single text.
+        plays: whether the head plays the role: by value, null and interval.
+        evidence: the queries that show it best, for the roles it plays.
+        detail: what the role leaves open, such as the offset; empty for most.
+    """
+
+    name: str
+    value: float
+    null: float | None
+    threshold: float
+    count: int
+    low: float | None = None
+    high: float | None = None
+    plays: bool = False
+    evidence: tuple[Evidence, ...] = ()
+    detail: str = ""
+
+    @property
+    def strength(self) -> float:
+        """How far the value went from the threshold towards 1: what roles of a head are ordered by."""
+        return (self.value - self.threshold) / (1 - self.threshold)
+
+    def __str__(self) -> str:
+        return f"{self.name}{f' ({self.detail})' if self.detail else ''} {self.value:.2f}"
+
+    def to_list(self) -> list[Any]:
+        """Its fields in order but for the name, evidence as lists: short in JSON, where thousands may stand."""
+        row: list[Any] = [self.value, self.null, self.threshold, self.count, self.low, self.high, self.plays]
+        evidence = [[e.text, e.query, e.key, e.weight] for e in self.evidence]
+        return [*row, evidence, self.detail] if evidence or self.detail else row
+
+    @classmethod
+    def from_list(cls, name: str, row: list[Any]) -> Score:
+        """Return the score that `to_list` wrote; ValueError where it is none."""
+        with one_error("a score is", row, by="to_list"):
+            value, null, threshold, count, low, high, plays, evidence, detail = [*listed(row), (), ""][:9]
+            items = each("evidence", evidence, _evidence)
+            score = cls(name, value, null, threshold, count, low, high, plays, items, detail)
+            check_fields(cls, vars(score))
+            return score
+
+
+def _evidence(row: Any) -> Evidence:
+    one = Evidence(*listed(row))
+    check_fields(Evidence, vars(one))
+    return one

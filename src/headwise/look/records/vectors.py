@@ -1,0 +1,190 @@
+"""Queries, keys and values of an attention call's first tokens, a byte a number: enough to show how one weight comes.
+
+A page that shows ``q . k`` dimension by dimension needs the vectors themselves. Of 64 tokens that is 12 KB a head at 64
+dimensions; the errors (half a step of 1/127 of a row's largest) move a score by about a hundredth of its size.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...nn.hooks.probe import AttentionCall
+from ...ops.statistics.weights import weights
+from ...shapes.arguments import check_counts
+from .schema import Inside, check_fields, entries, one_error
+
+TOKENS = 64
+"""Most tokens of a text whose vectors are kept."""
+
+SCORES = 1 << 23
+"""Most scores that are computed at once."""
+
+
+@dataclass(frozen=True)
+class ByteVectors:
+    """Vectors, a byte a number.
+
+    Attributes:
+        shape: heads, tokens, dimensions.
+        data: signed bytes, head after head, token after token.
+        steps: for each vector what a byte of 1 stands for, float32, little-endian.
+    """
+
+    shape: tuple[int, int, int]
+    data: bytes
+    steps: bytes
+
+    def __post_init__(self) -> None:
+        heads, tokens, dims = self.shape
+        wanted = (heads * tokens * dims, 4 * heads * tokens)
+        if (len(self.data), len(self.steps)) != wanted:
+            raise ValueError(
+                f"rows of shape {self.shape} take {wanted[0]} bytes and {wanted[1]} of steps; got {len(self.data)} and "
+                f"{len(self.steps)}; make them with headwise.look.neurons.rows()"
+            )
+
+    def array(self) -> npt.NDArray[np.float32]:
+        """Return the vectors, (heads, tokens, dimensions)."""
+        steps = np.frombuffer(self.steps, "<f4").reshape(*self.shape[:2], 1)
+        return np.frombuffer(self.data, np.int8).reshape(self.shape).astype(np.float32) * steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, the bytes as base64."""
+        data, steps = (base64.b64encode(part).decode("ascii") for part in (self.data, self.steps))
+        return {"shape": list(self.shape), "data": data, "steps": steps}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
+        """Return the rows that `to_dict` wrote."""
+        with one_error("rows of bytes are", data):
+            shape = entries("shape", data["shape"])
+            check_fields(cls, {"shape": shape})
+            parts = [_decoded(data, part) for part in ("data", "steps")]
+            return cls((shape[0], shape[1], shape[2]), *parts)
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """One attention call on the first tokens of a text.
+
+    Attributes:
+        layer: running index of the call in the forward, as `HeadRecord.layer`.
+        scale: what a product of query and key is multiplied by.
+        softcap: the limit of the scores, or None.
+        biased: whether the mask adds something to the scores, as ALiBi does.
+        gated: whether the output is multiplied by a gate.
+        sunk: whether sinks take a part of each row.
+        query: (H, T, D).
+        key: (K, S, D); query head h reads head h // (H / K).
+        value: (K, S, V), or None where the call showed none.
+        weights: the weights, (H, T, S) bytes, each ``round(255 * sqrt(weight))`` as in `HeadMap`.
+    """
+
+    layer: int
+    scale: float
+    softcap: float | None
+    biased: bool
+    gated: bool
+    sunk: bool
+    query: ByteVectors
+    key: ByteVectors
+    value: ByteVectors | None
+    weights: bytes
+
+    def __post_init__(self) -> None:
+        (H, T, D), (K, S, E) = self.query.shape, self.key.shape
+        fits = K > 0 and H % K == 0 and D == E and (self.value is None or self.value.shape[:2] == (K, S))
+        if not fits or len(self.weights) != H * T * S:
+            value = None if self.value is None else self.value.shape
+            raise ValueError(
+                f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value {value}, "
+                f"{len(self.weights)} weights; headwise.look.neurons.vectors_of() makes them"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        plain = {name: getattr(self, name) for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
+        return {
+            **plain,
+            "query": self.query.to_dict(),
+            "key": self.key.to_dict(),
+            "value": None if self.value is None else self.value.to_dict(),
+            "weights": base64.b64encode(self.weights).decode("ascii"),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Neurons:
+        """Return what `to_dict` wrote; ValueError where it is none."""
+        with one_error("neurons are", data):
+            parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
+            check_fields(cls, parts)
+            for name in ("query", "key", "value"):
+                with Inside(data[name], name):
+                    parts[name] = None if name == "value" and data[name] is None else ByteVectors.from_dict(data[name])
+            return cls(**parts, weights=_decoded(data, "weights"))
+
+
+def _decoded(data: dict[str, Any], name: str) -> bytes:
+    """Return the bytes that stand as base64 under a name."""
+    with Inside(data[name], name):
+        return base64.b64decode(data[name], validate=True)
+
+
+def rows(vectors: Tensor) -> ByteVectors:
+    """(heads, tokens, dimensions) as bytes: each vector by its own largest number; NaN as 0.
+
+    >>> rows(torch.tensor([[[1.0, -0.5], [0.0, 0.0]]])).array().round(2).tolist()
+    [[[1.0, -0.5], [0.0, 0.0]]]
+    """
+    x = vectors.detach().float().cpu().nan_to_num(0.0)
+    steps = x.abs().amax(-1, keepdim=True) / 127
+    codes = (x / torch.where(steps > 0, steps, 1.0)).round().to(torch.int8)
+    heads, tokens, dims = x.shape
+    return ByteVectors((heads, tokens, dims), codes.numpy().tobytes(), steps.numpy().astype("<f4").tobytes())
+
+
+def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
+    """Return the first tokens of a call's first text: at most `tokens` queries and keys.
+
+    The weights come from whole rows: what lies on later keys is missing from them.
+
+    >>> import headwise
+    >>> mha = headwise.MultiHeadAttention(12, 3)
+    >>> with headwise.nn.probe(mha) as seen:
+    ...     out = mha(torch.randn(2, 5, 12), mask=headwise.causal())
+    >>> kept = vectors_of(seen.calls[0])
+    >>> kept.query.shape, len(kept.weights)
+    ((3, 5, 4), 75)
+    """
+    check_counts(1, tokens=tokens)
+    T, S = call.query.shape[2], call.key.shape[2]
+    H, first = call.query.shape[1], range(min(T, tokens))
+    some = max(1, SCORES // max(len(first) * S, 1))  # heads at once: a text of 128k tokens must cost no gigabytes
+    with torch.no_grad():
+        parts = [
+            weights(call.query[:1], call.key[:1], rows=list(first), heads=heads, **call.scoring)[0, :, :, :tokens]
+            for heads in (range(H)[i : i + some] for i in range(0, H, some))
+        ]
+        got = torch.cat(parts)
+        added = None if call.mask is None else call.mask.added(T, S, rows=slice(0, tokens), device=call.query.device)
+    biased = added is not None and bool((added.isfinite() & (added != 0)).any())
+    codes = (255 * got.clamp(0, 1).sqrt()).round().to(torch.uint8)
+    return Neurons(
+        layer=call.order,
+        scale=float(call.query.shape[-1] ** -0.5 if call.scale is None else call.scale),
+        softcap=call.softcap,
+        biased=biased,
+        gated=call.gate is not None,
+        sunk=call.sinks is not None,
+        query=rows(call.query[0, :, :tokens]),
+        key=rows(call.key[0, :, :tokens]),
+        value=None if call.value is None else rows(call.value[0, :, :tokens]),
+        weights=codes.cpu().numpy().tobytes(),
+    )

@@ -1,0 +1,214 @@
+"""What a model reads in one forward pass, and what stands behind the queries and keys of a call."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...shapes.arguments import shown, whole_numbers
+from ..inputs.repeated_tokens import Repeated
+from ..records.axes import TEXT, Axis
+
+T = TypeVar("T")
+
+Links = Mapping[str, Sequence[Sequence[int]]]
+"""name -> for each token the positions of the tokens that it is linked to."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One text as the model reads it.
+
+    Attributes:
+        ids: the token ids, special ones included.
+        links: by name, for each token, positions of the tokens that a head of that role would attend.
+        classes: by name, the positions of the tokens of a class.
+        copies: how its ids repeat, for random tokens repeated.
+        text: which text this is, from 0; the bootstrap draws texts.
+    """
+
+    ids: Sequence[int]
+    links: Links = field(default_factory=dict)
+    classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    copies: Repeated | None = None
+    text: int = 0
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Ids by what they are: in what order a text stands does not matter here.
+
+    Attributes:
+        delimiters: ids that separate clauses: ``. , ; : ! ?`` and line ends, or what the caller named.
+        punctuation: ids whose text is punctuation alone.
+        special: ids the model's configuration or tokenizer names: [CLS], [SEP], <s>, ...
+        stops: ids whose text is ``.``.
+        commas: ids whose text is ``,``.
+        separators: what ends a sentence for the model: [SEP].
+    """
+
+    delimiters: frozenset[int] = frozenset()
+    punctuation: frozenset[int] = frozenset()
+    special: frozenset[int] = frozenset()
+    stops: frozenset[int] = field(default=frozenset(), repr=False)
+    commas: frozenset[int] = field(default=frozenset(), repr=False)
+    separators: frozenset[int] = field(default=frozenset(), repr=False)
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], *, delimiters: Collection[int] | None = None, special: Collection[int] = ()
+    ) -> Vocabulary:
+        """Return the vocabulary of a tokenizer, by what it calls its ids, in order.
+
+        Raises:
+            TypeError: names that are no strings, or ids that are no integers.
+
+        >>> Vocabulary.of(["<s>", "a", "\u0120.", "(", "\u010a"], special=[0])
+        Vocabulary(delimiters=frozenset({2}), punctuation=frozenset({2, 3}), special=frozenset({0}))
+        """
+        if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
+            raise TypeError(f"names are what a tokenizer calls its ids, a list of strings; got {shown(names)}")
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"names are strings, one an id; got {shown(names)}")
+        apart = _ids("special", special)
+        if delimiters is None:
+            delimiters = [i for i, name in enumerate(names) if name.strip(BLANKS) in MARKS]
+        marks = (i for i, name in enumerate(names) if i not in apart and is_punctuation(name))
+        chosen = _ids("delimiters", delimiters)
+        stops, commas = (frozenset(i for i, name in enumerate(names) if name.strip(BLANKS) == mark) for mark in ".,")
+        named = frozenset(i for i, name in enumerate(names) if name == "[SEP]")
+        return cls(chosen, frozenset(marks), apart, stops, commas, (chosen & apart) | named)
+
+
+def _ids(name: str, ids: Collection[int]) -> frozenset[int]:
+    """Return a collection of ids, whichever it is."""
+    return frozenset(whole_numbers(name, [*ids] if isinstance(ids, Set) else ids))
+
+
+TEXTS = Axis(TEXT, 0)
+"""The axis of any text."""
+
+FIRST, SECOND = "first sentence", "second sentence"
+"""Classes of the tokens of a pair of sentences."""
+
+MARKS = frozenset(".,;:!?\n")
+BLANKS = " \u0120\u2581"
+"""A blank, and how byte-level and sentence tokenizers write it."""
+
+
+def is_punctuation(token: str) -> bool:
+    """Return whether a token's text is punctuation alone, blanks aside.
+
+    >>> is_punctuation(" ("), is_punctuation("x)"), is_punctuation(" ")
+    (True, False, False)
+    """
+    text = token.strip(BLANKS)
+    return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The tokens behind the queries (B, T) and keys (B, S) of a call.
+
+    Attributes:
+        queries: (B, T) ids.
+        keys: (B, S) ids.
+        ahead: whether a query may attend later positions; None in cross-attention, whose positions are of two texts.
+        words: the ids by what they are.
+        passages: the B texts.
+        moved: how many places the queries' and the keys' texts stand behind the passage: 1 in a decoder beside an
+            encoder, which begins with a start token of its own.
+        known: whether the queries and keys are the passages' tokens; a model may attend to something else.
+        usual: by link, how far before a query its links lie most often, over all passages (`usual_distance`).
+        axes: what stands at the places of queries and keys.
+        among: (B, T) bool, the queries that count; None for all of them.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    ahead: bool | None
+    words: Vocabulary
+    passages: tuple[Passage, ...]
+    moved: tuple[int, int] = (0, 0)
+    known: bool = True
+    usual: Mapping[str, int] = field(default_factory=dict)
+    axes: tuple[Axis, Axis] = (TEXTS, TEXTS)
+    among: Tensor | None = None
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, name: object, make: Callable[[], T]) -> T:
+        """Return what `make` gives, made once for all layers of the forward."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        value: T = self.kept[name]
+        return value
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What queries and keys are."""
+        return frozenset(axis.kind for axis in self.axes)
+
+    def count(self, rows: Tensor) -> Tensor:
+        """(B, 1): how many of these queries, (B, T) bool, count."""
+        return (rows if self.among is None else rows & self.among).sum(-1, keepdim=True).double()
+
+    def of_class(self, name: str) -> Tensor:
+        """(B, S) bool: the places of a class, where the queries are the passages' tokens."""
+        chosen = torch.zeros(self.queries.shape, dtype=torch.bool, device="cpu")
+        for b, passage in enumerate(self.passages if self.known else ()):
+            chosen[b, [*passage.classes.get(name, ())]] = True
+        return chosen
+
+    @property
+    def cross(self) -> bool:
+        """Whether this is cross-attention."""
+        return self.ahead is None
+
+    def keys_in(self, ids: frozenset[int]) -> Tensor:
+        """(B, S) bool: which keys are among the ids; never the first, which is the sink's."""
+        chosen = torch.isin(self.keys, torch.tensor(sorted(ids), dtype=self.keys.dtype, device="cpu"))
+        chosen[:, :1] = False
+        return chosen
+
+    def links(self, name: str) -> Tensor | None:
+        """(B, T, n) long, the keys of each query by a link's name, -1 where there are fewer; None without any."""
+        return self.once(("links", name), lambda: self._links(name))
+
+    def _links(self, name: str) -> Tensor | None:
+        lists = [passage.links.get(name, ()) for passage in self.passages]
+        if not self.known or not any(any(row) for row in lists):
+            return None
+        T, S = self.queries.shape[1], self.keys.shape[1]
+        behind, before = self.moved
+        width = max(len(keys) for row in lists for keys in row)
+        out = torch.full((len(lists), T, width), -1, dtype=torch.long, device="cpu")
+        for b, row in enumerate(lists):
+            for i, keys in enumerate(row):
+                kept = [j + before for j in keys if j + before < S and (self.ahead is not False or j <= i)]
+                if i + behind < T and kept:
+                    out[b, i + behind, : len(kept)] = torch.tensor(kept, device="cpu")
+        return out
+
+
+def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:
+    """By link: query minus key, the distance that most linked queries have; of equals the nearer, then the earlier.
+
+    By ``"NAME, earlier"`` the same over earlier keys alone: what a model that looks back can see.
+
+    >>> usual_distances([Passage([5, 6, 7], links={"object": [[1, 2], [2], [1]]})])
+    {'object': -1, 'object, earlier': 1}
+    """
+    counts: dict[str, Counter[int]] = {}
+    for passage in passages:
+        for name, rows in passage.links.items():
+            for i, keys in enumerate(rows):
+                distances = [i - j for j in keys if i != j]
+                counts.setdefault(name, Counter()).update(distances)
+                counts.setdefault(f"{name}, earlier", Counter()).update(d for d in distances if d > 0)
+    return {name: max(c, key=lambda d: (c[d], -abs(d), d)) for name, c in counts.items() if c}

@@ -1,0 +1,377 @@
+"""What heads are called, as data: a role is a measure, a threshold, a control, and who says so.
+
+A head plays a role if its value exceeds the threshold **and** what chance gives, twice over: the control is
+the value of uniform attention on the same tokens under the same mask, of the same head on shuffled links, or the
+baseline that the paper names. On a long text that second condition asks nothing of most roles: uniform attention gives
+every key next to nothing. On five tokens it gives the own token 0.46, and a head that does no more is not called
+anything. Where several texts were read, the lower end of the bootstrap interval has to stand above chance as well.
+
+A new role is one entry of `ROLES`: it says itself what has to be measured, and on what the model has to read.
+
+A[i, j] below is the weight of query i on key j; means are over the queries that may attend that key.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..records import axes
+from . import spatial_measures as placed
+from . import text_measures as links
+from .call_tokens import FIRST, SECOND
+from .choice_measures import Argmax
+from .measures import FAR, AtOffset, BandShare, Measure, OfRows, OnKeys, OnLinks
+from .text_measures import CLARK_KEYS, FEW_KEYS
+
+TIMES_CHANCE = 2.0
+"""How many times the control's value a role must exceed, unless it says otherwise."""
+
+SEVERAL = 4
+"""Queries that a role of places or marks asks for: of a full stop that ends a text one query decides, its own."""
+
+TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
+"""What the model reads: the texts; random tokens repeated; annotated sentences; texts with a needle in them."""
+
+WORDS = frozenset({axes.TEXT})
+LINE = WORDS | {axes.SOUND}
+"""What has one order of places: tokens, and the frames of a sound."""
+
+PATCHES = frozenset({axes.PICTURE, axes.MIXED})
+ALL = frozenset(axes.KINDS)
+
+_CLARK = "Clark et al. 2019, arXiv 1906.04341"
+_IOI = "Wang et al. 2022, arXiv 2211.00593, appendix H"
+_VOITA = "Voita et al. 2019, arXiv 1905.09418"
+_OURS = "; the threshold is ours"
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role.
+
+    Attributes:
+        name: what the table shows.
+        formula: how the value comes from the attention matrix A.
+        threshold: the value that a head must exceed.
+        source: where the formula and threshold come from.
+        control: what the null is.
+        measure: how the value is taken from a call.
+        reads: what the model reads for it: ``"text"``, ``"copies"``, ``"sentences"`` or ``"needles"``.
+        times: how many times the null the value must exceed.
+        plus: by how much beyond that.
+        least: how many queries must have been scored.
+        over: what queries and keys have to be: kinds of `headwise.look.Axis`. Of an axis of text and pictures, the
+            queries that are text count for a role of text.
+    """
+
+    name: str
+    formula: str
+    threshold: float
+    source: str
+    control: str
+    measure: Measure = field(compare=False)
+    reads: str = TEXT
+    times: float = TIMES_CHANCE
+    plus: float = 0.0
+    least: int = 1
+    over: frozenset[str] = WORDS
+
+    def plays(self, value: float, null: float | None, count: int, low: float | None = None) -> bool:
+        """Return whether these numbers make a head play the role.
+
+        >>> induction = next(role for role in ROLES if role.name == "induction")
+        >>> induction.plays(0.6, null=0.02, count=99), induction.plays(0.6, null=0.4, count=99)
+        (True, False)
+        """
+        bar = self.times * (null or 0.0) + self.plus
+        above = value > self.threshold and value > bar and count >= self.least
+        return above and (low is None or null is None or low > null)
+
+
+_UNIFORM = "uniform attention under the same mask"
+
+
+def _at(offset: int, name: str, source: str) -> Role:
+    """Return the role of attending one place, seen from the query."""
+    place = f"i{offset:+}" if offset else "i"
+    over = LINE if offset else LINE | {axes.PICTURE}
+    # in a text hardly longer, a sink on its first token would pass for an offset
+    least = 1 if abs(offset) < 2 else SEVERAL
+    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), least=least, over=over)
+
+
+def _neighbour(name: str, rows: int, columns: int) -> Role:
+    """Return the role of attending the next patch in one direction."""
+    formula = f"pictures: mean_i A[i, j] on the patch {_SHIFTS[rows, columns]} of patch i"
+    control = f"{_UNIFORM}; the same head on shuffled links"
+    measure = OnLinks(placed.shifted((rows, columns)))
+    return Role(name, formula, 0.5, _CORDONNIER + _OURS, control, measure, over=PATCHES)
+
+
+_SHIFTS = {(0, -1): "to the left", (0, 1): "to the right", (-1, 0): "above", (1, 0): "below"}
+_CORDONNIER = "Cordonnier et al. 2020, arXiv 1911.03584 (heads that attend at a fixed shift of pixels)"
+
+
+def _line(name: str, which: int) -> Role:
+    return Role(
+        name,
+        f"pictures: mean_i sum of A[i, j] over the patches j in the {name[5:]} of patch i, more than one away",
+        0.5,
+        f"Ho et al. 2019, arXiv 1912.12180 (attention along an axis){_OURS}",
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(placed.in_line(which)),
+        over=PATCHES,
+    )
+
+
+def _apart(name: str, places: str, source: str) -> Role:
+    return Role(
+        name,
+        f"pictures: mean_i sum of A[i, j] over {places}, of the patches i",
+        0.6,
+        source,
+        _UNIFORM,
+        OnLinks(placed.to_apart(places), against=None),
+        over=PATCHES,
+    )
+
+
+def _mark(name: str, what: str, ids: str) -> Role:
+    return Role(
+        name,
+        f"mean_i sum of A[i, j] over j > 0 that {what}, of the i from the first of them on",
+        0.6,
+        f"{_CLARK}: section 3.2, [SEP], full stops and commas apart; threshold as for special tokens",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(getattr(scene.words, ids))),
+        least=SEVERAL,
+    )
+
+
+def _across(name: str, queries: str, keys: str) -> Role:
+    return Role(
+        name,
+        f"pairs of sentences: mean_i sum of A[i, j] over the tokens j of the {keys}, of the i of the {queries}",
+        0.5,
+        f"Vig 2019, arXiv 1906.05714 (attention between the sentences of a pair){_OURS}",
+        _UNIFORM,
+        placed.FromTo(lambda scene: scene.of_class(queries), lambda scene: scene.of_class(keys)),
+        times=1.5,
+        least=SEVERAL,
+    )
+
+
+_RELATIONS = """
+    nsubj nsubj:pass obj iobj obl nmod nmod:poss amod det case mark aux aux:pass cop advmod conj cc compound nummod acl
+    acl:relcl advcl xcomp ccomp
+"""
+RELATIONS = tuple(_RELATIONS.split())
+"""Relations of Universal Dependencies that have roles of their own, in both directions."""
+
+
+def _relation(name: str, what: str) -> Role:
+    return Role(
+        name,
+        f"annotated sentences: share of {what} whose largest weight, own and special tokens aside, lies on the other",
+        0.4,
+        f"{_CLARK}, section 4.2; {_VOITA}: 10 % above the positional baseline{_OURS}",
+        "the best fixed offset; another query's choice",
+        Argmax(name),
+        reads=SENTENCES,
+        times=1.0,
+        plus=0.1,
+        least=8,
+    )
+
+
+ROLES: tuple[Role, ...] = (
+    _at(-1, "previous-token", f"{_IOI}; threshold: {_CLARK}"),
+    *(_at(-k, f"offset-{k}", f"{_IOI}, generalised; threshold: {_CLARK}") for k in range(2, FAR + 1)),
+    _at(0, "self", _CLARK),
+    _at(1, "next-token", _CLARK),
+    *(_at(k, f"offset+{k}", f"{_CLARK}, generalised") for k in range(2, FAR + 1)),
+    Role(
+        "far offset",
+        f"share of the i, at least half of all, whose largest weight lies at one same distance, more than {FAR} away",
+        0.9,
+        f"{_VOITA}: positional heads",
+        "the same keys, dealt out to other queries",
+        OfRows(links.far_offset, links.on_far_offset),
+        over=LINE,
+    ),
+    Role(
+        "local band",
+        f"mean_i sum of A[i, j] over |i - j| <= {FAR}, where no single offset exceeds 0.5",
+        0.8,
+        f"Voita et al. 2019 and Child et al. 2019 (arXiv 1904.10509) describe such heads{_OURS}",
+        _UNIFORM,
+        BandShare(FAR),
+        over=LINE,
+    ),
+    Role(
+        "first-token sink",
+        "mean_{i>0} A[i, 0]",
+        0.3,
+        "Gu et al. 2024, arXiv 2410.10781: alpha_1 > 0.3 (here without query 0, which has no choice)",
+        _UNIFORM,
+        OnLinks(links.first, against=None),
+        least=24,
+    ),
+    Role(
+        "sink elsewhere",
+        "max over 0 < k <= T / 2 of mean_{i>=k} A[i, k], where A[i, k] is the row's largest",
+        0.5,
+        "Gu et al. 2024, arXiv 2410.10781: alpha_k, from below (other rows' weights on k are not counted); the "
+        "threshold is ours: 0.3 is passed by the first delimiter under a head that attends all delimiters alike",
+        _UNIFORM,
+        OfRows(links.other_sink, links.on_other_sink),
+        over=LINE,
+    ),
+    Role(
+        "delimiter",
+        "mean_i sum of A[i, j] over delimiters j > 0, of the i from the first of them on",
+        0.6,
+        f"{_CLARK}: special tokens above 0.6",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(scene.words.delimiters)),
+        least=SEVERAL,
+    ),
+    Role(
+        "punctuation",
+        "mean_i sum of A[i, j] over j > 0 whose text is punctuation alone",
+        0.6,
+        f"{_CLARK}: as special tokens",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(scene.words.punctuation)),
+        least=SEVERAL,
+    ),
+    Role(
+        "special tokens",
+        "mean_i sum of A[i, j] over special tokens j > 0, such as [SEP]",
+        0.6,
+        f"{_CLARK}: special tokens above 0.6",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(scene.words.special)),
+        least=SEVERAL,
+    ),
+    _mark("[SEP]", "are the separator", "separators"),
+    _mark("full stop", "are '.'", "stops"),
+    _mark("comma", "are ','", "commas"),
+    Role(
+        "broad",
+        f"mean_i entropy(A[i]) / ln(min(n_i, {CLARK_KEYS})) over queries with n_i >= {FEW_KEYS} keys",
+        3.8 / math.log(CLARK_KEYS),
+        f"{_CLARK}: entropy above 3.8 nats, at {CLARK_KEYS} tokens; relative to ln n for shorter texts",
+        "none: uniform attention plays it",
+        OfRows(links.broad),
+        over=ALL,
+    ),
+    _neighbour("left neighbour", 0, -1),
+    _neighbour("right neighbour", 0, 1),
+    _neighbour("upper neighbour", -1, 0),
+    _neighbour("lower neighbour", 1, 0),
+    Role(
+        "surroundings",
+        "pictures: mean_i sum of A[i, j] over patch i and the eight around it, where no single one exceeds 0.5",
+        0.6,
+        f"Cordonnier et al. 2020, arXiv 1911.03584 (heads as small convolutions){_OURS}",
+        _UNIFORM,
+        placed.NeighbourShare(),
+        over=PATCHES,
+    ),
+    _line("same row", 0),
+    _line("same column", 1),
+    _apart("[CLS] sink", axes.CLS, f"{_CLARK}: special tokens above 0.6"),
+    _apart("register sink", axes.REGISTERS, f"Darcet et al. 2023, arXiv 2309.16588 (registers){_OURS}"),
+    Role(
+        "patch sink",
+        "pictures: max over patches k of mean_i A[i, k] of the other patches i, where A[i, k] is the row's largest",
+        0.5,
+        f"Darcet et al. 2023, arXiv 2309.16588 (patches that serve as registers){_OURS}",
+        _UNIFORM,
+        OfRows(placed.patch_sink, placed.on_patch_sink),
+        over=PATCHES,
+    ),
+    _across("first to second", FIRST, SECOND),
+    _across("second to first", SECOND, FIRST),
+    Role(
+        "alignment",
+        "cross-attention: mean_i A[i, j] on the encoder's key j of the token that the decoder reads at i",
+        0.4,
+        f"Bahdanau et al. 2014, arXiv 1409.0473 (soft alignment), on a decoder that reads the encoder's text{_OURS}",
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(links.aligned(0)),
+    ),
+    Role(
+        "alignment, next",
+        "cross-attention: mean_i A[i, j] on the encoder's key j of the token that the decoder reads next",
+        0.4,
+        f"as alignment{_OURS}",
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(links.aligned(1)),
+    ),
+    Role(
+        "duplicate-token",
+        "random tokens repeated: mean_i sum of A[i, j] over earlier copies j of token i",
+        0.4,
+        _IOI + _OURS,
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(links.copies("duplicate")),
+        reads=COPIES,
+    ),
+    Role(
+        "induction",
+        "random tokens repeated: mean_i sum of A[i, j+1] over earlier copies j of token i",
+        0.4,
+        "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(links.copies("induction")),
+        reads=COPIES,
+    ),
+    Role(
+        "same word class",
+        "annotated sentences: mean_i sum of A[i, j] over other words j of i's part of speech",
+        0.5,
+        f"Vig & Belinkov 2019, arXiv 1906.04284 (attention by part of speech){_OURS}",
+        f"{_UNIFORM}; the same head on copies of the word",
+        OnLinks(lambda scene: scene.links("same word class"), against=links.same_token),
+        reads=SENTENCES,
+        least=8,
+    ),
+    *(_relation(f"{label} to head", f"{label} dependents") for label in RELATIONS),
+    *(_relation(f"head to {label}", f"heads with a dependent {label}") for label in RELATIONS),
+    Role(
+        "coreference",
+        "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity",
+        0.5,
+        f"{_CLARK}, section 4.3 (antecedent selection){_OURS}",
+        "the nearest noun before; a mention at random",
+        Argmax("coreference", candidates="mentions", baseline="nearest noun"),
+        reads=SENTENCES,
+        times=1.0,
+        plus=0.15,
+        least=8,
+    ),
+    Role(
+        "name mover",
+        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
+        0.3,
+        f"Wang et al. 2022, arXiv 2211.00593, section 3.1{_OURS}",
+        f"{_UNIFORM}; the same head on the other name",
+        OnLinks(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene)),
+        reads=SENTENCES,
+        least=8,
+    ),
+    Role(
+        "retrieval",
+        "a needle in the text: share of its tokens, repeated at the end, whose largest weight lies on what follows",
+        0.1,
+        "Wu et al. 2024, arXiv 2404.15574 (the next token given, not generated)",
+        "the best fixed offset; another query's choice",
+        Argmax("retrieval"),
+        reads=NEEDLES,
+        plus=0.05,
+        least=8,
+    ),
+)

@@ -1,0 +1,166 @@
+"""What single roles measure: links of queries to keys, and sums over rows. `roles` says what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..inputs.repeated_tokens import as_tensors
+from .call_tokens import Scene
+from .measures import FAR, Got, Sums
+
+FEW_KEYS = 8
+"""Rows with fewer keys say nothing of broadness: two keys at 0.7 and 0.3 are already "88 % even"."""
+
+CLARK_KEYS = 128
+"""Length of the texts on which Clark et al. called an entropy above 3.8 nats broad."""
+
+
+def first(scene: Scene) -> Tensor:
+    """(1, T, 1): key 0 for every query but the first, which in self-attention has no choice."""
+    links = torch.zeros(1, scene.queries.shape[1], 1, dtype=torch.long, device="cpu")
+    links[:, 0] = -1
+    return links
+
+
+def copies(name: str) -> Callable[[Scene], Tensor | None]:
+    """Links to earlier copies of a token, or to what followed them, by `repeats.targets`."""
+
+    def links(scene: Scene) -> Tensor | None:
+        copies = [passage.copies for passage in scene.passages]
+        if scene.ahead is None or not scene.known or None in copies:
+            return None
+        rows = [replace(one, ids=ids) for one, ids in zip(copies, scene.queries.tolist(), strict=True) if one]
+        return as_tensors(rows, ahead=scene.ahead)[name]
+
+    return links
+
+
+def aligned(shift: int) -> Callable[[Scene], Tensor | None]:
+    """Links of a decoder's query to the encoder's key of the same token, or `shift` tokens on."""
+
+    def links(scene: Scene) -> Tensor | None:
+        if not scene.cross or not scene.known or scene.moved != (1, 0):
+            return None
+        T, S = scene.queries.shape[1], scene.keys.shape[1]
+        keys = torch.arange(T, device="cpu") - 1 + shift
+        return torch.where((keys >= 0) & (keys < S), keys, -1)[None, :, None]
+
+    return links
+
+
+def broad(got: Got) -> Sums:
+    """Entropy over the logarithm of the number of choices, at most 128, over rows of 8 keys and more."""
+    rows = got.rows
+    choices = (rows.keys + int(got.call.sinks is not None)).clamp(max=CLARK_KEYS)
+    enough = rows.keys >= FEW_KEYS
+    ratio = (rows.entropy / choices.log()).clamp(max=1.0)
+    return Sums(torch.where(enough, ratio, 0.0).double().sum(-1).cpu(), enough.double().sum(-1).cpu(), None)
+
+
+def far_offset(got: Got) -> Sums | None:
+    """Return the offset beyond those with roles of their own at which most rows have their largest weight.
+
+    Of the rows that may attend the key at that offset, but at least of half of all: of few rows one would be enough.
+    """
+    if got.scene.cross:
+        return None
+    filled, T = got.largest_key >= 0, got.largest_key.shape[2]
+    most, place = _far(got)
+    rows = torch.arange(T, device=got.call.query.device)[:, None]
+    keys = rows + (T - place)[..., None, None].to(rows.device)
+    able = got.allowed(rows[None, None], keys.clamp(0, T - 1)) & (keys >= 0) & (keys < T)
+    count = torch.maximum(able.sum((2, 3)).cpu(), (filled.sum(-1) + 1) // 2)
+    drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
+    chance = (torch.arange(T, device="cpu") - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
+
+    def detail(b: int, h: int) -> str:
+        return f"{T - int(place[b, h]):+}"
+
+    return Sums(most.double(), count.double(), chance.double().sum(-1), detail=detail)
+
+
+def on_far_offset(got: Got) -> Tensor:
+    """(B, H, T) bool: whether the largest weight lies at the head's own far offset."""
+    most, place = _far(got)
+    T = got.largest_key.shape[2]
+    return (got.largest_key >= 0) & (got.distance == (place - T)[..., None]) & (most > 0)[..., None]
+
+
+def _far(got: Got) -> tuple[Tensor, Tensor]:
+    """(B, H) each: how many rows have their largest weight at the far offset of most of them, and T + that offset."""
+
+    def make() -> Tensor:
+        far = torch.where((got.largest_key >= 0) & (got.distance.abs() > FAR), got.distance, 0)
+        B, H, T = far.shape
+        counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
+        return torch.stack(counts.max(-1))
+
+    most, place = got.once("far", make)
+    return most, place
+
+
+LEAST_ROWS = 16
+"""Queries that a text must have before one of its keys counts as a sink."""
+
+
+def other_sink(got: Got) -> Sums | None:
+    """alpha_k of the key k > 0 on which most weight lies, from the rows whose largest weight it has.
+
+    Keys in the first half alone: of a late key few queries decide, and they are its neighbours.
+    """
+    if got.scene.cross or got.scene.among is not None:
+        return None
+    T = got.rows.entropy.shape[2]
+    if T <= LEAST_ROWS:
+        return None
+    alpha = _sinks(got)
+    value, place = alpha.max(-1)
+    device = got.call.query.device
+    rows, keys = torch.arange(T, device=device)[:, None], place[..., None, None].to(device)
+    seen = got.allowed(rows[None, None], keys)[..., 0].cpu()
+    shares = torch.where(seen, 1 / got.rows.keys.double().cpu().clamp(min=1), 0.0)
+    level = shares.flip(-1).cumsum(-1).flip(-1)
+    chance = level.gather(2, place[..., None])[..., 0] / (T - place).double()
+    count = torch.full_like(value, T - 1)
+
+    def detail(b: int, h: int) -> str:
+        return f"key {int(place[b, h])}"
+
+    return Sums(value * count, count, chance * count, detail=detail)
+
+
+def on_other_sink(got: Got) -> Tensor:
+    """(B, H, T) bool: whether the largest weight lies on the head's own sink, at or before the query."""
+    keys, rows = got.largest_key, torch.arange(got.largest_key.shape[2], device="cpu")
+    return (keys > 0) & (keys <= rows) & (keys == _sinks(got).argmax(-1, keepdim=True))
+
+
+def _sinks(got: Got) -> Tensor:
+    """(B, H, T): alpha_k of each key of the first half, from the rows whose largest weight it has."""
+
+    def make() -> Tensor:
+        keys, T = got.largest_key, got.largest_key.shape[2]
+        rows = torch.arange(T, device="cpu")
+        behind = (keys > 0) & (keys <= rows)
+        largest = torch.where(behind, got.rows.largest.double().cpu(), 0.0)
+        alpha = torch.zeros_like(largest).scatter_add(2, keys.clamp(min=0), largest)
+        queries = (T - rows).double()
+        return torch.where(2 * queries >= T, alpha / queries, 0.0)
+
+    return got.once("sinks", make)
+
+
+def same_token(links: Tensor, scene: Scene) -> Tensor:
+    """Return the links to copies of the query's own token."""
+    keys = scene.keys[:, None].expand(-1, links.shape[1], -1).gather(2, links.clamp(min=0))
+    return torch.where((keys == scene.queries[..., None]) & (links >= 0), links, -1)
+
+
+def other(scene: Scene) -> Tensor:
+    """Links to the name that does not come next."""
+    links = scene.links("other name")
+    return torch.full((*scene.queries.shape, 1), -1, device="cpu") if links is None else links

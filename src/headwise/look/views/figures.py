@@ -1,0 +1,304 @@
+"""Figures of a look, with Matplotlib: each function returns a figure and touches no state of pyplot.
+
+``figure.savefig("roles.svg")`` or ``.png`` writes it; a notebook shows it. Roles have the colours and letters of the
+report; maps and importance are drawn in scales that all kinds of colour vision read. Tokens and names are text: what
+acts is made visible, and a dollar sign starts no formula.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...extras import missing_extra
+from ...files.text import visible
+from ...shapes.arguments import shown
+from . import palette
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ..records.head import HeadRecord
+    from ..records.look_data import LookData
+    from ..records.scores import Score
+
+
+MOST_LETTERS = 48
+"""Heads a side up to which each cell holds its letter."""
+
+MOST_LABELS = 41
+"""Tokens up to which a map's axes are labelled with them."""
+
+MOST_ROLES = 12
+"""Roles in one figure of a head, or of a formation."""
+
+
+@runtime_checkable
+class HasImportance(Protocol):
+    """What `plot_importance` reads of the importance of heads."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+
+    @property
+    def loss(self) -> float:
+        """Its loss with all heads."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens it read."""
+
+    @property
+    def by(self) -> tuple[str, ...]:
+        """The criteria."""
+
+    def scores(self, by: str) -> list[list[float]]:
+        """``[layer][head]`` of one criterion."""
+
+
+@runtime_checkable
+class HasPoints(Protocol):
+    """What `plot_formation` reads of the scores of a training run."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+
+    @property
+    def thresholds(self) -> Mapping[str, float]:
+        """The threshold of each role."""
+
+    @property
+    def points(self) -> Sequence[Any]:
+        """The measurements, each with its `step` and `numbers`."""
+
+    def best(self, role: str) -> tuple[list[int], list[float]]:
+        """Steps, and the best head's score at each."""
+
+    def formed(self) -> list[str]:
+        """Return the roles that some head played."""
+
+
+def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:
+    """Return an empty figure, in inches."""
+    try:
+        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_extra("a figure", "look", error) from None
+    return Figure(figsize=(width, height), layout=layout)
+
+
+def plot_roles(look: LookData) -> Figure:
+    """Return every head by its strongest role: a row a layer, a column a head.
+
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    width, height = look.num_heads, look.num_layers
+    figure = new_figure(min(16.0, 3.6 + 0.32 * width), min(20.0, 1.4 + 0.32 * height), "compressed")
+    axes = figure.add_subplot()
+    played = Counter(head.role for head in look.heads if head.roles)
+    names = [name for name, _ in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))]
+    numbers = np.full((max(1, height), max(1, width)), np.nan)
+    for head in look.heads:
+        numbers[head.layer, head.head] = names.index(head.role) + 1 if head.roles else 0
+        if head.roles and max(width, height) <= MOST_LETTERS:
+            _letter(axes, head.head, head.layer, palette.letter(head.role), palette.ink(palette.colour(head.role)))
+    _cells(axes, numbers, [palette.NONE, *map(palette.colour, names)])
+    axes.set(xlabel="head", ylabel="layer")
+    _title(axes, look.title)
+    idle = len(look.heads) - played.total()
+    entries = [(f"{palette.letter(name)}  {name} ({played[name]})", palette.colour(name)) for name in names]
+    _legend(figure, [*entries, (f"no role ({idle})", palette.NONE)])
+    return figure
+
+
+def plot_head(look: LookData, layer: int, head: int) -> Figure:
+    """Return one head: its map, and what it scored beside each role's threshold and what chance gives.
+
+    Raises:
+        IndexError: the model has no such head.
+        MissingExtra: Matplotlib is not installed.
+    """
+    record = look.head(layer, head)
+    scored = sorted(record.scores.values(), key=lambda score: (not score.plays, -score.strength, score.name))
+    figure = new_figure(11.0, 4.8)
+    left, right = figure.subplots(1, 2, width_ratios=(5, 4))
+    large = look.maps[look.heads.index(record)].weights() if look.maps else record.map
+    _map(left, look, record, np.array(large, dtype=float).reshape(len(large), -1))
+    _scores(right, scored[:MOST_ROLES])
+    roles = ", ".join(map(str, record.roles)) or "no role"
+    title = f"{visible(look.model, limit=40)}, head {layer}.{head}: {roles}"
+    figure.suptitle(visible(title, limit=120), fontsize=11, parse_math=False)
+    return figure
+
+
+def plot_importance(importance: HasImportance) -> Figure:
+    """Return how much each head matters, by each criterion: a panel each, a row a layer, a column a head.
+
+    Raises:
+        TypeError: something else.
+        MissingExtra: Matplotlib is not installed.
+    """
+    if not isinstance(importance, HasImportance):
+        raise TypeError(f"plot_importance draws what headwise.look.importance gives; got {type(importance).__name__}")
+    grids = {by: _grid(importance.scores(by)) for by in importance.by}
+    height, width = next(iter(grids.values())).shape
+    panel = min(12.0, 2.2 + 0.28 * width)
+    figure = new_figure(min(30.0, panel * len(grids)), min(20.0, 1.6 + 0.28 * height))
+    for axes, (by, grid) in zip(figure.subplots(1, len(grids), squeeze=False)[0], grids.items(), strict=True):
+        most = float(np.nanmax(np.abs(grid))) or 1.0
+        below = float(np.nanmin(grid)) < 0  # a head whose loss makes the model better: the scale has two sides
+        drawn = axes.imshow(grid, cmap="PuOr_r" if below else "viridis", vmin=-most if below else 0, vmax=most)
+        figure.colorbar(drawn, ax=axes, shrink=0.8)
+        axes.set(xlabel="head", ylabel="layer")
+        _whole_ticks(axes, width, height)
+        _title(axes, by)
+    title = f"{visible(importance.model, limit=60)}: loss {importance.loss:.3f} on {importance.tokens:,} tokens"
+    figure.suptitle(title, fontsize=11, parse_math=False)
+    return figure
+
+
+def plot_formation(curve: HasPoints, roles: Sequence[str] | None = None) -> Figure:
+    """Heads as they form: the best score of each role by step, and below it the numbers that came along, such as loss.
+
+    A dotted line is the threshold of the role in its colour.
+
+    Args:
+        curve: what `headwise.look.Watch` measured.
+        roles: which to draw; by default those that some head played at some step, most heads first.
+
+    Raises:
+        TypeError: no curve, or no names of roles.
+        ValueError: a role that was not measured.
+        MissingExtra: Matplotlib is not installed.
+    """
+    if not isinstance(curve, HasPoints):
+        raise TypeError(f"plot_formation draws what headwise.look.Watch measured; got {shown(curve)}")
+    if roles is not None and (isinstance(roles, (str, bytes)) or not isinstance(roles, Sequence)):
+        raise TypeError(f"roles are the names of some, a list of strings; got {shown(roles)}")
+    names = curve.formed()[:MOST_ROLES] if roles is None else list(roles)
+    numbers = list(dict.fromkeys(name for point in curve.points for name in point.numbers))
+    figure = new_figure(9.0, 4.2 + 1.8 * bool(numbers))
+    rows = figure.subplots(1 + bool(numbers), 1, sharex=True, squeeze=False, height_ratios=(3, 1)[: 1 + bool(numbers)])
+    top = rows[0][0]
+    styles = ("-", "--", "-.", ":")
+    taken: Counter[str] = Counter()
+    for name in names:
+        steps, values = curve.best(name)
+        colour = palette.colour(name)
+        top.plot(steps, values, styles[taken[colour] % 4], color=colour, marker="o", markersize=3, label=visible(name))
+        taken[colour] += 1
+        if name in curve.thresholds:
+            top.axhline(curve.thresholds[name], color=colour, linewidth=0.8, linestyle=(0, (1, 4)))
+    top.set(ylabel="best head's score", ylim=(0, 1.02))
+    if numbers:
+        for name in numbers:
+            steps = [point.step for point in curve.points if name in point.numbers]
+            values = [point.numbers[name] for point in curve.points if name in point.numbers]
+            rows[1][0].plot(steps, values, color="#171b26", linewidth=1.2, label=visible(name))
+        rows[1][0].set(ylabel=visible(numbers[0]) if len(numbers) == 1 else "")
+        if len(numbers) > 1:
+            rows[1][0].legend(fontsize=8, frameon=False)
+    rows[-1][0].set_xlabel("step")
+    for axes in rows[:, 0]:
+        axes.grid(True, color="#dfe3ea", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    if names:
+        top.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _title(top, f"{curve.model}: heads as they form")
+    return figure
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(visible(text, limit=60), fontsize=10, loc="left", parse_math=False)
+
+
+def _letter(axes: Axes, x: int, y: int, letter: str, colour: str) -> None:
+    axes.text(x, y, letter, ha="center", va="center", color=colour, fontsize=8, fontweight="bold", parse_math=False)
+
+
+def _cells(axes: Axes, numbers: npt.NDArray[np.float64], colours: list[str]) -> None:
+    """Coloured cells with white between them; those that are NaN are left out."""
+    from matplotlib.colors import ListedColormap
+
+    edges = [np.arange(n + 1) - 0.5 for n in numbers.shape]
+    axes.pcolormesh(
+        edges[1],
+        edges[0],
+        np.ma.masked_invalid(numbers),
+        cmap=ListedColormap(colours),
+        vmin=-0.5,
+        vmax=len(colours) - 0.5,
+        edgecolors="white",
+        linewidth=1.0 if max(numbers.shape) <= MOST_LETTERS else 0.2,
+    )
+    axes.invert_yaxis()
+    axes.set_aspect("equal")
+    axes.spines[:].set_visible(False)
+    _whole_ticks(axes, numbers.shape[1], numbers.shape[0])
+
+
+def _whole_ticks(axes: Axes, width: int, height: int) -> None:
+    for axis, n in ((axes.xaxis, width), (axes.yaxis, height)):
+        axis.set_ticks(range(0, n, max(1, -(-n // 24))))
+    axes.tick_params(length=0, labelsize=8)
+
+
+def _legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(facecolor=colour, label=visible(text, limit=40)) for text, colour in entries]
+    drawn = figure.legend(handles=patches, loc="outside right upper", fontsize=8, frameon=False)
+    for text in drawn.get_texts():
+        text.set_parse_math(False)
+
+
+def _map(axes: Axes, look: LookData, record: HeadRecord, weights: npt.NDArray[np.float64]) -> None:
+    """Attention weights, small ones told apart: the scale is that of their square root."""
+    from matplotlib.colors import PowerNorm
+
+    drawn = axes.imshow(weights, cmap="viridis", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="auto")
+    axes.figure.colorbar(drawn, ax=axes, shrink=0.8, label="weight", ticks=(0, 0.01, 0.1, 0.25, 0.5, 1))
+    pooled = "" if weights.shape == (record.queries, record.keys) else ", pooled"
+    axes.set(xlabel=f"key (of {record.keys:,}{pooled})", ylabel=f"query (of {record.queries:,}{pooled})")
+    labels = [visible(token, limit=12) for token in look.tokens]
+    if weights.shape == (len(labels), len(labels)) and len(labels) <= MOST_LABELS:
+        axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6, parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, fontsize=6, parse_math=False)
+    else:  # pooled cells: no position of a token
+        axes.set(xticks=[], yticks=[])
+
+
+def _scores(axes: Axes, scores: Sequence[Score]) -> None:
+    """A bar a role, pale where it is not played; its interval, a tick for the threshold, a cross for chance."""
+    places = range(len(scores))
+    for y, score in zip(places, scores, strict=True):
+        axes.barh(y, score.value, height=0.6, color=palette.colour(score.name), alpha=1.0 if score.plays else 0.3)
+        axes.plot([score.threshold] * 2, [y - 0.4, y + 0.4], color="#171b26", linewidth=1.2)
+        if score.null is not None:
+            axes.plot(score.null, y, "x", color="#171b26", markersize=5)
+        if score.low is not None and score.high is not None:
+            axes.plot([score.low, score.high], [y, y], color="#171b26", linewidth=1.0)
+    axes.set_yticks(places, [visible(score.name, limit=40) for score in scores], fontsize=8, parse_math=False)
+    axes.set(xlim=(0, 1), xlabel="score;  | threshold,  x chance")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _grid(layers: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+    """(layers, heads), NaN where a layer has fewer heads."""
+    grid = np.full((len(layers), max(map(len, layers))), np.nan)
+    for layer, values in enumerate(layers):
+        grid[layer, : len(values)] = values
+    return grid

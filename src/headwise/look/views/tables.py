@@ -1,0 +1,150 @@
+"""A look as a table: for a console, as text, in a notebook, as a data frame."""
+
+from __future__ import annotations
+
+import html
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...extras import missing_extra
+from ..records.axes import TEXT
+
+if TYPE_CHECKING:
+    import pandas
+    import rich.console
+    import rich.table
+
+    from ..records.head import HeadRecord
+    from ..records.look_data import LookData
+
+_SCORES = {
+    "first-token sink": "sink",
+    "previous-token": "prev",
+    "self": "self",
+    "next-token": "next",
+    "delimiter": "delim",
+    "duplicate-token": "dup",
+    "induction": "induct",
+}
+"""Scores that have a column of their own, and its heading; all others show where the head plays the role."""
+
+_COLUMNS = ("layer", "head", "entropy", "largest", "distance", *_SCORES.values(), "role")
+
+
+class Tabled:
+    """A result that prints as its tables, and shows them in a notebook."""
+
+    @abstractmethod
+    def _tables(self) -> Iterable[rich.table.Table]: ...
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterable[rich.console.RenderableType]:
+        yield from self._tables()
+
+    def __str__(self) -> str:
+        from ...plan.show.tables import plain
+
+        return "\n".join(line.rstrip() for line in plain(self).splitlines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _caption(look: LookData, without: Sequence[str]) -> str:
+    """Return the units, and which columns are left out."""
+    places = "places" if any(axis.kind != TEXT for axis in look.axes) else "tokens"
+    units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
+    return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
+
+
+def _cells(head: HeadRecord) -> Sequence[str]:
+    values = [head.value(name) for name in _SCORES]
+    return (
+        str(head.layer),
+        str(head.head),
+        f"{head.entropy:.2f}",
+        f"{head.largest:.2f}",
+        "-" if head.distance is None else f"{head.distance:.1f}",
+        *("-" if value is None else f"{value:.2f}" for value in values),
+        ", ".join(map(str, head.roles)) or "-",
+    )
+
+
+def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
+    """For a Rich console: a section a layer, heads without a role dim; `without` names columns to leave out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(look.title), caption=Text(_caption(look, without)), header_style="bold")
+    kept = [i for i, name in enumerate(_COLUMNS) if name not in without]
+    for i in kept:
+        table.add_column(_COLUMNS[i], justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
+    layer = None
+    for head in look.heads:
+        if layer is not None and head.layer != layer:
+            table.add_section()
+        layer = head.layer
+        style = "" if head.roles else "dim"
+        cells = _cells(head)
+        table.add_row(*(Text(cells[i]) for i in kept), style=style)
+    return table
+
+
+def text(look: LookData) -> str:
+    """Return aligned lines."""
+    lines = [_COLUMNS, *(_cells(head) for head in look.heads)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS) - 1)]
+    aligned = (
+        "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in lines
+    )
+    return "\n".join([look.title, *aligned])
+
+
+def html_text(look: LookData, heads: Iterable[HeadRecord]) -> str:
+    """These heads as an HTML table, escaped."""
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(row(_cells(head), "td") for head in heads)
+    return f"<table><caption>{html.escape(look.title)}</caption>{row(_COLUMNS, 'th')}{body}</table>"
+
+
+def rows(look: LookData) -> list[dict[str, Any]]:
+    """One flat row a head: its place and statistics, ``offset_0`` ... ``ahead_1`` ..., ``roles`` and ``role``, and for
+    each role that was measured ``NAME``, ``NAME.null``, ``NAME.low``, ``NAME.high``, ``NAME.count``, ``NAME.plays``.
+    """
+    return [flat(head) for head in look.heads]
+
+
+def flat(head: HeadRecord) -> dict[str, Any]:
+    """Return one row of `rows`."""
+    named = ("module", "call", "layer", "head", "part", "entropy", "largest", "distance", "queries", "keys")
+    row: dict[str, Any] = {name: getattr(head, name) for name in named}
+    row["role"] = head.role
+    row["roles"] = ", ".join(score.name for score in head.roles)
+    row.update({f"offset_{k}": mass for k, mass in enumerate(head.offsets)})
+    row.update({f"ahead_{k}": mass for k, mass in enumerate(head.ahead, 1)})
+    row.update(head.extras)
+    for name, score in head.scores.items():
+        row[name] = score.value
+        for part in ("null", "low", "high", "count", "plays"):
+            row[f"{name}.{part}"] = getattr(score, part)
+    return row
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Flat rows as columns, in the order in which their names come; None where a row has none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def frame(look: LookData) -> pandas.DataFrame:
+    """Return the flat rows as a pandas frame; a role that a head's layer did not measure is missing there."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise missing_extra("to_frame()", "look", error) from None
+    return pandas.DataFrame(rows(look))

@@ -1,0 +1,1 @@
+"""Read heads from the weights: composition of heads, attribution to tokens."""

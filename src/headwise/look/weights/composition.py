@@ -1,0 +1,226 @@
+"""How heads of different layers feed each other, from the weights: Q-, K- and V-composition (Elhage et al. 2021)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ...nn.hooks.unwrap import unwrap
+from ...shapes.arguments import check_counts
+from ..inputs.ids import check_told, model_name
+from ..interventions.losses import readings, texts_of
+from ..views.tables import Tabled
+from .attribution import HeadWrites, writes
+from .head_matrices import Matrices, matrices
+
+if TYPE_CHECKING:
+    import rich.table
+
+SHORT = 8
+"""How many tokens the matrices are measured on; the derivative is taken at the last."""
+
+KINDS = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Composition:
+    """How much of what one head writes another reads.
+
+    Attributes:
+        kind: ``"q"``, ``"k"`` or ``"v"``: by which of its matrices the reader reads it.
+        reader: (layer, head).
+        writer: (layer, head), of an earlier layer.
+        value: the norm of the product of the two circuits over the product of their norms, 0 to 1.
+        null: what the writer's circuit gives in the root mean square over all turns of the residual stream: chance.
+    """
+
+    kind: str
+    reader: tuple[int, int]
+    writer: tuple[int, int]
+    value: float
+    null: float
+
+
+@dataclass(frozen=True)
+class Circuits(Tabled):
+    """What heads read of each other and write for the rest. Prints as two tables, travels as JSON.
+
+    Attributes:
+        model: what the model calls itself.
+        compositions: those that exceed chance most, of each kind, strongest first.
+        pairs: how many pairs of heads there are of each kind.
+        heads: what each head writes.
+    """
+
+    model: str
+    compositions: tuple[Composition, ...]
+    pairs: dict[str, int]
+    heads: tuple[HeadWrites, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and lists."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def table(self, most: int = 12) -> rich.table.Table:
+        """Return which heads read which, at most so many of each kind, strongest first."""
+        check_counts(most=most)
+        table = _table(
+            f"{self.model}: what heads read of earlier ones", ("by", "reader", "writer", "value", "of chance")
+        )
+        for kind, by in zip(KINDS, ("queries", "keys", "values"), strict=True):
+            for one in [one for one in self.compositions if one.kind == kind][:most]:
+                places = ("{}.{}".format(*place) for place in (one.reader, one.writer))
+                table.add_row(by, *places, f"{one.value:.3f}", f"{one.value / one.null:.1f} x")
+        return table
+
+    def heads_table(self) -> rich.table.Table:
+        """Return what each head writes; a dash where it cannot be told."""
+        names = ("norm", "share", "residual", "logit", "copying", "suppressing")
+        table = _table(f"{self.model}: what heads write", ("layer", "head", *names))
+        for head in self.heads:
+            numbers = [getattr(head, name) for name in names]
+            table.add_row(str(head.layer), str(head.head), *("-" if x is None else f"{x:.3f}" for x in numbers))
+        return table
+
+    @override
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return self.table(), self.heads_table()
+
+
+def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title, "table.title"), title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "by" else "right")
+    return table
+
+
+def circuits(
+    model: nn.Module,
+    ids: Any,
+    *,
+    most: int = 50,
+    name: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Circuits:
+    r"""What heads read of each other, from the weights; and what each writes into the residual stream, on a text.
+
+    With $W_{QK} = W_Q^T W_K$ and $W_{OV} = W_O W_V$ of a head, and those of an earlier head as writer,
+
+    $$\text{Q: } \frac{\lVert W_{QK}^T W_{OV} \rVert}{\lVert W_{QK} \rVert \lVert W_{OV} \rVert} \quad
+    \text{K: } \frac{\lVert W_{QK} W_{OV} \rVert}{\lVert W_{QK} \rVert \lVert W_{OV} \rVert} \quad
+    \text{V: } \frac{\lVert W_{OV}' W_{OV} \rVert}{\lVert W_{OV}' \rVert \lVert W_{OV} \rVert}$$
+
+    in Frobenius norms (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"). Chance is
+    $1 / \sqrt{d_{\text{model}}}$: the root mean square of each over all turns of the residual stream between the two
+    heads, whatever their spectra.
+
+    The matrices are measured on the running model, at the last of the first 8 tokens: where a norm stands on queries,
+    keys or latents, they are the derivative there, without the direction of the normed vector itself. A norm that makes
+    what the attention module reads is folded in, its weight and the removal of the mean; norms behind the output
+    projection are not. What each head writes is measured on the whole text: see `HeadWrites`.
+
+    Args:
+        model: What `headwise.nn.probe` takes and ``model(ids)`` runs.
+        ids: One text, (T,) or (1, T).
+        most: How many compositions of each kind are kept.
+        name: Of the model in the record.
+        progress: Called as ``progress(done, total)`` after each layer.
+
+    Raises:
+        TypeError: no model, or ids that are no integers.
+        ValueError: several texts, fewer than 3 tokens, ids that do not fit; heads that no module reads side by side.
+
+    Example:
+        >>> import headwise
+        >>> model = nn.Sequential(nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3), nn.Linear(12, 97))
+        >>> read = circuits(model, [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> len(read.heads), read.compositions  # one layer: no head reads another
+        (3, ())
+    """
+    check_counts(most=most)
+    check_told(name, progress)
+    model = unwrap(model)
+    texts = texts_of(ids)
+    if len(texts) != 1 or len(texts[0]) < 3:
+        raise ValueError(f"circuits are read off one text of at least 3 tokens; got {[len(text) for text in texts]}")
+    [short] = readings(model, [texts[0][:SHORT]], loss=_no_loss, mask_id=None, seed=0)
+    [text] = readings(model, texts, loss=_no_loss, mask_id=None, seed=0)
+    layers = matrices(model, short)
+    tell = progress or (lambda done, total: None)
+    kept: dict[str, list[Composition]] = {kind: [] for kind in KINDS}
+    pairs = dict.fromkeys(KINDS, 0)
+    for number, reader in enumerate(layers):
+        for writer in layers[:number]:
+            for kind, values in compositions(reader, writer).items():
+                pairs[kind] += values.numel()
+                kept[kind] = _strongest([*kept[kind], *_records(kind, reader, writer, values, most)], most)
+        tell(number + 1, len(layers))
+    return Circuits(
+        model=name or model_name(model),
+        compositions=tuple(one for kind in KINDS for one in kept[kind]),
+        pairs=pairs,
+        heads=writes(model, short, text, layers),
+    )
+
+
+def _no_loss(output: Any, ids: Tensor) -> Tensor:
+    return torch.zeros(len(ids), device="cpu")
+
+
+@torch.no_grad()
+def compositions(reader: Matrices, writer: Matrices) -> dict[str, Tensor]:
+    """kind -> (heads of the reader, heads of the writer), for the kinds by which the reader reads the writer's stream.
+
+    No M x M matrix is made: || A^T C B ||^2 = tr(C^T (A A^T) C (B B^T)), for A (D, M), C (D, V), B (V, M).
+    """
+    T, S = reader.lengths
+    result = {}
+    of_value, of_output = gram(writer.value), gram(writer.output)
+    ov = (of_value * of_output).sum((-2, -1)).clamp(min=0).sqrt()
+    for kind, length, inner, outer in (
+        ("q", T, reader.query, reader.key),
+        ("k", S, reader.key, reader.query),
+        ("v", S, reader.value, reader.output),
+    ):
+        if length != writer.lengths[0] or inner.shape[-1] != writer.output.shape[-1]:
+            continue
+        of_outer = gram(outer)
+        own = (gram(inner) * of_outer).sum((-2, -1)).clamp(min=0).sqrt()
+        core = torch.einsum("hdm,gvm->hgdv", inner, writer.output)
+        product = torch.einsum("hgdv,hde,hgew,gwv->hg", core, of_outer, core, of_value).clamp(min=0).sqrt()
+        scale = own[:, None] * ov
+        result[kind] = torch.where(scale > 0, product / scale.clamp(min=torch.finfo(scale.dtype).tiny), 0.0)
+    return result
+
+
+def gram(matrix: Tensor) -> Tensor:
+    """(H, n, n) of (H, n, M): every row with every row."""
+    return matrix @ matrix.mT
+
+
+def _records(kind: str, reader: Matrices, writer: Matrices, values: Tensor, most: int) -> list[Composition]:
+    """Return the largest of some values."""
+    null = writer.output.shape[-1] ** -0.5
+    top = values.flatten().topk(min(most, values.numel()))
+    places = [(n // values.shape[1], n % values.shape[1]) for n in top.indices.tolist()]
+    return [
+        Composition(kind, (reader.layer, r), (writer.layer, w), value, null)
+        for (r, w), value in zip(places, top.values.tolist(), strict=True)
+    ]
+
+
+def _strongest(candidates: Sequence[Composition], most: int) -> list[Composition]:
+    return sorted(candidates, key=lambda one: (-one.value / one.null, one.reader, one.writer))[:most]

@@ -1,0 +1,1 @@
+"""Decode one token at a time through the modules."""

@@ -1,0 +1,167 @@
+"""A decode step of a module in one call: its projections, and between them `step` of the cache.
+
+What a step can be is asked here in few questions, for there are as many steps as tokens. Where one has another answer
+the modules take their usual way, with all its checks; outputs and caches have the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.masks.mask import Mask
+from ...ops.native.decode_step import Scores, Turn
+from ..hooks.projections import is_itself, plain_weight
+from ..inner_attention import InnerAttention
+from ..rotary import Rotary
+from ..sharding.tokens import current
+
+
+def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -> bool:
+    """Whether a call with a cache may be a step: one plain token a row, and parts of the module that are known."""
+    parts = module._modules  # as an attribute each costs a call of Python
+    inner, rotary, weight = parts["inner"], parts.get("rotary"), projection._parameters.get("weight")
+    return (
+        (mask is None or type(mask) is Mask)
+        and hasattr(cache, "takes_steps")
+        and cache.takes_steps(mask)  # nothing but plain computing goes on
+        and type(x) is Tensor
+        and x.ndim == 3
+        and x.shape[1:] == (1, module.d_model)
+        and type(weight) is nn.Parameter  # no part of heads that are dealt out to processes
+        and type(projection) is nn.Linear
+        and x.dtype == weight.dtype
+        and current() is None
+        and type(inner) is InnerAttention
+        and inner.backend in ("auto", "native")
+        and not (inner.training and inner.dropout)
+        and is_itself(inner)
+        and ((type(rotary) is Rotary and is_itself(rotary)) or (rotary is None and module.rotary is None))
+    )
+
+
+def heads_of(fused: Any, heads: int, size: int) -> Tensor | None:
+    """(B, 1, heads * size) -> (B, heads, 1, size); None where it is something else."""
+    if type(fused) is not Tensor or fused.ndim != 3 or fused.shape[1] != 1 or fused.shape[2] != heads * size:
+        return None
+    return fused.view(fused.shape[0], heads, 1, size) if fused.is_contiguous() else None
+
+
+def scores_of(inner: InnerAttention) -> Scores:
+    """What an inner part does to scores."""
+    return Scores(inner.scale, inner.softcap, inner.sinks)
+
+
+def projected(part: nn.Module, x: Tensor) -> Any:
+    """What a projection gives; of a plain one without the detour over its module."""
+    own = vars(part)["_parameters"]
+    if type(part) is not nn.Linear or own.get("weight") is None or not is_itself(part):
+        return part(x)
+    return torch._C._nn.linear(x, own["weight"], own.get("bias"))
+
+
+def turned(rotary: Rotary, lengths: list[int], first: int = 0) -> Turn:
+    """How the next token of each row turns. Layers one after another ask for the same: the last answers are kept."""
+    return _turned(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths), first)
+
+
+@lru_cache(maxsize=4)
+def _turned(
+    base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...], first: int
+) -> Turn:
+    rotary = Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved)
+    return rotary.turn(at)._replace(first=first)
+
+
+def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) -> Tensor | None:
+    """The heads side by side (B, 1, H * V) of `MultiHeadAttention`; None where the usual way has to be taken."""
+    parts = mha._modules
+    if not is_step(mha, x, cache, mask, parts["q_proj"]) or mha.memory_dim is not None:
+        return None
+    if mha.rotary is not None and mha.rotary.head_dim != mha.head_dim:
+        return None
+    key = heads_of(projected(parts["k_proj"], x), mha.num_kv_heads, mha.head_dim)
+    value = heads_of(projected(parts["v_proj"], x), mha.num_kv_heads, mha.value_dim)
+    query = heads_of(projected(parts["q_proj"], x), mha.num_heads, mha.head_dim)
+    if query is None or key is None or value is None:
+        return None
+    if mha.q_norm is not None:
+        query, key = mha.normalize(query, key)
+    turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
+    out = cache.step(query, key, value, turn=turn, mask=mask, scores=scores_of(parts["inner"]), checked=True)
+    return None if out is None else out.view(x.shape[0], 1, -1)
+
+
+def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, form: str) -> Tensor | None:
+    """The heads side by side (B, 1, H * V) of `LatentAttention`, absorbed; None where the usual way has to be taken.
+
+    Queries are carried into the latent space, and what comes out of it back, by the products that `to_latent` and
+    `from_latent` make of one token.
+    """
+    parts, H, C = mla._modules, mla.num_heads, mla.kv_lora_rank
+    compress, rotary, up = (
+        parts["kv_a_proj_with_mqa"],
+        parts.get("rotary"),
+        plain_weight(parts["kv_b_proj"], bias=False),
+    )
+    if rotary is None or not is_step(mla, x, cache, mask, compress) or rotary.head_dim != mla.rope_dim:
+        return None
+    if type(up) is not nn.Parameter or up.dtype != x.dtype or not (up.is_cpu and x.is_cpu and up.is_contiguous()):
+        return None
+    if form != "absorbed" and not (form == "auto" and mla.costs.absorbs_token(cache.lengths)):
+        return None
+    B, R, fused, new = x.shape[0], mla.rope_dim, _queries(mla, parts, x), projected(compress, x)
+    plain = type(fused) is type(new) is Tensor and fused.dtype == new.dtype == up.dtype
+    if not plain or fused.shape != (B, 1, H * mla.head_dim) or new.shape != (B, 1, C + R):
+        return None
+    up_HNC, up_HCV = _up(mla, up)
+    latent_B1C, rope_B1R = new.split_with_sizes((C, R), -1)
+    key = torch.cat((_normed(parts["kv_a_layernorm"], latent_B1C), rope_B1R), -1).unsqueeze(1)
+    # Heads go first in the products; of one row that is how they lie.
+    if B == 1:
+        nope, rope = fused.reshape(H, 1, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
+        query = torch.cat((torch.bmm(nope, up_HNC), rope), -1).unsqueeze(0)
+    else:
+        nope, rope = fused.reshape(B, H, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
+        query = torch.cat((torch.bmm(nope.transpose(0, 1), up_HNC).transpose(0, 1), rope), -1).unsqueeze(2)
+    scores = scores_of(parts["inner"])
+    if scores.scale is None:
+        scores = scores._replace(scale=mla.head_dim**-0.5)
+    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), mask=mask, scores=scores, checked=True)
+    if out is None:
+        return None
+    if B == 1:
+        return torch.bmm(out.view(H, 1, C), up_HCV).view(1, 1, -1)
+    return torch.bmm(out.squeeze(2).transpose(0, 1), up_HCV).transpose(0, 1).reshape(B, 1, -1)
+
+
+_UPS: WeakKeyDictionary[nn.Module, tuple[Any, Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def _up(mla: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Each head's part of kv_b_proj for queries (H, N, C), and for values (H, C, V): views, made once for a weight."""
+    made, at = _UPS.get(mla), (weight.data_ptr(), weight.dtype, mla.num_heads, mla.nope_dim)
+    if made is None or made[0] != at:
+        key, value = weight.detach().view(mla.num_heads, -1, mla.kv_lora_rank).split((mla.nope_dim, mla.value_dim), 1)
+        made = _UPS[mla] = at, key, value.transpose(1, 2)
+    return made[1], made[2]
+
+
+def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
+    """What `LatentAttention.queries` splits into heads."""
+    if mla.q_lora_rank is None:
+        return projected(parts["q_proj"], x)
+    latent = projected(parts["q_a_proj"], x)
+    return projected(parts["q_b_proj"], _normed(parts["q_a_layernorm"], latent))
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """What a norm gives, in the dtype of `x`; of a plain one without the detour over its module."""
+    if type(norm) is not nn.RMSNorm or not is_itself(norm):
+        return norm(x).to(x.dtype)
+    out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)
+    return out if out.dtype == x.dtype else out.to(x.dtype)

@@ -1,0 +1,1 @@
+"""Watch or replace the attention of a model as it runs."""

@@ -1,0 +1,97 @@
+"""Which module reads the heads of each attention module: its output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...shapes.arguments import check_functions
+from ..latent import LatentAttention
+from .probe import AttentionCall, probe
+from .projections import has_hooks
+from .thread_hooks import in_this_thread
+from .unwrap import require_whole, unwrap
+
+
+def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, str]:
+    """The output projection of each attention module: the first that is called with its heads side by side.
+
+    Found while the model runs, from the numbers alone: a module with a weight of two dimensions whose input is
+    (B, T, H * V), the heads of the call as they left attention. A module around it that is linear in the same input, as
+    an adapter is, counts in its place. Where something stands between (a norm, a gate), there is no such module, and no
+    entry.
+
+    Args:
+        model: What `headwise.nn.probe` takes; of a wrapper, what it wraps.
+        run: Called once with the model, to run it on any input.
+
+    Returns:
+        The qualified name of an attention module -> that of its output projection.
+
+    Raises:
+        TypeError, RuntimeError: as `headwise.nn.probe`; or `run` is no function.
+        ValueError: the heads are dealt out to several processes, and so is what reads them.
+
+    Example:
+        >>> import headwise
+        >>> layers = nn.Sequential(headwise.MultiHeadAttention(12, 3), headwise.MultiHeadAttention(12, 2))
+        >>> output_projections(layers, lambda model: model(torch.randn(1, 5, 12)))
+        {'0': '0.o_proj', '1': '1.o_proj'}
+    """
+    check_functions(run=run)
+    model = unwrap(model)
+    require_whole(model, "what reads its heads")
+    running: list[tuple[str, Tensor]] = []  # the attention module that ran last, its heads side by side
+    projections: dict[str, str] = {}
+
+    def each(call: AttentionCall) -> Tensor:
+        out = call.attend()
+        running[:] = [(call.module, out.transpose(1, 2).flatten(2))]
+        return out
+
+    def before(name: str, plain: bool, part: nn.Module, args: tuple[Any, ...]) -> None:
+        for attention, side_by_side in list(running):
+            x = args[0] if args else None
+            if not isinstance(x, Tensor) or x.numel() != side_by_side.numel() or attention in projections:
+                continue
+            same = torch.equal(x.reshape(side_by_side.shape), side_by_side)
+            if same and (plain or (len(args) == 1 and _is_additive(part, x, running))):
+                projections[attention] = name
+
+    with ExitStack() as undo, torch.no_grad(), probe(model, each):
+        # A hook on kv_b_proj would keep latent attention from its absorbed form; it reads no heads.
+        others = {id(part.kv_b_proj) for part in model.modules() if isinstance(part, LatentAttention)}
+        for name, part in model.named_modules():
+            if id(part) not in others and any(map(_has_matrix, part.modules())):
+                hook = in_this_thread(partial(before, name, _has_matrix(part) and not has_hooks(part)))
+                undo.callback(part.register_forward_pre_hook(hook, prepend=True).remove)
+        run(model)
+    return projections
+
+
+def _has_matrix(part: nn.Module) -> bool:
+    """Whether a module has a weight of two dimensions of its own; of quantised layers it is a method."""
+    weight: Any = getattr(part, "weight", None)
+    weight = weight() if callable(weight) and not any(True for _ in part.children()) else weight
+    return getattr(weight, "ndim", 0) == 2
+
+
+def _is_additive(part: nn.Module, x: Tensor, running: list[tuple[str, Tensor]]) -> bool:
+    """Whether the module computes a matrix product and a constant: as adapters around a projection do, in eval mode."""
+    before, running[:] = list(running), []  # what the module calls now is no part of the model's own run
+    try:
+        once, twice, nothing = part(x), part(2 * x), part(torch.zeros_like(x))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    finally:
+        running[:] = before
+    if not all(isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] for y in (once, twice, nothing)):
+        return False
+    largest = float(twice.detach().abs().max())
+    tolerance = 64 * torch.finfo(once.dtype).eps * largest  # the rounding of a sum of products
+    return bool((twice - once - (once - nothing)).abs().max() <= tolerance)

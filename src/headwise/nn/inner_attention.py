@@ -1,0 +1,188 @@
+"""The inner attention, between the projections: a part that is passed to a module, never a flag on it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.attention import attention, attention_of_part
+from ..ops.masks.mask import Mask
+from ..ops.storage.layout import Cache
+from ..shapes import check_gate, check_options, check_sinks
+from ..shapes.arguments import check_texts
+from .sharding.tokens import current, heads_here
+
+
+class Inner(nn.Module):
+    """Base of the parts that stand between the projections: ``inner(query, key, value, *, mask, gate)``.
+
+    Takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V) and returns (B, H, T, V). Derive from it a part of
+    your own and tell in `options` what it computes: then `headwise.nn.probe` and `headwise.trace` can read it.
+
+    Example:
+        >>> import torch, headwise
+        >>> class Sharp(headwise.nn.Inner):
+        ...     def forward(self, query, key, value, *, mask=None, gate=None):
+        ...         return headwise.attention(query, key, value, mask=mask, gate=gate, **self.options())
+        ...     def options(self):
+        ...         return {"scale": 1.0}
+        >>> mha = headwise.MultiHeadAttention(12, 3, inner=Sharp())
+        >>> with headwise.nn.probe(mha) as seen:
+        ...     out = mha(torch.randn(2, 5, 12))
+        >>> seen.calls[0].scale
+        1.0
+    """
+
+    ran_split = False
+    """Whether its module's last forward ran within `headwise.parallel.context`."""
+
+    def options(self) -> dict[str, Any]:
+        """The keywords with which `headwise.attention` gives what this part gives now (``scale``, ``softcap``, ...).
+
+        Raises:
+            NotImplementedError: the part does not say.
+        """
+        raise NotImplementedError(
+            f"the inner part {type(self).__name__} does not say what it computes; "
+            "define options() to return the keywords of the headwise.attention call it stands for"
+        )
+
+
+class InnerAttention(Inner):
+    """`headwise.attention` with its options fixed.
+
+    Args:
+        scale: Factor on the scores; None stands for ``D ** -0.5``.
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
+        sinks: (H,) logits that take part in each row's softmax without a value; they become a parameter.
+        dropout: Probability with which a weight is dropped in training; nothing is dropped in eval.
+        backend: Which kernel has to run; ``"auto"`` chooses.
+
+    Example:
+        >>> import torch
+        >>> inner = InnerAttention(softcap=50.0)
+        >>> inner(torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 8)).shape
+        torch.Size([2, 6, 5, 8])
+    """
+
+    splits_tokens = True
+    """Within `headwise.parallel.context` it attends the tokens of all processes."""
+
+    def __init__(
+        self,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_options(None, scale, softcap, None, dropout)
+        check_texts(backend=backend)
+        if sinks is not None:
+            check_sinks(sinks)
+        self.scale = scale
+        self.softcap = softcap
+        self.sinks = None if sinks is None else nn.Parameter(sinks)
+        self.dropout = dropout
+        self.backend = backend
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | Cache,
+        value: Tensor | None,
+        *,
+        mask: Mask | Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """(B, H, T, V) from query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), or a cache and no value.
+
+        See `headwise.attention`.
+        """
+        sharded, some, options = current(), heads_here(), self.options()
+        if sharded is not None and isinstance(key, Tensor) and value is not None:
+            return sharded.attend(query, key, value, mask=mask, gate=gate, some=some, **options)
+        if some is not None and options["dropout"]:
+            options["seed"] = some.of_part()
+            return attention_of_part(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
+        return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of the call as it would run now; dropout is 0 in eval."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "dropout": self.dropout if self.training else 0.0,
+        }
+
+    def extra_repr(self) -> str:
+        """The options that differ from the defaults."""
+        shown: dict[str, object] = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
+        shown["sinks"] = None if self.sinks is None else len(self.sinks)
+        shown["backend"] = None if self.backend == "auto" else self.backend
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
+
+
+class InnerFunction(Inner):
+    """Any callable ``(query, key, value, *, mask) -> out`` as an inner part; a gate multiplies its output."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """What the function gives, times the gate."""
+        out = self.function(query, key, value, mask=mask)
+        return out if gate is None else out * check_gate(gate, out.shape, out.device).to(out.dtype)
+
+    def options(self) -> dict[str, Any]:
+        """Unknown: a bare function does not say what it computes."""
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        raise NotImplementedError(
+            f"the inner part {name} is a bare function and cannot say what it computes; derive one from "
+            "headwise.nn.Inner, or give headwise.nn.InnerAttention(...)"
+        )
+
+    def extra_repr(self) -> str:
+        """The function."""
+        return repr(self.function)
+
+
+def as_inner(inner: Callable[..., Tensor] | None) -> nn.Module:
+    """An inner part as a module: modules stay, ``partial(headwise.attention, ...)`` becomes an `InnerAttention`.
+
+    Raises:
+        TypeError: `inner` cannot be called.
+        ValueError: the partial fixes something that is not an option of the module (its mask, say).
+    """
+    if inner is None or inner is attention:
+        return InnerAttention()
+    if isinstance(inner, nn.Module):
+        return inner
+    if isinstance(inner, partial) and inner.func is attention:
+        allowed = ("scale", "softcap", "sinks", "dropout", "backend")
+        wrong = [f"argument {n}" for n in range(len(inner.args))] + [k for k in inner.keywords if k not in allowed]
+        if wrong:
+            raise ValueError(
+                f"inner=partial(headwise.attention, ...) may fix {', '.join(allowed)}; it fixes {', '.join(wrong)}; "
+                "give mask and gate to the module's call instead"
+            )
+        return InnerAttention(**inner.keywords)
+    if not callable(inner):
+        raise TypeError(
+            f"inner is a callable (query, key, value, *, mask) such as headwise.nn.InnerAttention(softcap=50.0); "
+            f"got {type(inner).__name__}"
+        )
+    return InnerFunction(inner)

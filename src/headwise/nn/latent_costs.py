@@ -1,0 +1,142 @@
+"""Which of its two forms latent attention computes in: the one with fewer multiply-adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from ..plan.model.layer import AttentionLayer, Latent
+from ..plan.shape import check_size
+from ..shapes.arguments import check_counts, shown
+from .decode.cache_protocol import ModuleCache, traits_of
+from .hooks.projections import description
+
+LatentForm = Literal["expanded", "absorbed"]
+Choice = Literal["auto", "expanded", "absorbed"]
+
+
+def latent_layer(
+    d_model: int,
+    num_heads: int,
+    *,
+    q_lora_rank: int | None,
+    kv_lora_rank: int,
+    nope_dim: int,
+    rope_dim: int,
+    value_dim: int,
+) -> AttentionLayer:
+    """The sizes of one layer of latent attention, as the planner counts them.
+
+    Raises:
+        TypeError: a size is no int.
+        ValueError: a size below 1.
+    """
+    sizes = {"d_model": d_model, "num_heads": num_heads, "q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank}
+    sizes |= {"nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        check_size(name, size, optional=name == "q_lora_rank")
+    heads = nope_dim + rope_dim + value_dim
+    check_counts(1, **{"num_heads * (nope_dim + rope_dim + value_dim)": num_heads * heads})
+    latent = Latent(kv_lora_rank, rope_dim, q_lora_rank)
+    return AttentionLayer("self", 0, d_model, num_heads, num_heads, nope_dim + rope_dim, value_dim, latent=latent)
+
+
+@dataclass(frozen=True)
+class FormCosts:
+    """Multiply-adds of the two forms; what both do alike is left out.
+
+    With H heads, rank C, and nope, rope and value dims N, R, V: *expanded* makes keys and values of all S keys anew,
+    ``S H C (N + V)``, and then pays ``H (N + R + V)`` a pair of query and key. *Absorbed* carries T queries into the
+    latent space and what comes out back, ``T H C (N + V)``, and pays ``H (2 C + R)`` a pair.
+
+    Attributes:
+        expanded_key: of the expanded form, a key.
+        expanded_pair: of the expanded form, a pair.
+        absorbed_query: of the absorbed form, a query.
+        absorbed_pair: of the absorbed form, a pair.
+
+    Example:
+        >>> costs = FormCosts.of(latent_layer(
+        ...     7168, 128, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128))
+        >>> macs = costs.macs(queries=1, keys=4096)
+        >>> macs["expanded"] // macs["absorbed"]
+        117
+        >>> costs.cheaper(queries=4096, held=[0]), costs.cheaper(queries=1, held=[4096])
+        ('expanded', 'absorbed')
+        >>> [costs.cheaper(queries=chunk, held=[32768]) for chunk in (128, 170, 171, 512)]
+        ['absorbed', 'absorbed', 'expanded', 'expanded']
+    """
+
+    expanded_key: int
+    expanded_pair: int
+    absorbed_query: int
+    absorbed_pair: int
+
+    @classmethod
+    def of(cls, layer: AttentionLayer) -> FormCosts:
+        """The costs of a layer of these sizes."""
+        return cls(layer.expansion_macs(), layer.score_macs(), *layer.absorbed_macs())
+
+    def macs(self, queries: int, keys: int) -> dict[LatentForm, int]:
+        """Multiply-adds of each form for the last `queries` of `keys` tokens, causal."""
+        check_counts(queries=queries, keys=keys)
+        pairs = queries * keys - queries * (queries - 1) // 2
+        return {
+            "expanded": self.expanded_key * keys + self.expanded_pair * pairs,
+            "absorbed": self.absorbed_query * queries + self.absorbed_pair * pairs,
+        }
+
+    def absorbs_token(self, held: Sequence[int]) -> bool:
+        """Whether `cheaper` is "absorbed" for one new token a row: asked at every step of decoding.
+
+        >>> costs = FormCosts(expanded_key=8, expanded_pair=3, absorbed_query=8, absorbed_pair=6)
+        >>> [costs.absorbs_token([n]) for n in (0, 1, 2)], [costs.cheaper(1, [n]) for n in (0, 1, 2)]
+        ([False, True, True], ['expanded', 'absorbed', 'absorbed'])
+        """
+        keys = sum(held) + len(held)
+        absorbed = self.absorbed_query * len(held) + self.absorbed_pair * keys
+        return absorbed < (self.expanded_key + self.expanded_pair) * keys
+
+    def cheaper(self, queries: int, held: Iterable[int]) -> LatentForm:
+        """The form with fewer multiply-adds where each row has `held` tokens and appends `queries` more.
+
+        One form serves the whole batch, so the rows' costs are added up. At a tie it is the expanded one.
+        """
+        total: dict[LatentForm, int] = {"expanded": 0, "absorbed": 0}
+        for tokens in held:
+            for form, macs in self.macs(queries, tokens + queries).items():
+                total[form] += macs
+        return "absorbed" if total["absorbed"] < total["expanded"] else "expanded"
+
+
+def why_absorbed(cache: ModuleCache, new: int, stored: Sequence[int], *, masked: bool, padded: bool) -> str:
+    """Why `new` tokens over a cache whose rows hold `stored` cannot be expanded; empty where they can."""
+    traits = traits_of(cache)
+    if not traits.has_keys:
+        return f"{type(cache).__name__} has no keys to read"
+    if traits.chunk is not None and new > traits.chunk:
+        return f"{type(cache).__name__} takes {traits.chunk} tokens at a time"
+    if masked and any(stored) and (padded or len(set(stored)) > 1):
+        return (
+            f"a mask has its place in every row alike, while the rows hold {list(stored)} tokens"
+            f"{' and get different numbers of new ones' if padded else ''}"
+        )
+    return ""
+
+
+def no_matrix(kv_b_proj: nn.Module, what: str) -> str:
+    """The error where `what` needs the weight of kv_b_proj, and a call of kv_b_proj may compute something else."""
+    return (
+        f"{what} multiplies by the weight of kv_b_proj, which has to be a torch.nn.Linear without bias and hooks; got "
+        f"{description(kv_b_proj)}, which may compute something else; merge adapters and remove hooks, or take "
+        'form="expanded", with a cache that has keys'
+    )
+
+
+def check_form(form: str) -> None:
+    """Raise ValueError for a form that there is not."""
+    if not isinstance(form, str) or form not in get_args(Choice):
+        raise ValueError(f'form is "auto", "expanded" or "absorbed"; got {shown(form)}; "auto" takes the cheaper one')

@@ -1,0 +1,1 @@
+"""Attention modules whose heads or tokens are split over ranks."""

@@ -1,0 +1,89 @@
+"""Wrappers around a backend's kernel, so that all backends have one meaning: each takes a `run` and gives a `run`.
+
+The table in `attention` composes them: `dense_keys(gated(aligned(fenced(sdpa.run))))`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+from ..call import Call, Result, Run
+from ..nonfinite import alive_rows, fence, quiet, show, surely_tame
+
+
+def dense_keys(run: Run) -> Run:
+    """Keys and values that are int8 or lie in pages become tensors (B, K, S, n) first: copies."""
+
+    @wraps(run)
+    def dense(call: Call) -> Result:
+        if call.layout is None:
+            return run(call)
+        out, lse = run(call.dense())
+        return out.to(call.query.dtype), lse
+
+    return dense
+
+
+def gated(run: Run) -> Run:
+    """The output times the gate, whose gradient is 0, too, in rows that may attend nothing, whatever comes in there."""
+
+    @wraps(run)
+    def then_gate(call: Call) -> Result:
+        out, lse = run(call)
+        if call.gate is None:
+            return out, lse
+        gate = call.gate.to(out.dtype)
+        if not call.scoring.mask.parts or not gate.requires_grad:
+            return out * gate, lse
+        T, S = call.sizes[3:]
+        return quiet(out * gate, ~alive_rows(call.scoring.mask, T, S, out.device)[..., None]), lse
+
+    return then_gate
+
+
+def aligned(run: Run) -> Run:
+    """Head dims padded with zeros to whole 16 bytes, which changes no score and no value.
+
+    Matrix products give other last bits where a matrix starts off 16 bytes, so that a row would depend on its place in
+    the batch (measured: MKL, float32, D = 11).
+    """
+
+    @wraps(run)
+    def on_padded(call: Call) -> Result:
+        V = call.value.shape[-1]
+        query, key, value = (_padded(x) for x in (call.query, call.key, call.value))
+        out, lse = run(replace(call, query=query, key=key, value=value))
+        return out[..., :V], lse
+
+    return on_padded
+
+
+def _padded(x: Tensor) -> Tensor:
+    lacking = -x.shape[-1] % (16 // x.itemsize)
+    return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
+
+
+def fenced(run: Run) -> Run:
+    """NaN, Inf and the huge stay where they belong (`fence`)."""
+
+    @wraps(run)
+    def behind_fence(call: Call) -> Result:
+        if call.is_empty:
+            return run(call)
+        query, key, value = call.query, call.key, call.value
+        # A bad value always shows in the output, 0 * NaN being NaN, so it is looked for there, where less is to be
+        # read. Not so in a gradient; and a second run would draw another dropout.
+        once = call.needs_grad or call.dropout > 0
+        if surely_tame(query, key, *([value] if once else [])):
+            out, lse = run(call)
+            if once or surely_tame(out):
+                return out, lse
+        query, key, value, rows_BHT = fence(query, key, value, call.scoring.mask)
+        out, lse = run(replace(call, query=query, key=key, value=value))
+        return show(out, rows_BHT[..., None]), None if lse is None else show(lse, rows_BHT)
+
+    return behind_fence

@@ -1,0 +1,243 @@
+"""Rules with a pattern of their own: every step-th key, blocks, biases by distance, and any function of places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ...shapes import MASK_RULE, check_index_tensor, check_mask_tensor, describe
+from ...shapes.arguments import fits
+from .indexing import Region, per_batch, rank4, saturated, wide
+from .rules import Rule, Segments
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed(Rule):
+    """A rule of pos = i + offset, the query's place among the keys; S - T by default."""
+
+    offset: int | Tensor | None = field(default=None, kw_only=True)
+
+    def pos(self, i: Tensor, T: int, S: int) -> Tensor:
+        """The place of query i among the keys."""
+        return i + (S - T if self.offset is None else per_batch(saturated(self.offset)))
+
+    @override
+    def part(self, region: Region, T: int, S: int) -> Rule:
+        offset = S - T if self.offset is None else saturated(self.offset)
+        return replace(self, offset=offset + region.shift)
+
+    @override
+    def placed(self, offset: int | Tensor) -> Rule:
+        return replace(self, offset=offset) if self.offset is None else self
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        if isinstance(self.offset, Tensor):
+            check_index_tensor("offset of the mask", self.offset, [(B,), (1,)], device)
+
+
+@dataclass(frozen=True, eq=False)
+class Dilated(_Placed):
+    """Query at pos sees the keys j with (pos - j) divisible by `step`."""
+
+    step: int
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return (self.pos(i, T, S) - j) % self.step == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(_Placed):
+    """Query at pos sees the keys of its own block of `size`: pos // size == j // size, rounded down."""
+
+    size: int
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return floor_divide(self.pos(i, T, S), self.size) == floor_divide(j, self.size)
+
+    def ids(self, T: int, S: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+        """The block of each query, (T,) or (B, T), and of each key, (S,)."""
+        offset = S - T if self.offset is None else saturated(self.offset)
+        shift = offset.view(-1, 1) if isinstance(offset, Tensor) else offset
+        pos = torch.arange(T, device=device) + shift
+        return floor_divide(pos, self.size), floor_divide(torch.arange(S, device=device), self.size)
+
+    @override
+    def part(self, region: Region, T: int, S: int) -> Segments:
+        device = self.offset.device if isinstance(self.offset, Tensor) else None
+        query_ids, key_ids = self.ids(T, S, device)
+        return Segments(query_ids[..., slice(*region.rows)], key_ids[slice(*region.cols)])
+
+    @override
+    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
+        shift = S - T if self.offset is None else self.offset
+        if isinstance(shift, Tensor) or first >= last:
+            return 0, S
+        return (first + shift) // self.size * self.size, ((last - 1 + shift) // self.size + 1) * self.size
+
+
+def floor_divide(x: Tensor, size: int) -> Tensor:
+    """x // size, towards minus infinity."""
+    return torch.div(x, size, rounding_mode="floor")
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi(Rule):
+    """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
+
+    slopes: Tensor
+    offset: int | Tensor | None = None
+
+    restricts: ClassVar[bool] = False
+    biases: ClassVar[bool] = True
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        shift = S - T if self.offset is None else per_batch(saturated(self.offset))
+        slopes = wide(self.slopes).view(-1, self.slopes.shape[-1], 1, 1)
+        return -slopes * (i + shift - j).abs().to(slopes.dtype)
+
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.slopes.requires_grad
+
+    @override
+    def part(self, region: Region, T: int, S: int) -> Alibi:
+        offset = S - T if self.offset is None else saturated(self.offset)
+        return Alibi(region.of_heads(self.slopes, -1), offset + region.shift)
+
+    @override
+    def placed(self, offset: int | Tensor) -> Alibi:
+        return replace(self, offset=offset) if self.offset is None else self
+
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Alibi:
+        return self if self.slopes.dtype == dtype else Alibi(self.slopes.to(dtype), self.offset)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        if self.slopes.shape[-1] != H:
+            raise ValueError(
+                f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}; alibi_slopes({H}) "
+                "has those of the paper"
+            )
+        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
+        if isinstance(self.offset, Tensor):
+            check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
+
+
+@dataclass(frozen=True, eq=False)
+class Relative(_Placed):
+    """Adds table[h, R + clamp(j - pos, -R, R)] for a table (H, 2 R + 1)."""
+
+    table: Tensor
+
+    restricts: ClassVar[bool] = False
+    biases: ClassVar[bool] = True
+
+    @property
+    def radius(self) -> int:
+        """R: farther keys get the bias at R."""
+        return self.table.shape[-1] // 2
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        R = self.radius
+        apart = rank4((j - self.pos(i, T, S)).clamp(-R, R) + R)
+        head = torch.arange(self.table.shape[0], device=self.table.device).view(1, -1, 1, 1)
+        return wide(self.table)[head, apart]
+
+    @override
+    def part(self, region: Region, T: int, S: int) -> Relative:
+        offset = S - T if self.offset is None else saturated(self.offset)
+        return Relative(region.of_heads(self.table, 0), offset=offset + region.shift)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        super().check(B, H, T, S, device)
+        if self.table.shape[0] != H:
+            raise ValueError(
+                f"relative() needs a row of its table for each query head: H = {H}; got {describe(self.table)}; "
+                "share one row by table.expand(H, -1)"
+            )
+        if self.table.device != device:
+            raise ValueError(
+                f"the table of relative() lives on the query's device {device}; got {describe(self.table)}; "
+                "use mask.to(device)"
+            )
+
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.table.requires_grad
+
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Relative:
+        return self if self.table.dtype == dtype else replace(self, table=self.table.to(dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Function(Rule):
+    """What `function(b, h, i, j)` says, called with index tensors that broadcast to (B, H, R, C)."""
+
+    function: Callable[..., Any]
+    batch: int = 1
+    heads: int = 1
+    of: Function | None = field(default=None, repr=False)
+    """The rule as it was made; this one knows batch and heads."""
+    keep: bool = False
+    """It says the same as long as it lives, whatever changes."""
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        b = torch.arange(self.batch, device=i.device).view(-1, 1, 1, 1)
+        h = torch.arange(self.heads, device=i.device).view(1, -1, 1, 1)
+        seen = self.function(b, h, rank4(i), rank4(j))
+        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+            got = describe(seen) if isinstance(seen, Tensor) else type(seen).__name__
+            raise TypeError(
+                f"{MASK_RULE}: the function of rule() gives a bool tensor, True = attend, for index tensors b, h, i, "
+                f"j; got {got}; compare, or join by & and | instead of `and` and `or`"
+            )
+        full = torch.broadcast_shapes(b.shape, h.shape, rank4(i).shape, rank4(j).shape)
+        if seen.ndim > 4 or any(not fits(n, m) for n, m in zip(reversed(seen.shape), reversed(full), strict=False)):
+            raise ValueError(
+                f"{MASK_RULE}: the function of rule() gives a tensor that broadcasts to those of b, h, i, j together, "
+                f"{tuple(full)}; got {describe(seen)}"
+            )
+        return rank4(seen)
+
+    @override
+    def part(self, region: Region, T: int, S: int) -> Function:
+        first, last = region.heads or (0, self.heads)
+        function = _Elsewhere(self.function, first, region.rows[0], region.cols[0])
+        return Function(function, self.batch, last - first, keep=self.keep)
+
+    @override
+    def sized(self, B: int, H: int) -> Rule:
+        made = self.of or self
+        known = made.__dict__.setdefault("_sized", {})  # one for all calls of a size, and what is kept with it
+        if (B, H) not in known:
+            known[B, H] = replace(made, batch=B, heads=H, of=made)
+        return known[B, H]
+
+
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """A function of places, asked from other first places."""
+
+    function: Callable[..., Any]
+    head: int
+    query: int
+    key: int
+
+    def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
+        return self.function(b, h + self.head, i + self.query, j + self.key)

@@ -1,0 +1,115 @@
+"""A layer's decode step in one call of the native kernel: rotate, append to a cache, attend.
+
+Outputs and cache have the bits that `Rotary` (or a model's own rotation), `append` and `attend` give one after another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+
+from ...shapes import default_scale
+from ...shapes.arguments import FAR
+from ..masks.mask import Mask
+from ..options import Scoring
+from . import library as native_library
+from .library import raise_unless_refused
+from .mask_arguments import NoForm, lowered
+
+
+class Turn(NamedTuple):
+    """How queries and keys turn before they meet.
+
+    Attributes:
+        cos: (n,), (B, n) or (B, 1, n) with n = `size` (an angle for each number) or half of it (for each pair). In
+            float32 a product is rounded once, at the end; in the dtype of the query each step is, as torch does it.
+        sin: as `cos`.
+        size: how many numbers of a head turn, even.
+        first: the first of them.
+        interleaved: pairs are neighbours, and not n and n + size / 2.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    size: int
+    first: int = 0
+    interleaved: bool = False
+
+
+class Held(NamedTuple):
+    """Where a cache keeps its keys and values, and where those of the new tokens go."""
+
+    key: Tensor  # (B, K, capacity, D), or in pages (P, K, size, D)
+    value: Tensor | None  # None: the first `value_dim` columns of the keys
+    key_scale: Tensor | None  # of int8
+    value_scale: Tensor | None
+    table: Tensor | None  # int64 (B, N)
+    places: list[int]  # the column of each row's new key; one for all that are alike
+    value_dim: int
+
+
+class Scores(NamedTuple):
+    """What happens to the scores of a step."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Seen(NamedTuple):
+    """What the queries see: low <= j < high of the columns; `bounds`, a row for each, in their place; a mask of all."""
+
+    low: int = -FAR
+    high: int = FAR
+    bounds: Tensor | None = None
+    mask: Mask | None = None
+
+
+def runs_plain() -> bool:
+    """Whether nothing but plain computing goes on: no gradient, autocast, tracing, transform or dispatch mode."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or native_library.decode_step is None
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def decode_step(
+    query: Tensor, key: Tensor, value: Tensor | None, turn: Turn | None, storage: Held, scores: Scores, seen: Seen
+) -> Tensor | None:
+    """(B, H, 1, V) of query (B, H, 1, D), key (B, K, 1, D), value (B, K, 1, V), which the cache then has.
+
+    None where the kernel does not take the call; nothing has changed then. Sizes and dtypes it checks itself.
+    """
+    scale, softcap, sinks = scores
+    scale = default_scale(query.shape[3]) if scale is None else float(scale)
+    low, high, bounds, mask = seen
+    rules: tuple[Any, ...]
+    if mask is None:
+        sinks = None if sinks is None else sinks.float().contiguous()
+        rules = (scale, float(softcap or 0.0), sinks, low, high, bounds, None, None, None, None, None)
+    else:
+        sized = mask.sized(query.shape[0], query.shape[1])
+        try:
+            rules = lowered(Scoring(sized, scale, softcap, sinks), 1, max(storage.places) + 1)
+        except (NoForm, RuntimeError):
+            return None
+    turned = (
+        (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)
+    )
+    try:
+        out: Tensor = native_library.decode_step(query, key, value, *turned, *storage, *rules)
+    except RuntimeError as error:
+        raise_unless_refused(error)
+        return None
+    increment_version([x for x in storage[:4] if x is not None])
+    return out

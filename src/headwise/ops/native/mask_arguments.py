@@ -1,0 +1,259 @@
+"""What happens to scores, in the native operator's terms: two numbers a row, ids, rows of a tensor; never T x S.
+
+Each kind of rule has its form here (`FORMS`), and what the kernel cannot take follows from them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...shapes import DTYPES, INTEGERS
+from ...shapes.arguments import FAR
+from ..masks.mask import Mask
+from ..masks.positional_rules import Alibi, Blocks, Relative
+from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.tiles import tile_map
+from ..options import Scoring
+from ..tracing import without_numbers
+
+MAPS = "rules without a form of their own"
+ROOM = {"mask tensors": 8, "pairs of segments": 4, "rules of ALiBi": 4, MAPS: 4}
+"""How many of a kind the kernel takes in one call."""
+FIRSTS = "headwise's own kernel takes windows that all keep the same first keys in sight"
+
+
+class Rules(NamedTuple):
+    """What happens to scores, as all operators of the library take it, in their order (`HEADWISE_RULES` in csrc)."""
+
+    scale: float
+    softcap: float  # 0 for none
+    sinks: Tensor | None  # float32 (H,)
+    low: int  # row i sees i + low <= j < i + high, by the bands whose place is a number
+    high: int
+    # Where a mask says more: int64 (B|1, 4), low, high, start, stop, by all rules together; a fifth: always.
+    bounds: Tensor | None
+    segments: list[Tensor] | None  # query ids, key ids, ...; None for no tensors: cheaper than an empty list
+    dense: list[Tensor] | None  # (B|1, H|1, T|1, S|1)
+    alibi: list[Tensor] | None  # slopes (B|1, H), offsets (B|1,), ...
+    maps: list[Tensor] | None  # index, bits, ... of `TileMap`: what has no other form
+    relative: list[Tensor] | None  # float32 (B|1, H, T + S - 1): the bias of query i and key j at T - 1 + j - i
+
+
+@dataclass
+class _Terms:
+    """The terms of the rules so far."""
+
+    T: int
+    S: int
+    numbers: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))  # low, high
+    # low, high, start, stop, always
+    tensors: tuple[list[Any], ...] = field(default_factory=lambda: ([], [], [], [], []))
+    segments: list[Tensor] = field(default_factory=list)
+    dense: list[Tensor] = field(default_factory=list)
+    alibi: list[Tensor] = field(default_factory=list)
+    maps: list[Tensor] = field(default_factory=list)
+    relative: list[Tensor] = field(default_factory=list)
+
+    def rules(self, scale: float, softcap: float, sinks: Tensor | None) -> Rules:
+        """All terms as one, with the other numbers in the operator's form."""
+        lows, highs = self.numbers
+        low = reduce(torch.sym_max, lows) if lows else None
+        high = reduce(torch.sym_min, highs) if highs else None
+        bounds = _bounds((low, high, None, None, None), self.tensors) if any(self.tensors) else None
+        return Rules(
+            scale,
+            softcap,
+            sinks,
+            low=-FAR if low is None else low,
+            high=FAR if high is None else high,
+            bounds=bounds,
+            segments=self.segments or None,
+            dense=self.dense or None,
+            alibi=self.alibi or None,
+            maps=self.maps or None,
+            relative=self.relative or None,
+        )
+
+
+_NOTHING = (-FAR, FAR, None, None, None, None, None, None)  # of a mask without parts
+
+
+class NoForm(TypeError):
+    """The operator has no form for a mask."""
+
+
+def lowered(scoring: Scoring, T: int, S: int) -> Rules:
+    """The record in the operator's terms; what does not fit the call is left to the operator to refuse.
+
+    Raises NoForm for a mask that it cannot take, and for an index that is no integer tensor, which a conversion would
+    hide.
+    """
+    parts = scoring.mask.parts
+    sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+    softcap = scoring.softcap or 0.0
+    if not parts:
+        return Rules(scoring.scale, softcap, sinks, *_NOTHING)
+    terms = _Terms(T, S)
+    if len(parts) > 1 and len(_firsts(scoring.mask)) > 1:
+        raise NoForm(FIRSTS)
+    for rule in parts:
+        form = form_of(rule)
+        if form is None:
+            raise NoForm(_without_form(rule))
+        form.put(rule, terms)
+    return terms.rules(scoring.scale, softcap, sinks)
+
+
+def trouble_with(mask: Mask) -> str | None:
+    """Why the kernel cannot take a mask, in words; None where it can."""
+    rooms = []
+    for rule in mask.parts:
+        form = form_of(rule)
+        if form is None:
+            return _without_form(rule)
+        rooms.append(form.room)
+    for room, n in Counter(rooms).items():
+        if room is not None and n > ROOM[room]:
+            return f"headwise's own kernel takes at most {ROOM[room]} {room}"
+    return FIRSTS if len(_firsts(mask)) > 1 else None
+
+
+def _without_form(rule: Rule) -> str:
+    if rule.restricts and not rule.biases:
+        return f"headwise's own kernel takes {type(rule).__name__} by a map of tiles, which is not made while tracing"
+    return f"headwise's own kernel has no form for {type(rule).__name__}, which adds to the scores"
+
+
+def _firsts(mask: Mask) -> set[int]:
+    return {rule.first for rule in mask.parts if isinstance(rule, Band) and rule.left is not None}
+
+
+def _put_band(rule: Band, terms: _Terms) -> None:
+    shift = rule.shift(terms.T, terms.S)
+    to = terms.tensors if isinstance(shift, Tensor) else terms.numbers
+    if rule.left is not None:
+        to[0].append(shift - rule.left + 1)
+    if rule.right is not None:
+        to[1].append(shift + rule.right + 1)
+    if rule.kept:
+        terms.tensors[4].append(_numbers(rule.kept, 1)[0])
+
+
+def _put_lengths(rule: Lengths, terms: _Terms) -> None:
+    terms.tensors[3].append(_indices(rule.stop))
+    if rule.start is not None:
+        terms.tensors[2].append(_int64(rule.start))
+
+
+def _put_segments(rule: Segments, terms: _Terms) -> None:
+    terms.segments += [_int64(rule.query_ids), _int64(rule.key_ids)]
+
+
+def _put_blocks(rule: Blocks, terms: _Terms) -> None:
+    terms.segments += rule.ids(terms.T, terms.S, torch.device("cpu"))
+
+
+def _put_dense(rule: Keep | Bias, terms: _Terms) -> None:
+    terms.dense.append(rule.full if rule.tensor.dtype in _READ else rule.full.float())
+
+
+def _put_alibi(rule: Alibi, terms: _Terms) -> None:
+    offset = terms.S - terms.T if rule.offset is None else rule.offset
+    terms.alibi += [rule.slopes.float().view(-1, rule.slopes.shape[-1]), _indices(offset)]
+
+
+def _put_relative(rule: Relative, terms: _Terms) -> None:
+    R, T, S = rule.radius, terms.T, terms.S
+    offset = S - T if rule.offset is None else rule.offset
+    shift = _int64(offset).clamp(-FAR, FAR)[:, None] if isinstance(offset, Tensor) else offset
+    apart = (torch.arange(1 - T, S, device="cpu") - shift).clamp(-R, R) + R  # of every diagonal; (B, n) or (n,)
+    diagonals = rule.table.float().index_select(1, apart.flatten()).view(-1, *apart.shape)  # (H, n) or (H, B, n)
+    terms.relative.append(diagonals[None] if diagonals.ndim == 2 else diagonals.transpose(0, 1))
+
+
+def _put_map(rule: Rule, terms: _Terms) -> None:
+    terms.maps += tile_map(rule, terms.T, terms.S)
+
+
+class RuleForm(NamedTuple):
+    """How the operator takes a rule: what puts it there, and the room it takes up, of which there is so much."""
+
+    put: Callable[[Any, _Terms], None]
+    room: str | None = None
+
+
+FORMS: dict[type[Rule], RuleForm] = {
+    Band: RuleForm(_put_band),
+    Lengths: RuleForm(_put_lengths),
+    Segments: RuleForm(_put_segments, "pairs of segments"),
+    Blocks: RuleForm(_put_blocks, "pairs of segments"),
+    Keep: RuleForm(_put_dense, "mask tensors"),
+    Bias: RuleForm(_put_dense, "mask tensors"),
+    Alibi: RuleForm(_put_alibi, "rules of ALiBi"),
+    Relative: RuleForm(_put_relative, "mask tensors"),
+}
+
+
+_BY_MAP = RuleForm(_put_map, MAPS)
+
+
+def form_of(rule: Rule) -> RuleForm | None:
+    """How the operator takes a rule: its own form, or a map of tiles for whatever restricts; None where it does not."""
+    form = FORMS.get(type(rule))
+    if form is not None or rule.biases or without_numbers():
+        return form
+    return _BY_MAP
+
+
+def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> Tensor:
+    """int64 (B|1, 4): low, high, start, stop of each row of the batch, each the tightest of the rules.
+
+    (B|1, 5) where some keys stay in sight however far back: their end.
+    """
+    if any(x.ndim != 1 for terms in tensors for x in terms):
+        raise NoForm("an index has one number a row of the batch")
+    n = next((x.shape[0] for terms in tensors for x in terms if x.shape[0] != 1), 1)
+    columns: list[Tensor] = []
+    if not tensors[4]:
+        numbers, tensors = numbers[:4], tensors[:4]
+    for number, terms, (tightest, none) in zip(numbers, tensors, _ENDS, strict=False):
+        ends = [x[:, None] for x in terms]
+        if number is not None or not terms:
+            ends.append(_numbers(none if number is None else number, n))
+        column = reduce(tightest, ends)
+        columns.append(column if column.shape[0] == n else column.expand(n, 1))
+    return torch.cat(columns, dim=1)
+
+
+# What the operator reads of a mask; a bias of another float type is converted.
+_READ = (torch.bool, *DTYPES)
+# How two rules join into one, and what stands for no rule.
+_ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR), (torch.minimum, 0))
+
+
+def _numbers(number: int, n: int) -> Tensor:
+    """(n, 1) times the number; on the CPU, whatever the default device is."""
+    return torch.full((n, 1), number, dtype=torch.int64, device="cpu")
+
+
+def _indices(index: Tensor | int) -> Tensor:
+    """(B|1,) as the operator reads it."""
+    return _int64(index) if isinstance(index, Tensor) else _numbers(index, 1)[0]
+
+
+def _int64(index: Tensor) -> Tensor:
+    """The index as the operator reads it; a float or a bool is no index, nor is a number without an axis."""
+    if index.ndim == 0:
+        raise NoForm("an index has an axis, of the batch or of tokens")
+    if index.dtype == torch.int64:
+        return index
+    if index.dtype not in INTEGERS:
+        raise NoForm(f"an index is an integer tensor; got {index.dtype}")
+    return index.long()

@@ -1,0 +1,183 @@
+"""Keeps NaN, Inf and huge numbers out of kernels that do not, and makes the rows NaN that may attend one.
+
+The rule: what may not be attended cannot influence; what may be attended is honest. Inside a fused kernel 0 * NaN is
+NaN, so a NaN in a key that is masked leaks; and a row whose scores are all NaN is taken for an empty one and comes
+out 0 (both measured on torch 2.13, CPU). So NaN and Inf are taken out before the kernel, and the rows that may attend
+one are made NaN after it. Huge numbers become NaN and Inf inside, where a product overflows: so what no row may
+attend goes in as 0, as do rows that may attend nothing. What is left is a key that some rows may attend, and so huge
+that its product with the query of a row that may not overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..shapes import compute_dtype
+from .masks.mask import EVERYTHING, Mask
+from .row_blocks import row_blocks
+from .tracing import without_numbers
+
+
+def surely_tame(*tensors: Tensor) -> bool:
+    """True where one cheap pass shows that nothing is NaN or Inf and no product overflows, so that no fence is needed.
+
+    Only where looking at data is free of harm: eager, on the CPU. Where the sum of squares is finite, so is the product
+    of two rows, which is not larger than that of their norms.
+    """
+    if without_numbers() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
+        return False
+    with torch.no_grad():
+        return all(math.isfinite(torch.linalg.vector_norm(x, dtype=compute_dtype(x))) for x in tensors)
+
+
+def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query, key, value without what may spoil a kernel, and the rows to show as NaN: bool (B, H, T)."""
+    bad_BKS = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    bad_BHT = ~query.isfinite().all(-1)
+    met_BHT, alive_BHT, seen_BKS = _meetings(bad_BKS, mask, query.shape[1], query.shape[2])
+    shown_BHT = met_BHT | (bad_BHT & alive_BHT)
+    out_BKS = bad_BKS | ~seen_BKS
+    return clean(query, bad_BHT | ~alive_BHT), clean(key, out_BKS), clean(value, out_BKS), shown_BHT
+
+
+def fence_pairs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fence`, of scores: query and key without NaN and Inf, and the pairs (B, H, T, S) that one is part of."""
+    bad_BHT, bad_BHS = ~query.isfinite().all(-1), ~key.isfinite().all(-1)
+    return clean(query, bad_BHT), clean(key, bad_BHS), bad_BHT[..., None] | bad_BHS[:, :, None]
+
+
+def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that may attend a bad key, those that may attend anything, and the keys that some row may attend.
+
+    Memory is linear in S. (The last two broadcast to (B, H, T) and (B, K, S).)
+    """
+    B, K, S = bad_BKS.shape
+    device = bad_BKS.device
+    every = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+    if not mask.parts:
+        return bad_BKS.any(-1, keepdim=True).expand(B, K, T).repeat_interleave(H // K, dim=1), every, every
+    bounds = mask.bounds(T, S, device)
+    if bounds is not None:  # the bad keys in lo <= j < hi are counted from the left; the keys in sight, by their ends
+        lo_BT, hi_BT = (x.expand(B, T) for x in bounds)
+        count = torch.nn.functional.pad(bad_BKS.long().cumsum(-1), (1, 0))
+        lo, hi = (x[:, None].expand(B, K, T) for x in (lo_BT, hi_BT))
+        met_BKT = count.gather(-1, hi) > count.gather(-1, lo)
+        one = torch.ones_like(lo_BT)
+        steps = torch.zeros(B, S + 1, dtype=torch.long, device=device).scatter_add(1, lo_BT, one)
+        sights_BS = steps.scatter_add(1, hi_BT, -one).cumsum(1)[:, :S]
+        return met_BKT.repeat_interleave(H // K, dim=1), (hi_BT > lo_BT)[:, None], (sights_BS > 0)[:, None]
+    bad_BH1S = bad_BKS.repeat_interleave(H // K, dim=1)[:, :, None]
+    met, alive, seen = [], [], torch.zeros((), dtype=torch.bool, device=device)
+    for rows in row_blocks(T, S):
+        allowed = mask.allowed(T, S, rows=rows, device=device)
+        if allowed is None:  # a mask of biases that forbid nothing
+            return _meetings(bad_BKS, EVERYTHING, H, T)
+        met.append((allowed & bad_BH1S).any(-1))
+        alive.append(allowed.any(-1))
+        seen = seen | allowed.any(2)
+    seen = seen if seen.shape[1] == 1 else seen.unflatten(1, (K, H // K)).any(2)
+    return torch.cat(met, dim=2), torch.cat(alive, dim=2), seen
+
+
+def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
+    """The rows that may attend anything: bool (B|1, H|1, T); memory linear in S."""
+    bounds = mask.bounds(T, S, device)
+    if bounds is not None:
+        return (bounds[1] > bounds[0])[:, None]
+    blocks = [mask.allowed(T, S, rows=rows, device=device) for rows in row_blocks(T, S)]
+    alive = [x.any(-1) for x in blocks if x is not None]
+    return torch.cat(alive, dim=2) if alive else torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+
+
+class _Clean(torch.autograd.Function):
+    """0 in these rows; the gradient passes, so that a NaN which comes back to such a row is not hidden."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, rows: Tensor) -> Tensor:
+        return x.masked_fill(rows, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Quiet(torch.autograd.Function):
+    """The same; the gradient is 0 in these rows, whatever comes back to them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, rows: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grads[0].masked_fill(rows, 0.0), None
+
+
+class _Show(torch.autograd.Function):
+    """NaN in the rows shown; backward NaN there too where a gradient comes, and 0 where none does."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, rows: Tensor) -> Tensor:
+        return x.masked_fill(rows, torch.nan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grads[0].masked_fill(rows & (grads[0] != 0), torch.nan), None
+
+
+def _has_no_rule() -> bool:
+    """Whether torch has no rule for an autograd function here: forward mode, whose own could not be compiled, and
+    `torch.func.functionalize`, which needs none, for it hides no gradient from those outside of it.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    inner = torch._C._functorch.peek_interpreter_stack()
+    return inner is not None and inner.key() == torch._C._functorch.TransformType.Functionalize
+
+
+def clean(x: Tensor, rows: Tensor) -> Tensor:
+    """x (..., n) with 0 in these rows (...)."""
+    if _has_no_rule():
+        return x.masked_fill(rows[..., None], 0.0)
+    return _Clean.apply(x, rows[..., None])
+
+
+def quiet(x: Tensor, rows: Tensor) -> Tensor:
+    """x as it is, and no gradient through these rows, which broadcast to x."""
+    return x if _has_no_rule() else _Quiet.apply(x, rows)
+
+
+def show(x: Tensor, rows: Tensor) -> Tensor:
+    """x with NaN in these rows, which broadcast to x. A row that the loss leaves out gets gradient 0."""
+    if _has_no_rule():
+        return x.masked_fill(rows, torch.nan)
+    return _Show.apply(x, rows)

@@ -1,0 +1,123 @@
+"""Scores of some query rows against all their keys: what blocks, weights and statistics share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..shapes import compute_dtype
+from .masks.mask import Mask
+from .options import Scoring
+from .tracing import is_symbol
+
+# Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
+BLOCK_ELEMENTS = 1 << 18
+MIN_ROWS = 16
+
+
+def strips(T: int, rows: int) -> Iterator[slice]:
+    """T query rows, so many at a time.
+
+    One strip where T is a symbol of torch.compile or torch.export: a loop over it could not be traced.
+    """
+    if is_symbol(T):
+        yield slice(None)  # and not slice(0, T): dynamo pins down the sizes that stand in a slice
+        return
+    for first in range(0, T, rows):
+        yield slice(first, min(first + rows, T))
+
+
+def row_blocks(T: int, S: int) -> Iterator[slice]:
+    """Blocks of query rows whose R x S scores stay within a fixed budget: memory linear in S.
+
+    R depends on S alone, never on the batch, so a row has the same bits whatever it shares a batch with.
+    """
+    if torch.compiler.is_compiling():
+        return strips(T, 512)
+    return strips(T, max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS))
+
+
+def strip_of(
+    mask: Mask, rows: slice, T: int, S: int, device: torch.device
+) -> tuple[slice, Tensor | None, Tensor | None]:
+    """What a mask says of some query rows: the keys within their reach, and on those allowed and added (`Mask`)."""
+    if not mask.parts:
+        return slice(0, S), None, None
+    symbolic = is_symbol(T) or is_symbol(S)
+    keys = slice(None) if symbolic else slice(*mask.reach(rows.start, rows.stop, T, S))
+    allowed = mask.allowed(T, S, rows=rows, cols=keys, device=device)
+    return keys, allowed, mask.added(T, S, rows=rows, cols=keys, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBlock:
+    """Scores of some query rows against the keys within their reach; -inf where a row may not attend."""
+
+    rows: slice
+    keys: slice
+    scores_BHRC: Tensor
+    allowed_BHRC: Tensor | None
+
+
+def score_block(query: Tensor, key: Tensor, scoring: Scoring, rows: slice) -> ScoreBlock:
+    """The block of scores of these rows, masked."""
+    keys, allowed, added = strip_of(scoring.mask, rows, query.shape[2], key.shape[2], query.device)
+    scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], scoring.scale), scoring.softcap, allowed)
+    return ScoreBlock(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
+
+
+def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float) -> Tensor:
+    """Scaled scores (B, H, R, C), keys read once a group: nothing is repeated."""
+    (H, R), K = q_BHRD.shape[1:3], k_BKCD.shape[1]
+    dtype = compute_dtype(q_BHRD)
+    q_BKGRD = (q_BHRD.to(dtype) * scale).unflatten(1, (K, H // K)).flatten(2, 3)
+    return (q_BKGRD @ k_BKCD.to(dtype).mT).unflatten(2, (H // K, R)).flatten(1, 2)
+
+
+def softcapped(scores_BHRC: Tensor, softcap: float | None, allowed: Tensor | None = None) -> Tensor:
+    """Scores bounded by `softcap`, 0 where nothing may be attended.
+
+    Where the product of what may not be attended overflows, the gradient of tanh would be 0 * NaN.
+    """
+    if softcap is None:
+        return scores_BHRC
+    scores_BHRC = scores_BHRC if allowed is None else scores_BHRC.masked_fill(~allowed, 0.0)
+    return softcap * torch.tanh(scores_BHRC / softcap)
+
+
+def mask_scores(scores_BHRC: Tensor, allowed: Tensor | None, added: Tensor | None) -> Tensor:
+    """Bias added, and -inf where nothing may be attended."""
+    if added is not None:
+        scores_BHRC = scores_BHRC + added.to(scores_BHRC.dtype)
+    return scores_BHRC if allowed is None else scores_BHRC.masked_fill(~allowed, -torch.inf)
+
+
+def softmax_rows(scores_BHRC: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights (B, H, R, C) of masked scores and the log of their denominator (B, H, R).
+
+    `sinks` (H,) joins the denominator. A row that may attend nothing has weights 0 and lse -inf.
+    Written out, for the backward of torch.softmax gives other bits with other thread counts (torch 2.13, CPU).
+    """
+    B, H, R, C = scores_BHRC.shape
+    if C == 0:
+        return scores_BHRC, scores_BHRC.new_full((B, H, R), -torch.inf)
+    empty = None if allowed is None else ~allowed.any(-1, keepdim=True)
+    if empty is not None:
+        # Finite scores in an empty row: its weights are zeroed below, and no NaN is born on the way.
+        scores_BHRC = scores_BHRC.masked_fill(empty, 0.0)
+    top = scores_BHRC.detach().amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(scores_BHRC.dtype).view(1, H, 1, 1)
+        top = torch.maximum(top, sinks.detach())
+    weights_BHRC = torch.exp(scores_BHRC - top)
+    total = weights_BHRC.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    weights_BHRC = weights_BHRC / total
+    lse_BHR = (top + total.log())[..., 0]
+    if empty is None:
+        return weights_BHRC, lse_BHR
+    return weights_BHRC.masked_fill(~allowed, 0.0), lse_BHR.masked_fill(empty[..., 0], -torch.inf)  # type: ignore[operator]

@@ -1,0 +1,1 @@
+"""Attention over inputs that are split over ranks."""

@@ -1,0 +1,177 @@
+"""Statistics in plain torch ops, a block of query rows at a time: every device and dtype, memory O(T + S)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...shapes import compute_dtype
+from ..autocast import without_autocast
+from ..row_blocks import ScoreBlock, row_blocks, score_block
+from .request import Request
+
+
+def measure_in_blocks(request: Request) -> dict[str, Any]:
+    """The fields of `HeadStatistics`."""
+    query, key, scoring = request.query, request.key, request.scoring
+    sums = _Sums(request)
+    with without_autocast(query.device.type):
+        for rows in row_blocks(query.shape[2], key.shape[2]):
+            block = score_block(query, key, scoring, rows)
+            if block.scores_BHRC.shape[-1]:
+                sums.add(block, scoring.sinks)
+        return sums.result()
+
+
+class _Sums:
+    """The running sums; `add` folds in one block, `result` turns sums into means."""
+
+    def __init__(self, request: Request) -> None:
+        query, targets = request.query, request.targets
+        (B, H, self.T, _), self.S = query.shape, request.key.shape[2]
+        self.features, self.targets, self.bins = request.features, targets, request.bins
+        self.dtype, self.device = compute_dtype(query), query.device
+        wide = self.dtype if query.device.type == "mps" else torch.float64  # MPS has no float64
+
+        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.zeros(B, H, *shape, dtype=dtype, device=query.device)
+
+        self.entropy, self.largest, self.distance, self.sink = (zeros(self.T) for _ in range(4))
+        self.largest_key = zeros(self.T, dtype=torch.long) - 1
+        self.keys = zeros(self.T, dtype=torch.long)
+        self.steps = torch.tensor(request.offsets, dtype=torch.long, device=query.device)
+        self.offsets, self.offset_rows = (zeros(len(request.offsets), dtype=d) for d in (wide, torch.long))
+        self.target_mass = {name: zeros(dtype=wide) for name in targets}
+        self.target_rows = {name: zeros(dtype=torch.long) for name in targets}
+        self.received, self.received_rows = zeros(self.S, dtype=wide), zeros(self.S, dtype=torch.long)
+        column = torch.arange(self.S, device=query.device)[:, None] * self.bins[1] // max(self.S, 1)
+        self.column_bins = (column == torch.arange(self.bins[1], device=query.device)).to(self.dtype)  # (S, bins)
+        self.pooled, self.pooled_rows = zeros(*self.bins, dtype=wide), zeros(self.bins[0], dtype=torch.long)
+
+    def add(self, block: ScoreBlock, sinks: Tensor | None) -> None:
+        """Fold in one block: its softmax first, then one small method a family of statistics."""
+        r = block.rows
+        n = _allowed_keys(block)
+        alive = n > 0
+        largest, where = block.scores_BHRC.max(-1)
+        # The scores become z = s - top in place: z <= 0, so nothing overflows and the entropy's terms share a sign.
+        logit = None if sinks is None else sinks.to(self.dtype).view(1, -1, 1)
+        top = largest if logit is None else torch.maximum(largest, logit)
+        top = top.masked_fill(~alive, 0.0)
+        z_BHRC = block.scores_BHRC.sub_(top[..., None]).clamp_(min=-1e30)  # finite, for 0 * -inf is NaN
+        p_BHRC = z_BHRC.exp()
+        on_keys = p_BHRC.sum(-1)
+        escaped = torch.zeros_like(on_keys) if logit is None else (logit - top).exp()
+        total = (on_keys + escaped).masked_fill(~alive, 1.0)
+        p_BHRC.div_(total[..., None])
+        if block.allowed_BHRC is not None:
+            p_BHRC.masked_fill_(~block.allowed_BHRC, 0.0)  # a NaN row is NaN only where it may attend
+        mass, sink = on_keys / total, escaped / total
+        # What a sink leaves below the normal numbers counts as none, as in the kernel: 1 / mass would be infinite.
+        mass.masked_fill_(mass < torch.finfo(mass.dtype).tiny, 0.0)
+        entropy = total.log() - z_BHRC.mul_(p_BHRC).sum(-1)
+        if logit is not None:
+            entropy = entropy - sink * (logit - top).clamp(min=-1e30)
+
+        self.keys[:, :, r] = n
+        self.entropy[:, :, r] = entropy.masked_fill(~alive, 0.0)
+        self.largest[:, :, r] = ((largest - top).exp() / total).masked_fill(~alive, 0.0)
+        self.largest_key[:, :, r] = (where + block.keys.start).masked_fill(~alive, -1)
+        self.sink[:, :, r] = sink.masked_fill(~alive, 0.0)
+        self._add_positions(block, p_BHRC, mass)
+        self._add_offsets(block, p_BHRC)
+        self._add_targets(block, p_BHRC, alive)
+        self._add_maps(block, p_BHRC, mass, alive)
+
+    def _places(self, block: ScoreBlock) -> tuple[Tensor, Tensor]:
+        """pos (R, 1) of the block's queries among the keys, and its keys (1, C)."""
+        pos = torch.arange(block.rows.start, block.rows.stop, device=self.device)[:, None] + (self.S - self.T)
+        return pos, torch.arange(block.keys.start, block.keys.stop, device=self.device)[None]
+
+    def _add_positions(self, block: ScoreBlock, p_BHRC: Tensor, mass: Tensor) -> None:
+        pos, keys = self._places(block)
+        away = (p_BHRC * (pos - keys).abs().to(self.dtype)).sum(-1)
+        self.distance[:, :, block.rows] = torch.where(mass == 0, 0.0, away / mass)
+
+    def _add_offsets(self, block: ScoreBlock, p_BHRC: Tensor) -> None:
+        pos, _ = self._places(block)
+        keys = pos + self.steps
+        weights, seen = _gather(p_BHRC, block, keys.expand(1, 1, *keys.shape))
+        self.offsets += weights.sum(-2)
+        self.offset_rows += seen.sum(-2)
+
+    def _add_targets(self, block: ScoreBlock, p_BHRC: Tensor, alive: Tensor) -> None:
+        for name, j_BTn in self.targets.items():
+            j_BRn = j_BTn[:, block.rows]
+            weights, _ = _gather(p_BHRC, block, j_BRn[:, None])
+            has = alive & (j_BRn >= 0).any(-1)[:, None]
+            self.target_mass[name] += weights.sum((-1, -2))
+            self.target_rows[name] += has.sum(-1)
+
+    def _add_maps(self, block: ScoreBlock, p_BHRC: Tensor, mass: Tensor, alive: Tensor) -> None:
+        self.received[:, :, block.keys] += p_BHRC.sum(2)
+        self.received_rows[:, :, block.keys] += _allowed_rows(block)
+        bins, first, last = self.bins[0], block.rows.start, block.rows.stop
+        weight_BHR = torch.where(mass == 0, 0.0, 1 / mass)
+        # Bin by bin: one product with zeros outside of the bin would carry a row's NaN into its neighbours.
+        for i in range(first * bins // self.T, (last - 1) * bins // self.T + 1):
+            rows = slice(max(-(-i * self.T // bins) - first, 0), -(-(i + 1) * self.T // bins) - first)
+            sums_BHC = (weight_BHR[:, :, None, rows] @ p_BHRC[:, :, rows]).squeeze(2)
+            self.pooled[:, :, i] += sums_BHC @ self.column_bins[block.keys]
+            self.pooled_rows[:, :, i] += (alive & (mass > 0))[:, :, rows].sum(-1)
+
+    def result(self) -> dict[str, Any]:
+        """The means, rounded to the working dtype."""
+        rows = (self.keys > 0).sum(-1)
+        return dict(
+            entropy=self.entropy,
+            largest=self.largest,
+            largest_key=self.largest_key,
+            distance=self.distance,
+            keys=self.keys,
+            sink=self.sink,
+            offsets=self._mean(self.offsets, self.offset_rows),
+            features={name: self._mean(self._feature(f_BS), rows) for name, f_BS in self.features.items()},
+            targets={name: self._mean(mass, self.target_rows[name]) for name, mass in self.target_mass.items()},
+            received=self._mean(self.received, self.received_rows),
+            pooled=self._mean(self.pooled, self.pooled_rows[..., None]),
+            pooled_rows=self.pooled_rows,
+            rows=rows,
+        )
+
+    def _feature(self, f_BS: Tensor) -> Tensor:
+        """sum_ij P_ij f_j: the mass that each key received over all rows, times its number."""
+        product = self.received * f_BS[:, None].to(self.received.dtype)
+        return product.masked_fill(self.received_rows == 0, 0.0).sum(-1)  # 0 * NaN of a key that nobody may attend
+
+    def _mean(self, total: Tensor, count: Tensor) -> Tensor:
+        return (total / count.clamp(min=1)).to(self.dtype)
+
+
+def _allowed_keys(block: ScoreBlock) -> Tensor:
+    """(B, H, R) long: how many keys each row of the block may attend."""
+    B, H, R, C = block.scores_BHRC.shape
+    if block.allowed_BHRC is None:
+        return torch.full((B, H, R), C, device=block.scores_BHRC.device)
+    return block.allowed_BHRC.sum(-1).expand(B, H, R)
+
+
+def _allowed_rows(block: ScoreBlock) -> Tensor | int:
+    """(B|1, H|1, C) long, or the number of rows: how many rows of the block may attend each key."""
+    return block.scores_BHRC.shape[2] if block.allowed_BHRC is None else block.allowed_BHRC.sum(-2)
+
+
+def _gather(p_BHRC: Tensor, block: ScoreBlock, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights on chosen keys, (B, H, R, n), and whether the row may attend them.
+
+    keys: (B|1, 1, R, n) long; those outside of the block's keys weigh 0.
+    """
+    B, H, R, C = p_BHRC.shape
+    inside = (keys >= block.keys.start) & (keys < block.keys.stop)
+    index = (keys - block.keys.start).clamp(0, C - 1).expand(B, H, R, keys.shape[-1])
+    weights = p_BHRC.gather(-1, index).masked_fill(~inside, 0.0)
+    if block.allowed_BHRC is None:
+        return weights, inside.expand_as(weights)
+    return weights, inside & block.allowed_BHRC.expand(p_BHRC.shape).gather(-1, index)

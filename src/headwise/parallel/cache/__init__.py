@@ -1,0 +1,1 @@
+"""Key-value caches whose tokens are split over ranks."""

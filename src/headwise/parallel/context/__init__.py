@@ -1,0 +1,1 @@
+"""Context parallel attention: the layouts, their costs and their messages."""

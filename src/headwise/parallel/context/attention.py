@@ -1,0 +1,205 @@
+"""Attention whose tokens are split over ranks: check, agree, choose a layout, call it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ...distributed.comm import Comm, eager
+from ...nn.sharding.tokens import LocalHeads
+from ...ops.autocast import in_autocast_dtype
+from ...ops.masks.mask import as_mask
+from ...ops.sharding.heads import drawn
+from ...plan.ranks.sharding import TokenOrder
+from ...shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
+from ...shapes.arguments import check_counts, check_flags, shown
+from .agreement import digest, mask_text
+from .call import Expansion, Job, Numbers, leaves_of
+from .gather import GATHER
+from .key_exchange import Stay
+from .layout_costs import cheapest
+from .ring import RING
+from .sequence import check_order, held_places
+from .ulysses import ulysses
+
+LayoutOption: TypeAlias = Literal["auto", "ring", "gather", "ulysses"]
+LAYOUTS: tuple[str, ...] = get_args(LayoutOption)
+
+
+@eager
+def context_parallel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    mask: Any = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    layout: LayoutOption = "auto",
+    order: TokenOrder = "contiguous",
+    expansion: Expansion | None = None,
+    timeout: float | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    r"""`headwise.attention` of a sequence whose tokens are split over ranks: each passes its own, and gets its rows.
+
+    $$\text{out}_i = \sum_c e^{l_{ic} - l_i}\, \text{out}_{ic}, \qquad l_i = \log \sum_c e^{l_{ic}}$$
+
+    where c are the parts of the keys and $l_{ic}$ the log of the softmax's denominator over part c.
+
+    The mask is that of the whole sequence, as one process would pass it: places, lengths and ids count over all tokens,
+    dense tensors have all T x S (or 1) of them. It is the same on every rank, and so are sinks, slopes, tables.
+    Gradients of query, key and value are whole. Those of what every rank has (sinks, slopes, tables, biases, gates of
+    heads, what an expansion reads) are this rank's share: their sum over ranks is the gradient, as for weights in data
+    parallel training; `sum_gradients` adds them up.
+
+    Layouts (all exact; "auto" takes the one that sends least, see `explain`):
+
+    - ``"ring"``: keys go from rank to rank while others are attended; only those that the mask lets through travel, a
+      halo for a window. Memory of one further rank's keys. Partial outputs are merged in float32.
+    - ``"gather"``: all keys go to all ranks, one key-value head at a time. Out and lse have the bits of one process.
+    - ``"ulysses"``: each rank has all tokens of some heads. Out and lse have the bits of one process, and gradients too
+      where the ranks divide the key-value heads.
+
+    The bits hold for any number of threads, in float32, bfloat16 and float16, where a stretch of a rank's queries has
+    more than 192 rows (queries times H / K); with fewer, on a rank or in one process, sums have another order.
+
+    Args:
+        query: (B, H, T_r, D), this rank's queries.
+        key: (B, K, S_r, D), this rank's keys; or (B, 1, S_r, E) of what keys and values are made of, see `expansion`.
+        value: (B, K, S_r, V).
+        mask: of all T queries and S keys.
+        group: process group, or `DeviceMesh` of one dimension; all processes by default.
+        layout: "auto", "ring", "gather" or "ulysses".
+        order: how tokens are dealt out: "contiguous", any lengths, rank 0 first; or "zigzag", as `split_sequence` does.
+        expansion: where vectors travel of which each rank makes keys and values: `Expansion`.
+        timeout: seconds to wait for another rank, for this group from now on; 30 at first.
+        return_lse: also return lse.
+        options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate is this rank's where
+            it has an axis of queries. Dropout keeps the weights that one process keeps: its seed is rank 0's. `some`:
+            where these are some of a module's heads, `headwise.nn.sharded.LocalHeads`, for the dropout of all.
+
+    Returns:
+        (B, H, T_r, V); with `return_lse` the pair with (B, H, T_r).
+
+    Raises:
+        TypeError, ValueError: as `headwise.attention`, on this rank; on the others a `RankError` that says so.
+        RankMismatch: ranks pass what does not fit together: on every rank.
+        RankError: a rank has ended, hangs, or has raised.
+    """
+    comm = Comm.of(group, timeout)
+    call, ranks = _agreed(comm, query, key, value, mask, layout, order, expansion, return_lse, options)
+    query, key, value = call.tensors
+    queries = held_places([one["T"] for one in ranks], order, "context_parallel", "queries")
+    keys = held_places([one["S"] for one in ranks], order, "context_parallel", "keys")
+    T, S = (sum(one[name] for one in ranks) for name in ("T", "S"))
+    job = call.job(comm, queries, keys, T, S, ranks[0]["seed"])
+    chosen = cheapest(job, query) if layout == "auto" else layout
+    if chosen == "ulysses":
+        out, lse = ulysses(job, query, key, value, call.sinks, return_lse)
+    else:
+        leaves = leaves_of(job.mask)
+        run = RING if chosen == "ring" else GATHER
+        out, lse = Stay.apply(run, job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
+    out = out if call.gate is None else out * call.gate.to(out.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _agreed(comm: Comm, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[_Arguments, Any]:
+    """This rank's arguments, checked, and what each rank says of its own; where one's are wrong, all raise."""
+    with comm.before("context_parallel"):
+        call = _Arguments(*in_autocast_dtype(query, key, value), *rest)
+    return call, comm.agree("context_parallel", call.same, call.own)
+
+
+class _Arguments:
+    """One rank's arguments, checked; `same` must be every rank's, `own` may differ."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        mask: Any,
+        layout: str,
+        order: str,
+        expansion: Expansion | None,
+        return_lse: bool,
+        options: dict[str, Any],
+    ) -> None:
+        unknown = options.keys() - {"scale", "softcap", "sinks", "dropout", "gate", "some"}
+        if unknown:
+            raise TypeError(f"context_parallel() has no option {', '.join(sorted(unknown))}")
+        if not isinstance(layout, str) or layout not in LAYOUTS:
+            raise ValueError(f"layout is {', '.join(LAYOUTS)}; got {shown(layout)}")
+        check_order(order)
+        check_flags(return_lse=return_lse)
+        self.expansion = expansion
+        if expansion is None:
+            if value is None:
+                raise ValueError("value is left out where an expansion makes keys and values of `key` alone")
+            check_attention(query, key, value)
+            self.value_dim = value.shape[3]
+        else:
+            _check_expansion(query, key, value, expansion)
+            self.value_dim = expansion.value_dim
+        self.sinks = options.get("sinks")
+        scale, softcap, self.dropout = check_options(
+            query, options.get("scale"), options.get("softcap"), self.sinks, options.get("dropout", 0.0)
+        )
+        self.scale, self.softcap = scale, softcap
+        B, self.heads, T, D = query.shape
+        gate = options.get("gate")
+        self.gate = None if gate is None else check_gate(gate, (B, self.heads, T, self.value_dim), query.device)
+        self.mask = as_mask(mask).sized(B, self.heads)
+        self.tensors, self.query, self.kv_heads = (query, key, value), query, key.shape[1]
+        tensors = [query, key, *([] if value is None else [value])]
+        read = () if expansion is None else expansion.tensors
+        learns = [x.requires_grad for x in tensors]
+        learns += [self.mask.learns, self.sinks is not None and self.sinks.requires_grad]
+        learns += [any(x.requires_grad for x in read)]
+        self.same = {
+            "dtype": query.dtype,
+            "device": query.device.type,
+            "shape (B, H, K, D, V)": (B, self.heads, self.kv_heads, D, self.value_dim),
+            "layout": layout,
+            "order": order,
+            "mask": mask_text(self.mask),
+            "options": f"scale={scale!r}, softcap={softcap}, dropout={self.dropout}, return_lse={return_lse}",
+            "sinks": None if self.sinks is None else f"{digest(self.sinks):08x}",
+            "gradients": [one and torch.is_grad_enabled() for one in learns],
+            "width of an expansion": None if expansion is None else expansion.width,
+        }
+        self.some: LocalHeads | None = options.get("some")
+        seed = 0
+        if self.dropout:
+            seed = drawn() if self.some is None else self.some.seed()
+        self.own = {"T": T, "S": key.shape[2], "seed": seed}
+
+    def job(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> Job:
+        """The call over all ranks."""
+        self.mask.check(self.query.shape[0], self.heads, T, S, self.query.device)
+        with torch.enable_grad():
+            mask = self.mask.computed_in(compute_dtype(self.query))
+        some = None if self.some is None else (self.some.total, self.some.first)
+        numbers = Numbers(self.scale, self.softcap, self.dropout, seed, some)
+        name = f"context_parallel, operation {comm.count}"
+        return Job(comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name)
+
+
+def _check_expansion(query: Tensor, key: Tensor, value: Tensor | None, expansion: Expansion) -> None:
+    if not isinstance(expansion, Expansion):
+        raise TypeError(f"expansion is a headwise.parallel.Expansion; got {type(expansion).__name__}")
+    if value is not None:
+        raise ValueError("an expansion makes keys and values of `key` alone: leave value out")
+    check_query_key(query[..., :1], key[..., :1])
+    if key.shape[1] != 1:
+        raise ValueError(f"with an expansion, key is (B, 1, S, E), one vector a token; got {tuple(key.shape)}")
+    check_counts(1, value_dim=expansion.value_dim, width=expansion.width)
+    if key.shape[3] != expansion.width:
+        raise ValueError(
+            f"key is (B, 1, S, E) with E = {expansion.width}, the width of the expansion; got {tuple(key.shape)}"
+        )

@@ -1,0 +1,180 @@
+"""Some queries against some keys: their partial result, and their part of a gradient whose forward saw all keys.
+
+Of a row with score s_j, lse L over *all* keys and output O, any part of the keys gives its share of the gradient by
+
+$$P_j = e^{s_j - L}, \\qquad dV_j = P_j\\, dO, \\qquad dS_j = P_j\\, (dO \\cdot V_j - dO \\cdot O + dL)$$
+
+(Dao et al. 2022, FlashAttention, arXiv 2205.14135, section B.4), which is what the native kernel takes: it weighs by
+each row's greatest score over all keys and the weight of that. Where it does not serve, the part is attended again and
+autograd does the same, from out = sum_c w_c out_c and w_c = exp(lse_c - L):
+d out_c = w_c dO, d lse_c = w_c (dO . (out_c - O) + dL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.attention import attention, attention_of_part
+from ...ops.masks.mask import Mask
+from ...ops.native.gradient import Training, leaves_of
+from ...ops.native.library import trouble
+from ...ops.native.mask_arguments import lowered, trouble_with
+from ...ops.options import Scoring
+from ...ops.sharding.heads import seed_of_part
+from ...plan.ranks.sharding import Stretch
+from .call import Job
+
+
+class Partial(NamedTuple):
+    """What some queries get from some keys."""
+
+    out: Tensor
+    lse: Tensor
+    ends: Tensor | None
+    """(2, B, H, T): each row's greatest score and its weight, by the native kernel; None by others."""
+
+    def of(self, rows: slice, heads: slice = slice(None)) -> Partial:
+        """Of some rows and heads; views."""
+        ends = None if self.ends is None else self.ends[:, :, heads, rows]
+        return Partial(self.out[:, heads, rows], self.lse[:, heads, rows], ends)
+
+
+class Rectangle(NamedTuple):
+    """Queries, keys and query heads of a call: (start, stop) each, counted over all of them."""
+
+    rows: Stretch
+    cols: Stretch
+    heads: Stretch
+
+
+class Gradient(NamedTuple):
+    """Of query, key, value, and of the tensors of the mask."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    leaves: list[Tensor | None]
+
+
+def is_native(query: Tensor, mask: Mask) -> bool:
+    """Whether the native kernel serves calls under this mask."""
+    serves = query.device.type == "cpu" and query.dtype != torch.float64 and type(query) is Tensor and len(query) > 0
+    return serves and trouble() is None and trouble_with(mask) is None
+
+
+def scoring_of(job: Job, at: Rectangle, sinks: Tensor | None = None) -> Scoring:
+    """What happens to the scores of a rectangle."""
+    if at not in job.scorings:  # kept for the backward: rules without a form in the kernel have their maps by then
+        mask = job.mask.part(at.rows, at.cols, job.T, job.S, heads=at.heads)
+        scoring = Scoring(mask, job.numbers.scale, job.numbers.softcap, None)
+        job.scorings[at] = scoring.trimmed(at.rows[1] - at.rows[0], at.cols[1] - at.cols[0])
+    return job.scorings[at]._replace(sinks=sinks)
+
+
+def seed_of(job: Job, at: Rectangle) -> Tensor | None:
+    """What the native kernel draws dropout from, so that a weight is kept as in one process; None for no dropout."""
+    if not job.numbers.dropout:
+        return None
+    total, first = job.numbers.some or (job.heads, 0)
+    return seed_of_part(job.numbers.seed, total, first + at.heads[0], at.rows[0], at.cols[0])
+
+
+def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Partial:
+    """The partial result of a rectangle; without a graph."""
+    with torch.no_grad():
+        scoring = scoring_of(job, at, sinks)
+        if is_native(query, scoring.mask):
+            rules = lowered(scoring, query.shape[2], key.shape[2])
+            more = (job.numbers.dropout, seed_of(job, at))
+            return Partial(*torch.ops.headwise.attend_kept.default(query, key, value, *rules, *more))
+        out, lse = as_one(job, at, scoring, query, key, value)
+        return Partial(out, lse, None)
+
+
+def as_one(job: Job, at: Rectangle, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """out and lse of a rectangle by `headwise.attention`, with the dropout of the whole."""
+    rules: dict[str, Any] = {
+        "mask": scoring.mask,
+        "scale": scoring.scale,
+        "softcap": scoring.softcap,
+        "sinks": scoring.sinks,
+    }
+    more: dict[str, Any] = {"dropout": job.numbers.dropout, "seed": seed_of(job, at), "return_lse": True}
+    return attention_of_part(query, key, value, **rules, **more)
+
+
+def gradient(
+    job: Job,
+    at: Rectangle,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    whole: Partial,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    leaves: Sequence[Tensor],
+    *,
+    has_all: bool = False,
+    sinks: Tensor | None = None,
+) -> Gradient:
+    """The rectangle's share of the gradient, where `whole` is the result of its queries over all keys.
+
+    Args:
+        tensors: query, key and value of the rectangle.
+        leaves: tensors in the job's mask that are to get a gradient; their own graph leads to the rectangle's mask.
+        has_all: the rectangle has all keys that its queries see: the kernel may do as in one process.
+        sinks: then, those that its forward had.
+    """
+    with torch.enable_grad():
+        scoring = scoring_of(job, at)
+    if whole.ends is None:
+        return _by_autograd(scoring, tensors, whole, grad_out, grad_lse, leaves)
+    query, key, value = tensors
+    sinks = sinks if has_all else None
+    with torch.enable_grad():
+        rules = lowered(scoring._replace(sinks=sinks), query.shape[2], key.shape[2])
+    more = (job.numbers.dropout, seed_of(job, at))
+    wanted = bool(leaves)
+    run = torch.ops.headwise.attend_backward if has_all else torch.ops.headwise.attend_part_backward
+    with torch.no_grad():
+        dq, dk, dv, *rest = run.default(
+            grad_out, grad_lse, whole.out, whole.ends.contiguous(), wanted, query, key, value, *rules, *more
+        )
+    if not wanted:
+        return Gradient(dq, dk, dv, [])
+    first = 0 if sinks is None else 1
+    terms = leaves_of(Training(query, key, value, rules, *more), True)[3:]
+    pairs = [(x, grad) for x, grad in zip(terms[first:], rest[first:], strict=True) if x.requires_grad]
+    return Gradient(dq, dk, dv, _of_leaves([x for x, _ in pairs], leaves, [grad for _, grad in pairs]))
+
+
+def _by_autograd(
+    scoring: Scoring,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    whole: Partial,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    leaves: Sequence[Tensor],
+) -> Gradient:
+    with torch.enable_grad():
+        own = [x.detach().requires_grad_() for x in tensors]
+        query, key, value = own
+        out, lse = attention(
+            query, key, value, mask=scoring.mask, scale=scoring.scale, softcap=scoring.softcap, return_lse=True
+        )
+    with torch.no_grad():
+        weight = torch.exp(lse - whole.lse.masked_fill(whole.lse == -torch.inf, 0.0))
+        of_lse = (grad_out * (out - whole.out)).to(lse.dtype).sum(-1)
+        of_lse = weight * (of_lse if grad_lse is None else of_lse + grad_lse)
+        of_out = (weight[..., None] * grad_out).to(out.dtype)
+    dq, dk, dv, *rest = torch.autograd.grad([out, lse], [*own, *leaves], [of_out, of_lse], allow_unused=True)
+    return Gradient(dq, dk, dv, list(rest))
+
+
+def _of_leaves(terms: list[Tensor], leaves: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
+    if not terms:
+        return [None] * len(leaves)
+    with torch.enable_grad():
+        return list(torch.autograd.grad(terms, list(leaves), grads, allow_unused=True))

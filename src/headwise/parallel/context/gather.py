@@ -1,0 +1,150 @@
+"""Layout `gather`: every rank gets all keys and values, one key-value head at a time, and attends its queries to them.
+
+All-gather context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: a row meets all
+its keys in one call, as in one process, and has the same bits for any number of ranks. The next head is on its way
+while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32.
+
+A rank holds two heads of all keys (the one that is attended, where it came, and the next); backward one, its gradients
+and those of another stretch of queries. That part of its memory does not fall with the number of ranks: all keys of a
+head must be there at once for the bits of one process, and so must their gradients, which come from one call. So
+backward no head comes ahead of its time: what is sent grows with the length, what is computed with its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...distributed.messages import Pending, ReceiveBuffer
+from ...plan.ranks.sharding import Stretch
+from ...shapes import compute_dtype
+from .block import Partial
+from .call import Job
+from .key_exchange import Came, GradientSums, Route, Travellers, attended, met
+
+SPLIT = 1024
+"""Keys that the native kernel sums on their own where rows are few: cut there, the sums are those of one process."""
+
+
+class Stages:
+    """The gather of what travels, head by head, for one rank of a job."""
+
+    def __init__(self, job: Job, shards: Travellers) -> None:
+        self.job, self.shards = job, shards
+        self.widths, self.batch = [x.shape[3] for x in shards], shards[0].shape[0]
+        self.others = [rank for rank in range(job.comm.world) if rank != job.comm.rank]
+        self.strips = max(map(len, job.keys))  # stretches of a rank: a message has one
+        self.spans = met(job, self._span)
+
+    def _span(self, rows: Stretch) -> Stretch | None:
+        """The keys that these queries are attended to."""
+        span = self.job.reach(rows, (0, self.job.S))
+        return None if span is None else (span[0] // SPLIT * SPLIT, span[1])
+
+    def coming(self) -> Iterator[Came]:
+        """All keys, head by head: the next is on its way meanwhile. Who takes a head clears its list."""
+        following = self.bring(0)
+        for stage in range(self.job.kv_heads):
+            came, following = following, self.bring(stage + 1)
+            yield self.taken(stage, came)
+
+    def taken(self, stage: int, came: list[Any]) -> Came:
+        """A head that has come; the list, which `bring` gave, is emptied, and nothing else keeps it."""
+        whole, pending = came
+        came.clear()
+        for one in pending:
+            one.wait()
+        return Came([x.permute(1, 2, 0, 3) for x in whole[:, :, None].split(self.widths, dim=3)], (stage, stage + 1), 0)
+
+    def bring(self, stage: int) -> list[Any]:
+        """Starts the messages of a head, to where all its keys lie: (S, B, widths), those of a stretch in a row."""
+        if stage >= self.job.kv_heads:
+            return []
+        whole, keys = self.shards[0].new_empty((self.job.S, self.batch, sum(self.widths))), self.job.keys
+        for (a, b), at in self.job.local(keys[self.job.comm.rank]):
+            for part, x in zip(whole[a:b].split(self.widths, dim=2), self.shards, strict=True):
+                part.copy_(x[:, stage, at].transpose(0, 1))
+        pending: list[Pending] = []
+        for n in range(self.strips):
+            parts = {rank: whole[slice(*own[n])] for rank, own in enumerate(keys) if n < len(own)}
+            mine = parts.pop(self.job.comm.rank, None)
+            sends = {} if mine is None else dict.fromkeys(self.others, mine)
+            pending.append(self.job.comm.exchange("gather", sends, parts, step=stage * self.strips + n))
+        return [whole, pending]
+
+    def reduce(self, stage: int, low: int, grads: Travellers, total: Travellers) -> None:
+        """Writes the gradients of a head of this rank's keys: of all ranks, added up, its own first.
+
+        They go to one rank after another and come from one after another, the next on their way meanwhile: a rank
+        holds two others' parts, not all.
+        """
+        comm, me, N = self.job.comm, self.job.comm.rank, self.job.comm.world
+        own = self.job.local(self.job.keys[me])
+        to = [x[:, stage : stage + 1, at] for x in total for _, at in own]
+        counts, step = [x.numel() for x in to], self.strips * self.job.kv_heads + stage
+
+        def share(rank: int) -> Travellers:
+            return [_from(x, a - low, b - low) for x in grads for a, b in self.job.keys[rank]]
+
+        def start(away: int) -> tuple[int, Pending | None]:
+            if away == N:
+                return me, None
+            target, source = (me + away) % N, (me - away) % N
+            flat = torch.cat([x.reshape(-1) for x in share(target)])
+            block = ReceiveBuffer((sum(counts),), flat.dtype, flat.device)
+            return source, comm.exchange("gather backward", {target: flat}, {source: block}, step=step)
+
+        following = start(1)
+        for x, part in zip(to, share(me), strict=True):
+            x.copy_(part)
+        for away in range(1, N):
+            (source, pending), following = following, start(away + 1)
+            assert pending is not None
+            for x, part in zip(to, pending.wait()[source].split(counts), strict=True):
+                x += part.view_as(x)
+
+
+def _from(x: Tensor, start: int, stop: int) -> Tensor:
+    """The keys from `start` to `stop`; 0 for those that `x` has not."""
+    n = x.shape[2]
+    if start >= 0 and stop <= n:
+        return x[:, :, start:stop]
+    keys, (low, high) = x.new_zeros((*x.shape[:2], stop - start, x.shape[3])), (max(start, 0), min(stop, n))
+    if low < high:
+        keys[:, :, low - start : high - start] = x[:, :, low:high]
+    return keys
+
+
+def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) -> Partial:
+    B, H, T, _ = query.shape
+    out = query.new_zeros((B, T, H, job.value_dim)).transpose(1, 2)
+    lse = query.new_full((B, H, T), -torch.inf, dtype=compute_dtype(query))
+    ends = torch.stack([lse, torch.zeros_like(lse)])
+    stages, native = Stages(job, shards), True
+    for came in stages.coming():
+        for heads, rows, part in attended(job, query, came, stages.spans, sinks):
+            out[:, heads, rows], lse[:, heads, rows] = part.out, part.lse
+            native = native and part.ends is not None
+            if part.ends is not None:
+                ends[:, :, heads, rows] = part.ends
+        came.keys.clear()
+    return Partial(out, lse, ends if native else None)
+
+
+def _backward(sums: GradientSums, shards: Travellers) -> Travellers:
+    stages = Stages(sums.job, shards)
+    total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
+    for stage in range(sums.job.kv_heads):
+        came = stages.taken(stage, stages.bring(stage))  # none ahead: it would lie beside the gradients of this one
+        low, grads = 0, [x[:, :, :0].to(sums.wide) for x in came.keys]
+        if stages.spans:
+            low, grads = sums.of_keys(came, stages.spans)
+        came.keys.clear()
+        stages.reduce(stage, low, grads, total)
+    return total
+
+
+GATHER = Route(_forward, _backward, has_all=True)

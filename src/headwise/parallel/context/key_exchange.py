@@ -1,0 +1,247 @@
+"""What the layouts share in which queries stay and keys travel: the autograd node, and how it meets what has come.
+
+Keys and values come by a few heads at a time. What has come is attended by all of a rank's queries that may see it, and
+is let go: beside queries, keys, values, outputs and their gradients a rank holds a few heads of what is attended, of
+what is on its way, and of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ...plan.ranks.sharding import Stretch
+from ...shapes import compute_dtype
+from .block import Partial, Rectangle, attend, gradient
+from .call import Job
+from .merge import sink_gradient
+
+Travellers = list[Tensor]
+"""Keys and values (B, k, n, width), or the vectors that they are made of: what goes from rank to rank."""
+
+
+class Came(NamedTuple):
+    """Keys that are here to be attended.
+
+    Attributes:
+        keys: they and their values, or what both are made of.
+        heads: which of the key-value heads.
+        first: the place of the first of them among all.
+    """
+
+    keys: Travellers
+    heads: Stretch
+    first: int
+
+
+class Met(NamedTuple):
+    """Some of a rank's queries, and the keys that they may see of those that came."""
+
+    rows: Stretch
+    at: slice
+    """Where the queries lie in what the rank holds."""
+    span: Stretch
+
+
+class Route(NamedTuple):
+    """How keys travel: what is attended in which order, forward and backward."""
+
+    forward: Callable[[Job, Tensor, Travellers, Tensor | None], Partial]
+    backward: Callable[[GradientSums, Travellers], Travellers]
+    has_all: bool
+    """Whether queries meet all keys that they may see in one call: the kernel may do as in one process."""
+
+
+class Stay(torch.autograd.Function):
+    """out and lse of this rank's queries over all ranks' keys."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Route, job: Job, *tensors: Any) -> Any:
+        """out and lse."""
+        query, key, value, sinks, n, *rest = tensors
+        with job.comm.telling():
+            here = job.with_leaves(query, [x.detach() for x in rest[:n]])
+            logits = None if sinks is None else sinks.detach()
+            whole = layout.forward(here, query, [key] if value is None else [key, value], logits)
+        ctx.job, ctx.layout, ctx.n, ctx.casting = job, layout, n, _casting(query.device.type)
+        # The backward asks the mask again: those of its tensors that changed in between are refused by autograd.
+        again = [x for x in pytree.tree_leaves(job.mask) if not x.is_inference()]
+        ctx.again = len(again)
+        ctx.save_for_backward(*again, query, key, value, sinks, *whole, *rest)
+        ctx.set_materialize_grads(False)
+        return whole.out, whole.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        """The gradients of what `forward` took."""
+        query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors[ctx.again :]
+        job: Job = ctx.job
+        with job.comm.telling(), ctx.casting():
+            job.comm.agree(f"backward of {job.name}", {})
+            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+            sums = GradientSums(
+                ctx.layout, job, query, rest[: ctx.n], sinks, (Partial(out, lse, ends), grad_out, grad_lse)
+            )
+            grads = ctx.layout.backward(sums, [key] if value is None else [key, value])
+            dk, dv = [*(x.to(key.dtype) for x in grads), None][:2]
+            of_sinks = None if sinks is None else sink_gradient(sinks, sums.whole, grad_out, grad_lse)
+        return None, None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
+
+
+def _casting(device: str) -> Callable[[], torch.autocast]:
+    """The autocast that is on, for the backward, which runs outside of it and attends, or expands, anew."""
+    on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, dtype, on, cache_enabled=torch.is_autocast_cache_enabled())
+
+
+def met(job: Job, span_of: Callable[[Stretch], Stretch | None]) -> list[Met]:
+    """This rank's queries, a stretch at a time, and what they may see; the most keys first."""
+    spans = [(rows, at, span_of(rows)) for rows, at in job.local(job.queries[job.comm.rank])]
+    pairs = [Met(rows, at, span) for rows, at, span in spans if span is not None]
+    return sorted(pairs, key=lambda one: one.span[0] - one.span[1])
+
+
+def attended(
+    job: Job, query: Tensor, came: Came, spans: Sequence[Met], sinks: Tensor | None = None
+) -> Iterator[tuple[slice, slice, Partial]]:
+    """(heads, rows) of this rank's queries, and what these get from keys that came."""
+    for heads in groups(job, came):
+        k, v = expanded(job, came.keys, heads)
+        few = slice(*heads)
+        for rows, at, span in spans:
+            keys = slice(span[0] - came.first, span[1] - came.first)
+            logits = None if sinks is None else sinks[few]
+            place = Rectangle(rows, span, heads)
+            yield few, at, attend(job, place, query[:, few, at], k[:, :, keys], v[:, :, keys], logits)
+
+
+def groups(job: Job, came: Came) -> list[Stretch]:
+    """The query heads that are attended together: those of the heads that came; of what expands, a few at a time."""
+    if job.expansion is None:
+        G = job.heads // job.kv_heads
+        return [(came.heads[0] * G, came.heads[1] * G)]
+    few = max(1, came.keys[0].shape[3] // job.value_dim)
+    return [(h, min(h + few, job.heads)) for h in range(0, job.heads, few)]
+
+
+class GradientSums:
+    """What a rank adds to gradients, part by part of the keys; in float32 where a number has several parts."""
+
+    def __init__(
+        self,
+        layout: Route,
+        job: Job,
+        query: Tensor,
+        leaves: Sequence[Tensor],
+        sinks: Tensor | None,
+        results: tuple[Partial, Tensor, Tensor | None],
+    ) -> None:
+        self.leaves = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
+        with torch.enable_grad():
+            self.job = job.with_leaves(query, self.leaves)
+        self.whole, self.grad_out, self.grad_lse = results
+        self.has_all, self.inputs, self.wide = layout.has_all, query, compute_dtype(query)
+        self.sinks = sinks.detach() if sinks is not None and layout.has_all else None
+        self.query = torch.zeros_like(query, dtype=query.dtype if layout.has_all else self.wide)
+        self.learning = [x for x in self.leaves if x.requires_grad]
+        self.sums: dict[int, Tensor] = {}
+
+    def of_keys(self, came: Came, spans: Sequence[Met]) -> tuple[int, Travellers]:
+        """What this rank's queries add to the gradient of keys that came, in float32: of those that some may see.
+
+        Returns:
+            The place of the first of these, and the gradients. What they add to all other gradients is kept here.
+        """
+        low, high = (end(one.span[side] for one in spans) for side, end in ((0, min), (1, max)))
+        total: Travellers | None = None
+        for heads in groups(self.job, came):
+            unfolded = Unfolded(self.job, [x[:, :, low - came.first : high - came.first] for x in came.keys], heads)
+            pair: Travellers | None = None
+            for one in spans:
+                keys = slice(one.span[0] - low, one.span[1] - low)
+                some = self._of_rectangle(one, heads, [x[:, :, keys] for x in unfolded.pair])
+                pair = _added(pair, some, keys.start, high - low, self.wide)
+            assert pair is not None
+            grads, of_read = unfolded.folded(pair)
+            self.add(self.job.read, of_read)
+            total = grads if total is None else [x.add_(grad) for x, grad in zip(total, grads, strict=True)]
+        assert total is not None
+        return low, total
+
+    def _of_rectangle(self, one: Met, heads: Stretch, pair: Travellers) -> Travellers:
+        few, at = slice(*heads), one.at
+        some = gradient(
+            self.job,
+            Rectangle(one.rows, one.span, heads),
+            (self.inputs[:, few, at], pair[0], pair[1]),
+            self.whole.of(at, few),
+            self.grad_out[:, few, at],
+            None if self.grad_lse is None else self.grad_lse[:, few, at],
+            self.learning,
+            has_all=self.has_all,
+            sinks=None if self.sinks is None else self.sinks[few],
+        )
+        self.query[:, few, at] += some.query
+        self.add(self.learning, some.leaves)
+        return [some.key, some.value]
+
+    def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Adds to the gradients of tensors that all ranks have."""
+        for x, grad in zip(tensors, grads, strict=True):
+            if grad is not None:
+                self.sums[id(x)] = self.sums[id(x)] + grad if id(x) in self.sums else grad
+
+    def of_tensors(self) -> list[Tensor | None]:
+        """The gradients of the mask's tensors and of those that an expansion reads, in their order."""
+        return [self.sums.get(id(x)) for x in (*self.leaves, *self.job.read)]
+
+
+def _added(total: Travellers | None, some: Travellers, at: int, size: int, wide: torch.dtype) -> Travellers:
+    """The sum with gradients of keys from `at` on, of `size`; the first that has all of them is the sum."""
+    n = some[0].shape[2]
+    if total is None:
+        if n == size:
+            return [x.to(wide) for x in some]
+        total = [x.new_zeros((*x.shape[:2], size, x.shape[3]), dtype=wide) for x in some]
+    for x, grad in zip(total, some, strict=True):
+        x[:, :, at : at + n] += grad
+    return total
+
+
+class Unfolded:
+    """Keys and values of what travelled, with a graph back to it where they are made of it."""
+
+    def __init__(self, job: Job, part: Travellers, heads: Stretch) -> None:
+        self.expansion, self.read = job.expansion, job.read
+        if self.expansion is None:
+            self.pair = part
+            return
+        with torch.enable_grad():
+            self.source = part[0].detach().requires_grad_()
+            self.made = self.expansion.function(self.source, *heads)
+        self.pair = [x.detach() for x in self.made]
+
+    def folded(self, pair: Travellers) -> tuple[Travellers, list[Tensor | None]]:
+        """The gradients of what travelled, and of the tensors that the expansion reads."""
+        if self.expansion is None:
+            return pair, []
+        wanted = [x for x in self.read if x.requires_grad]
+        grads = [x.to(made.dtype) for x, made in zip(pair, self.made, strict=True)]
+        back = torch.autograd.grad(self.made, [self.source, *wanted], grads, allow_unused=True)
+        of = {id(x): grad for x, grad in zip(wanted, back[1:], strict=True)}
+        return [back[0].to(pair[0].dtype)], [of.get(id(x)) for x in self.read]
+
+
+def expanded(job: Job, part: Travellers, heads: Stretch) -> Travellers:
+    """Keys and values of what travelled; without a graph."""
+    if job.expansion is None:
+        return part
+    with torch.no_grad():
+        return list(job.expansion.function(part[0], *heads))

@@ -1,0 +1,145 @@
+"""Which layout to take: the bytes and the least time of each, by the cost model of `headwise.plan.ranks.communication`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...ops.masks.mask import Mask, as_mask
+from ...ops.masks.positional_rules import Blocks
+from ...ops.masks.rules import Band
+from ...plan.ranks.communication import LAYOUTS, Cost, Link, price, prices
+from ...plan.ranks.sharding import MeshCall
+from ...shapes import check_attention
+from .call import Job
+
+
+def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
+    """A call as the cost model knows it: causal, windowed, in chunks, or full; for other masks one that contains it."""
+    lefts: list[int] = []
+    rights: list[int] = []
+    chunk = None
+    for rule in mask.parts:
+        if isinstance(rule, Band) and not rule.kept and _is_at_the_end(rule.offset, T, S):
+            lefts += [] if rule.left is None else [rule.left - 1]
+            rights += [] if rule.right is None else [rule.right]
+        elif isinstance(rule, Blocks) and _is_at_the_end(rule.offset, T, S):
+            chunk = rule.size
+    left, right = min(lefts, default=None), min(rights, default=None)
+    left = max(1, left) if left is not None else None
+    if chunk is not None and right == 0:
+        left = None  # chunks are the narrower, or nearly
+    else:
+        chunk = None
+    if right not in (0, left):
+        left = right = None if right is None or left is None else max(left, right)
+    return MeshCall(T, S, left=left, right=right, chunk=chunk, **sizes)  # type: ignore[arg-type]
+
+
+def _is_at_the_end(offset: int | Tensor | None, T: int, S: int) -> bool:
+    """Whether the last query stands at the last key, in every row of the batch."""
+    if isinstance(offset, Tensor):
+        return not offset.is_meta and bool((offset == S - T).all())
+    return offset in (None, S - T)
+
+
+def cheapest(job: Job, query: Tensor) -> str:
+    """The layout that sends the fewest bytes from the rank that sends most, in the order that the planner takes."""
+    T, S = job.T, job.S
+    if not 0 < T <= S:
+        return "ring"
+    latent = None
+    head_dim = query.shape[3]
+    if job.expansion is not None:
+        latent = int(job.expansion.width)
+    call = call_of(
+        job.mask,
+        T,
+        S,
+        heads=job.heads,
+        kv_heads=job.heads if latent else job.kv_heads,
+        head_dim=head_dim,
+        value_dim=job.value_dim,
+        number_bytes=query.itemsize,
+        batch=query.shape[0] or 1,
+        latent=latent,
+    )
+    return _fewest_bytes(call, job.comm.world)
+
+
+def _fewest_bytes(call: MeshCall, ranks: int) -> str:
+    """What `layout="auto"` takes."""
+    return min((price(call, layout, ranks) for layout in LAYOUTS), key=lambda cost: cost.bytes).layout
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What each layout sends and takes, the cheapest first: by time where a link is given. Prints as a table.
+
+    Attributes:
+        ranks: how many.
+        costs: of each layout.
+        auto: the layout that ``layout="auto"`` takes: it sends the fewest bytes forward, whatever the link.
+    """
+
+    ranks: int
+    costs: tuple[Cost, ...]
+    auto: str
+
+    @property
+    def layout(self) -> str:
+        """The cheapest."""
+        return self.costs[0].layout
+
+    def __str__(self) -> str:
+        lines = [f"{self.ranks} ranks; bytes and time of the rank that has most; `auto` takes {self.auto}"]
+        for cost in self.costs:
+            seconds = "" if cost.seconds is None else f", {cost.seconds * 1e3:.3g} ms"
+            lines.append(
+                f"  {cost.layout:<8} {cost.bytes:>16,} bytes in {cost.messages} messages{seconds}"
+                f" ({cost.order}, {cost.pairs:,} pairs of a query head and a key)"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ranks: int,
+    mask: Mask | Tensor | None = None,
+    link: Link | None = None,
+    flop_rate: float | None = None,
+    backward: bool = False,
+) -> Prices:
+    """What `context_parallel` would send in each layout, and the least time it takes. Sends and computes nothing.
+
+    Args:
+        query: (B, H, T, D) of the whole sequence; with key and value it is read for its sizes alone, so tensors on the
+            meta device do.
+        key: (B, K, S, D).
+        value: (B, K, S, V).
+        ranks: how many there are.
+        mask: of the whole sequence. One that is not causal, full, a window or chunks is priced as one of those that
+            contains it.
+        link: `headwise.plan.links.Link`, a rank's way to the others, for times.
+        flop_rate: operations a second of a rank, for times.
+        backward: of the way back.
+
+    >>> import torch, headwise
+    >>> from headwise.plan.links import Link
+    >>> q, kv = torch.empty(1, 32, 8192, 128, device="meta"), torch.empty(1, 8, 8192, 128, device="meta")
+    >>> print(explain(q, kv, kv, ranks=4, mask=headwise.causal() & headwise.window(512), link=Link(50e9, 2e-6)))
+    4 ranks; bytes and time of the rank that has most; `auto` takes ring
+      ring            4,186,112 bytes in 1 messages, 0.0857 ms (contiguous, 33,554,432 pairs of a query head and a key)
+      gather         50,331,648 bytes in 2 messages, 1.01 ms (contiguous, 33,554,432 pairs of a query head and a key)
+      ulysses        62,914,560 bytes in 2 messages, 1.26 ms (contiguous, 32,507,904 pairs of a query head and a key)
+    """
+    check_attention(query, key, value)
+    (B, H, T, D), (K, S), V = query.shape, key.shape[1:3], value.shape[3]
+    sizes = {"heads": H, "kv_heads": K, "head_dim": D, "value_dim": V, "number_bytes": query.itemsize, "batch": B}
+    call = call_of(as_mask(mask), T, S, **sizes)
+    costs = prices(call, ranks, link=link, flop_rate=flop_rate, backward=backward)
+    return Prices(ranks, costs, _fewest_bytes(call, ranks))

@@ -1,0 +1,174 @@
+"""A context in which attention modules attend tokens that are split over ranks; and what training then needs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ...distributed.comm import Comm, eager
+from ...nn.sharding.tokens import Make, entered
+from ...ops.sharding.heads import as_dtensor
+from ...plan.ranks.sharding import TokenOrder
+from ...shapes.arguments import check_counts, check_tensor
+from .attention import LayoutOption, context_parallel
+from .call import Expansion
+from .sequence import check_order, held_places, positions
+
+
+class Context:
+    """How modules attend within `context`. Made by that.
+
+    Attributes:
+        comm: the ranks, and what they sent.
+        order: how tokens are dealt out.
+        layout: of attention.
+        length: tokens of the whole sequence, where said.
+    """
+
+    def __init__(self, comm: Comm, order: TokenOrder, layout: LayoutOption, length: int | None) -> None:
+        self.comm, self.order, self.layout, self.length = comm, order, layout, length
+
+    @eager
+    def positions(self, tokens: int) -> Tensor:
+        """(T_r,) the places in the whole sequence of the tokens that this rank has, so many."""
+        if self.length is None:
+            ranks = self.comm.agree("positions", {"order": self.order}, {"length": tokens})
+            own = held_places([one["length"] for one in ranks], self.order, "positions", "tokens")[self.comm.rank]
+            return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
+        places = self.places()
+        if places.shape[0] != tokens:
+            with self.comm.before("positions"):
+                raise ValueError(
+                    f"rank {self.comm.rank} has {places.shape[0]} of {self.length} tokens in {self.order} order; got "
+                    f"{tokens}; split them with split_sequence, or leave length out of the context"
+                )
+        return places
+
+    def places(self) -> Tensor:
+        """(T_r,) the places of this rank's tokens in a sequence of `length`."""
+        return positions(self.length or 0, self.comm.group, order=self.order)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """`context_parallel` in this context."""
+        return self._run(query, key, value, **options)
+
+    def attend_made(
+        self, query: Tensor, vectors: Tensor, make: Make, tensors: tuple[Tensor, ...], value_dim: int, **options: Any
+    ) -> Tensor:
+        """`context_parallel` in this context, of vectors that travel in the place of keys and values."""
+        expansion = Expansion(make, tensors, value_dim, vectors.shape[3])
+        return self._run(query, vectors, None, expansion=expansion, **options)
+
+    def _run(self, *tensors: Any, **options: Any) -> Tensor:
+        out: Tensor = context_parallel(*tensors, group=self.comm.group, layout=self.layout, order=self.order, **options)
+        return out
+
+
+@contextmanager
+def context(
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    order: TokenOrder = "contiguous",
+    layout: LayoutOption = "auto",
+    length: int | None = None,
+    timeout: float | None = None,
+) -> Iterator[Context]:
+    """Within, `MultiHeadAttention` and `LatentAttention` take this rank's tokens and attend those of all ranks.
+
+    Masks are those of the whole sequence; rotary positions are where this rank's tokens lie, unless passed. Of latent
+    attention the latents travel, not the keys and values of all heads. All else in a model acts on single tokens and
+    needs nothing. Gradients of parameters are this rank's share: add them up with `sum_gradients` before a step.
+    Under activation checkpointing the backward belongs within, too.
+
+    Args:
+        group: process group, or `DeviceMesh` of one dimension; all processes by default.
+        order: how tokens are dealt out, as `split_sequence` does: see there.
+        layout: as for `context_parallel`.
+        length: tokens of the whole sequence: then ranks need not ask each other where theirs begin.
+        timeout: seconds to wait for another rank.
+
+    Raises:
+        ValueError: from the modules, a cache, or an inner part that cannot; and what `context_parallel` raises.
+
+    Example::
+
+        with headwise.parallel.context(group, order="zigzag"):
+            out = mha(headwise.parallel.split_sequence(x, group, order="zigzag"), mask=headwise.causal())
+    """
+    check_order(order)
+    if length is not None:
+        check_counts(length=length)
+    made = Context(Comm.of(group, timeout), order, layout, length)
+    with entered(made):
+        yield made
+
+
+def sum_gradients(
+    parameters: torch.nn.Module | Iterable[Tensor], group: ProcessGroup | DeviceMesh | None = None
+) -> None:
+    """Adds up, in place, what each rank found of the gradients of parameters that all ranks have.
+
+    Call it once a step, after the last backward: what has been summed would be summed again. A gradient that is None
+    counts as 0; one that is None on all ranks stays None, as in one process, so that optimizers leave the parameter
+    alone. All ranks get the same bits. Of a DTensor (heads dealt out as well) the part that is here is summed, over the
+    ranks of this group.
+
+    Args:
+        parameters: a module, or tensors in the same order on every rank.
+        group: process group, or `DeviceMesh` of one dimension; all processes by default.
+
+    Raises:
+        TypeError: one tensor, of which nobody can say whether its rows are meant; what is no tensor; a sparse gradient.
+        RankMismatch: the parameters of some ranks have other shapes or dtypes, come in another order, or others of them
+            learn.
+    """
+    comm = Comm.of(group)
+    with comm.before("sum_gradients"):
+        if isinstance(parameters, Tensor):
+            raise TypeError("sum_gradients takes a module or a list of tensors, got one tensor; pass [x]")
+        tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+        for n, x in enumerate(tensors):
+            check_tensor(f"parameters[{n}]", x)
+        pairs = [(x, _found(n, x)) for n, x in enumerate(tensors) if x.requires_grad]
+    sizes = f"{len(pairs)} parameters of {sum(grad.numel() for _, grad in pairs)} numbers"
+    dtypes = sorted({str(grad.dtype) for _, grad in pairs})
+    shapes = zlib.crc32(str([(tuple(grad.shape), str(grad.dtype)) for _, grad in pairs]).encode())
+    learn = zlib.crc32(str([x.requires_grad for x in tensors]).encode())
+    facts = {"parameters": sizes, "dtypes": dtypes, "shapes, in their order (a checksum)": f"{shapes:08x}"}
+    comm.agree("sum_gradients", facts | {"choice of those that learn (a checksum)": f"{learn:08x}"})
+    for step, dtype in enumerate(sorted({grad.dtype for _, grad in pairs}, key=str)):
+        some = [(x, grad) for x, grad in pairs if grad.dtype == dtype]
+        there = torch.tensor([x.grad is not None for x, _ in some], dtype=dtype, device=some[0][1].device)
+        total = comm.all_reduce("gradients", torch.cat([*(grad.reshape(-1) for _, grad in some), there]), step=step)
+        *parts, ranks = total.split([*(grad.numel() for _, grad in some), len(some)])
+        for (x, grad), part, count in zip(some, parts, ranks.tolist(), strict=True):
+            if count:  # of ranks that have one
+                _put(x, part.view_as(grad))
+
+
+def _found(n: int, x: Tensor) -> Tensor:
+    """A parameter's gradient, 0 for none; of a DTensor what of it is here."""
+    grad = torch.zeros_like(x) if x.grad is None else x.grad
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"sum_gradients adds dense gradients; that of parameters[{n}], of shape {tuple(x.shape)}, has the layout "
+            f"{grad.layout}; make its torch.nn.Embedding with sparse=False"
+        )
+    spread = as_dtensor(grad)
+    return grad if spread is None else spread.to_local()
+
+
+def _put(x: Tensor, total: Tensor) -> None:
+    """The sum as a parameter's gradient."""
+    if as_dtensor(x) is None:
+        x.grad = total.clone()
+        return
+    if x.grad is None:
+        x.grad = torch.zeros_like(x)
+    as_dtensor(x.grad).to_local().copy_(total)

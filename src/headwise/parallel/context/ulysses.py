@@ -1,0 +1,194 @@
+"""Layout `ulysses`: an all-to-all gives each rank some heads of all tokens, another brings the outputs back.
+
+DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Between the two a rank runs the attention of its heads as one
+process would, with the same bits. Heads need not divide: each rank has whole groups, or a part of one group
+(`headwise.plan.places.head_shares`), and some ranks one more than others, or none. A key-value head that several ranks
+read goes to each; its gradients are added up in float32, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...distributed.messages import Pending, ReceiveBuffer
+from ...plan.ranks.sharding import HeadShare, Stretch, head_shares
+from ...shapes import compute_dtype
+from .block import Rectangle, as_one, scoring_of
+from .call import Job, leaves_of
+
+HeadRanges = tuple[Stretch, ...]
+"""The heads of each rank."""
+
+
+class HeadShares:
+    """Which heads of which tokens each rank has: of its own tokens all heads, or of all tokens its own heads."""
+
+    def __init__(
+        self,
+        job: Job,
+        stretches: tuple[tuple[Stretch, ...], ...],
+        heads: HeadRanges,
+        total: int,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self.job, self.stretches, self.heads, self.total = job, stretches, heads, total
+        self.shared = shared  # several ranks may have one head: its gradient is a sum
+        self.lengths = [sum(b - a for a, b in own) for own in stretches]
+        me = job.comm.rank
+        self.own, self.mine = self.lengths[me], heads[me]
+
+    def to_heads(self, x: Tensor) -> Move:
+        """Own tokens of all heads go to the ranks of their heads."""
+        shapes = [(x.shape[0], self.mine[1] - self.mine[0], n, x.shape[3]) for n in self.lengths]
+        return Move(lambda: [x[:, a:b] for a, b in self.heads], shapes)
+
+    def to_tokens(self, x: Tensor, wide: torch.dtype) -> Move:
+        """All tokens of own heads go to the ranks of their tokens, as numbers of that dtype."""
+        shapes = [(x.shape[0], b - a, self.own, x.shape[3]) for a, b in self.heads]
+        return Move(
+            lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.stretches], shapes
+        )
+
+    def all_tokens(self, parts: Sequence[Tensor]) -> Tensor:
+        """Own heads of all tokens, in their order."""
+        B, h, _, width = parts[0].shape
+        whole = parts[0].new_empty((B, h, sum(self.lengths), width))
+        for own, part in zip(self.stretches, parts, strict=True):
+            for (a, b), at in self.job.local(own):
+                whole[:, :, a:b] = part[:, :, at]
+        return whole
+
+    def all_heads(self, parts: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+        """All heads of own tokens; a head that several ranks had is their sum, in that precision."""
+        B, _, n, width = parts[0].shape
+        whole = parts[0].new_zeros((B, self.total, n, width), dtype=wide)
+        for (a, b), part in zip(self.heads, parts, strict=True):
+            whole[:, a:b] += part
+        return whole
+
+
+def swap(job: Job, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list[Tensor]]:
+    """All-to-alls of several tensors: of each what every rank has sent. The next is on its way meanwhile, but no more
+    than that: a rank holds two tensors twice, not all of them.
+    """
+    comm = job.comm
+
+    def post(n: int) -> tuple[list[Tensor], Pending | None]:
+        if n == len(moves):
+            return [], None
+        parts, shapes = moves[n].cut(), moves[n].shapes
+        others = [rank for rank in range(comm.world) if rank != comm.rank]
+        receives = {rank: ReceiveBuffer(shapes[rank], parts[rank].dtype, parts[rank].device) for rank in others}
+        return parts[comm.rank : comm.rank + 1], comm.exchange(
+            kind, {rank: parts[rank] for rank in others}, receives, step=4 * step + n
+        )
+
+    following = post(0)
+    for n in range(len(moves)):
+        (own, pending), following = following, post(n + 1)
+        assert pending is not None
+        heard = pending.wait()
+        yield [own[0] if rank == comm.rank else heard.pop(rank) for rank in range(comm.world)]
+
+
+class Move(NamedTuple):
+    """A tensor on its way: how it is cut for each rank, and what comes from each."""
+
+    cut: Callable[[], list[Tensor]]
+    shapes: Sequence[tuple[int, ...]]
+
+
+class ToHeads(torch.autograd.Function):
+    """Own tokens of all heads become own heads of all tokens: of each tensor, by its deal."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
+        """Each tensor, dealt anew."""
+        ctx.job, ctx.deals = job, deals
+        moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
+        received = swap(job, "ulysses", 0, moves)
+        return tuple(deal.all_tokens(x) for deal, x in zip(deals, received, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients go the way back."""
+        job, deals = ctx.job, ctx.deals
+        wide = [compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)]
+        moves = [deal.to_tokens(x, w) for deal, x, w in zip(deals, grads, wide, strict=True)]
+        received = swap(job, "ulysses backward", 2, moves)
+        back = [deal.all_heads(x, w).to(g.dtype) for deal, x, w, g in zip(deals, received, wide, grads, strict=True)]
+        return None, None, *back
+
+
+class ToTokens(torch.autograd.Function):
+    """Own heads of all tokens become own tokens of all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
+        """Each tensor, dealt anew."""
+        ctx.job, ctx.deals = job, deals
+        moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
+        received = swap(job, "ulysses", 1, moves)
+        return tuple(deal.all_heads(x, x[0].dtype) for deal, x in zip(deals, received, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients go the way back."""
+        job, deals = ctx.job, ctx.deals
+        job.comm.agree(f"backward of {job.name}", {})
+        moves = [deal.to_heads(x) for deal, x in zip(deals, grads, strict=True)]
+        received = swap(job, "ulysses backward", 1, moves)
+        return None, None, *(deal.all_tokens(x) for deal, x in zip(deals, received, strict=True))
+
+
+def ulysses(
+    job: Job, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """out and, where asked for, lse of this rank's queries over all ranks' keys."""
+    world = job.comm.world
+    groups = job.heads if job.expansion is not None else job.kv_heads
+    shares = head_shares(job.heads, groups, world)
+    deal = HeadShares(job, job.queries, tuple(share.query for share in shares), job.heads)
+    if job.expansion is None:
+        assert value is not None
+        shared = world > job.kv_heads
+        of_keys = HeadShares(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
+        q, k, v = ToHeads.apply(job, [deal, of_keys, of_keys], query, key, value)
+    else:  # what keys are made of goes to every rank that has a head
+        every: HeadRanges = tuple((0, 1 if share.heads else 0) for share in shares)
+        q, k = ToHeads.apply(job, [deal, HeadShares(job, job.keys, every, 1, shared=world > 1)], query, key)
+        v = None
+    with job.comm.telling():
+        out, lse = _own_heads(job, shares[job.comm.rank], q, k, v, sinks)
+    if not return_lse:
+        return ToTokens.apply(job, [deal], out)[0], None
+    out, lse = ToTokens.apply(job, [deal, deal], out, lse[..., None])
+    return out, lse[..., 0]
+
+
+def _own_heads(
+    job: Job, share: HeadShare, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The attention of some heads over all tokens, with its graph."""
+    first, last = share.query
+    if not share.heads:  # and yet its gradient goes the way that all go
+        ways = [x for x in (query, key, value, sinks, *leaves_of(job.mask)) if x is not None and x.is_floating_point()]
+        nothing = torch.stack([x.sum().to(query.dtype) for x in ways]).sum()
+        out = query.new_zeros((query.shape[0], 0, query.shape[2], job.value_dim)) + nothing
+        return out, out[..., 0].to(compute_dtype(query))
+    if job.expansion is not None:
+        key, value = job.expansion.function(key, first, last)
+    assert value is not None
+    at = Rectangle((0, job.T), (0, job.S), (first, last))
+    job = job.with_leaves(query, [])
+    scoring = scoring_of(job, at, None if sinks is None else sinks[first:last])
+    out, lse = as_one(job, at, scoring, query, key, value)
+    return out, lse

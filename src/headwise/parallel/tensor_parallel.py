@@ -1,0 +1,234 @@
+"""Tensor parallelism: the heads of an attention module dealt out to the processes of a mesh."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ..nn.hooks.projections import HOOKS
+from ..nn.inner_attention import InnerAttention
+from ..nn.latent import LatentAttention
+from ..nn.multihead import MultiHeadAttention
+from ..nn.sharding.heads import OwnHeads, ReplicatedLinear, SumOfHeads, WholeNorm
+from ..ops.sharding.heads import Group, Share
+from ..shapes.arguments import shown
+
+Attention = TypeVar("Attention", MultiHeadAttention, LatentAttention)
+
+
+def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
+    """Deal the heads of an attention module out to the processes of a mesh, in place; called on each of them.
+
+    Every process takes H / N query heads in a row, the key-value heads that these read, and what belongs to them:
+    their rows of q_proj, k_proj and v_proj (of q_b_proj and kv_b_proj in latent attention), their columns of o_proj,
+    their biases and sinks. Inputs and outputs stay whole, on every process; a forward pass sends one sum (of o_proj's
+    outputs), a backward pass another (of the input's gradients). Masks, gates, slopes and biases of scores are given
+    for all heads, as before; a process reads its own. Caches hold the heads of the process: make them for
+    ``len(module.dealt.share.keys)`` key-value heads.
+
+    Where N divides the key-value heads, each lies on one process. Where it does not (more processes than key-value
+    heads, say), k_proj and v_proj lie whole on every process, which computes the heads that it needs; their gradients
+    are summed.
+
+    The parameters become DTensors under the same names, `Shard(0)`, `Shard(1)` or `Replicate()`, so optimizers,
+    gradient clipping and `torch.distributed.checkpoint` know what they are: a checkpoint saved from N processes loads
+    into any other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing
+    is sent and nothing filled in: `headwise.parallel.load_slices` then reads each process's part of a checkpoint.
+    Since the parameters are new ones, make the optimizer and register hooks afterwards. Parameters that parts of the
+    module share stay shared; what it shares with other modules is to be tied anew.
+
+    Args:
+        module: a `headwise.MultiHeadAttention` or `headwise.LatentAttention` of plain `torch.nn.Linear` projections.
+        mesh: of one dimension, such as ``torch.distributed.init_device_mesh("cpu", (N,))``; of a larger one take
+            ``mesh["tp"]``.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: another kind of module, or projections that are no plain linear layers.
+        ValueError: heads that do not divide over the processes, a mesh of several dimensions, a module that is dealt
+            out already, hooks that would be lost, or an o_proj whose parameters are those of another part as well.
+
+    Example:
+        >>> import headwise
+        >>> mha = headwise.MultiHeadAttention(12, 6, num_kv_heads=2)
+        >>> tensor_parallel(mha, mesh)  # doctest: +SKIP
+    """
+    if not isinstance(module, MultiHeadAttention | LatentAttention):
+        raise TypeError(
+            f"tensor_parallel takes a headwise.MultiHeadAttention or LatentAttention; got {type(module).__name__}; "
+            "apply it to each of those inside your model, and torch's parallelize_module to the rest"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a torch.distributed DeviceMesh; got {shown(mesh)}")
+    if mesh.ndim != 1:
+        names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
+        raise ValueError(
+            f"heads are dealt out along one dimension; the mesh has {mesh.ndim} ({names}); take one of them"
+        )
+    if module.dealt is not None or any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError(f"this {type(module).__name__} is split over processes already; split a module once")
+    group = Group(mesh)
+    K = module.num_heads if isinstance(module, LatentAttention) else module.num_kv_heads
+    share = Share(module.num_heads, K, group.size, group.rank)
+    _check_parts(module)
+    tied = _tied(module)
+    if isinstance(module, LatentAttention):
+        _deal_latent(module, group)
+    else:
+        _deal_heads(module, group, share)
+    _deal_inner(module.inner, group)
+    for first, *others in tied:
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, module.get_parameter(first))
+    return module
+
+
+def _check_parts(module: nn.Module) -> None:
+    """Raise before anything has changed."""
+    for name, part in module.named_children():
+        if name.endswith("_proj") or name == "kv_a_proj_with_mqa":
+            if type(part) is not nn.Linear:
+                raise TypeError(
+                    f"tensor_parallel splits plain torch.nn.Linear projections; {name} is {type(part).__name__}; merge "
+                    "adapters and undo quantisation first"
+                )
+        elif name.endswith("_layernorm") and type(part) is not nn.RMSNorm:
+            raise TypeError(
+                f"tensor_parallel replaces the torch.nn.RMSNorm of latent attention; {name} is {type(part).__name__}, "
+                "which may compute something else"
+            )
+        elif name == "inner" and not isinstance(part, InnerAttention) and next(part.parameters(), None) is not None:
+            raise TypeError(
+                f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head is "
+                "not known; tensor_parallel knows those of headwise.nn.InnerAttention"
+            )
+        replaced = name.endswith(("_proj", "_proj_with_mqa", "_layernorm"))
+        if (replaced and any(getattr(part, hooks) for hooks in HOOKS)) or any(map(_has_hooks, part.parameters())):
+            raise ValueError(
+                f"{name} or a parameter of it has hooks, which would be lost: parts and parameters are replaced; "
+                "register hooks after the module is split, and undo old-style weight_norm, spectral_norm or pruning"
+            )
+        if replaced and "forward" in vars(part):
+            raise ValueError(
+                f"{name} has a forward of its own, which would be lost, for the part is replaced; set it afterwards"
+            )
+
+
+def _has_hooks(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """The names of parameters that are one, of each such."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [some for some in names.values() if len(some) > 1]
+    for some in tied:
+        if len({name.startswith("o_proj.") for name in some}) > 1:
+            raise ValueError(
+                f"{' and '.join(some)} are one parameter; o_proj is cut by columns and the others by rows, so they "
+                "cannot stay one; untie them first"
+            )
+    return tied
+
+
+def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
+    """Multi-head attention's projections and norms."""
+    keys: tuple[int, ...] | None = None if share.deals_keys else share.keys
+    mha.q_proj = _rows(mha.q_proj, group, None, mha.head_dim)
+    mha.k_proj = _rows(mha.k_proj, group, keys, mha.head_dim)
+    mha.v_proj = _rows(mha.v_proj, group, keys, mha.value_dim)
+    mha.o_proj = _columns(mha.o_proj, group)
+    for norm in (mha.q_norm, mha.k_norm):
+        if norm is not None:
+            _replicate(norm, group)
+
+
+def _deal_latent(mla: LatentAttention, group: Group) -> None:
+    """Latent attention's: every process has the latents whole, and its heads of what is made of them."""
+    if mla.q_lora_rank is None:
+        mla.q_proj = _rows(mla.q_proj, group, None, mla.head_dim)
+    else:
+        mla.q_a_proj = _like(ReplicatedLinear, mla.q_a_proj)
+        mla.q_a_layernorm = _whole_norm(mla.q_a_layernorm)
+        mla.q_b_proj = _rows(mla.q_b_proj, group, None, mla.head_dim)
+        _replicate(mla.q_a_proj, group)
+        _replicate(mla.q_a_layernorm, group)
+    mla.kv_a_proj_with_mqa = _like(ReplicatedLinear, mla.kv_a_proj_with_mqa)
+    mla.kv_a_layernorm = _whole_norm(mla.kv_a_layernorm)
+    _replicate(mla.kv_a_proj_with_mqa, group)
+    _replicate(mla.kv_a_layernorm, group)
+    mla.kv_b_proj = _rows(mla.kv_b_proj, group, None, mla.nope_dim + mla.value_dim)
+    mla.o_proj = _columns(mla.o_proj, group)
+
+
+def _deal_inner(inner: nn.Module, group: Group) -> None:
+    """The sinks, one a query head."""
+    sinks = getattr(inner, "sinks", None)
+    if isinstance(sinks, nn.Parameter):
+        _place(inner, "sinks", group, Shard(0))
+
+
+def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> OwnHeads:
+    """A projection to heads: cut by rows, or whole where several processes need the same head."""
+    own = _like(OwnHeads, linear)
+    own.group, own.keys, own.size = group, keys, size
+    place: Placement = Shard(0) if keys is None else Replicate()
+    for name in ("weight", "bias"):
+        _place(own, name, group, place)
+    own.train(linear.training)
+    return own
+
+
+def _columns(linear: nn.Linear, group: Group) -> SumOfHeads:
+    """The projection from heads: cut by columns."""
+    total = _like(SumOfHeads, linear)
+    total.group = group
+    _place(total, "weight", group, Shard(1))
+    _place(total, "bias", group, Replicate())
+    return total
+
+
+Linear = TypeVar("Linear", bound=nn.Linear)
+
+
+def _like(kind: type[Linear], linear: nn.Linear) -> Linear:
+    """A linear layer of another kind with the same parameters."""
+    layer = kind(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    layer.weight, layer.bias = linear.weight, linear.bias
+    return layer.train(linear.training)
+
+
+def _whole_norm(norm: nn.RMSNorm) -> WholeNorm:
+    layer = WholeNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=True, device="meta")
+    layer.weight = norm.weight
+    return layer.train(norm.training)
+
+
+def _replicate(part: nn.Module, group: Group) -> None:
+    """The parameters of a part that every process has."""
+    for inside in part.modules():
+        for name, _ in list(inside.named_parameters(recurse=False)):
+            _place(inside, name, group, Replicate())
+
+
+def _place(owner: nn.Module, name: str, group: Group, place: Placement) -> None:
+    """A parameter as a DTensor, of the numbers of the mesh's first process."""
+    old: Any = getattr(owner, name)
+    if old is None:
+        return
+    numbers: Tensor = old.detach()
+    source = None if numbers.is_meta else 0
+    spread = distribute_tensor(numbers, group.mesh, [place], src_data_rank=source)
+    if not spread.is_meta and spread.to_local().untyped_storage().nbytes() > spread.to_local().nbytes:
+        spread = DTensor.from_local(
+            spread.to_local().clone(), group.mesh, [place], run_check=False, shape=spread.shape, stride=spread.stride()
+        )
+    setattr(owner, name, nn.Parameter(spread, requires_grad=old.requires_grad))

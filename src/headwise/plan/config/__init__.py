@@ -1,0 +1,1 @@
+"""Read a model's config into the sizes that its cost depends on."""

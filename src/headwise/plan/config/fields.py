@@ -1,0 +1,206 @@
+"""A config's fields, strictly read: every size in its range, every flag a bool, and nothing passed over in silence."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..shape import short
+
+LARGEST = 10_000_000
+LARGEST_OF = {"num_hidden_layers": 10_000, "encoder_layers": 10_000, "decoder_layers": 10_000, "hidden_size": 1_000_000}
+HEADS_AT_MOST = 10_000
+
+
+@functools.cache
+def architectures() -> dict[str, dict[str, Any]]:
+    """Return what `architectures.json` says of each ``model_type``.
+
+    ``classes`` are transformers' names; ``defaults`` the fields that count, each with what its absence means; ``names``
+    lead from the standard names of sizes to the config's own; ``aliases`` are other names of a field; ``null_means``
+    the field that stands in for a null. What follows says how the model is built, each a constant or the name of the
+    bool field that decides:
+
+    - ``stack``: a decoder where absent, ``encoder``, or ``pair`` for both; ``text`` leads to the model inside;
+    - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head kv_heads_when gated latent
+      windows disentangled`` and ``relative_buckets``;
+    - feed-forward: ``mlp`` (gated where absent, or plain), ``mlp_bias wide activation_numbers moe``;
+    - norms: ``norm`` (rms where absent, layer, none), ``norm_bias layer_norms one_norm side_by_side first_norm
+      final_norm``;
+    - ends: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler head_transform
+      head_bias own_head_when``;
+    - quirks of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
+    - ``heads_by_layer``: `headwise.hf` has classes of it in which each layer has its own number of heads;
+    - beside the model: ``further`` (how many layers predict further tokens), ``states``, ``towers``, ``connector``;
+    - the rest: ``must``, ``must_in`` and ``must_equal`` (else the config is refused), ``neutral`` (counts nothing),
+      ``marks`` and ``note`` (printed beside the counts).
+    """
+    content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
+    return content
+
+
+@functools.cache
+def everywhere() -> dict[str, Any]:
+    """What `neutral.json` says of all architectures: fields that change no count, fields that must be off, marks."""
+    content: dict[str, Any] = json.loads((Path(__file__).parent / "neutral.json").read_bytes())
+    return {**content, "fields": frozenset(content["fields"])}
+
+
+class Fields:
+    """The fields of one config, as its architecture understands them.
+
+    A size is asked for by its standard name; `names` of the architecture says what its configs call it, and `aliases`
+    what transformers takes for the same. All spellings are read, and two that contradict one another are refused.
+    Absent fields get the architecture's default.
+
+    Raises:
+        ValueError: with one line, from every method, for a field that is not what it must be.
+    """
+
+    def __init__(self, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> None:
+        self.config = config
+        self.architecture = architecture
+        self.own: dict[str, str] = architecture.get("names", {})
+        self.aliases: dict[str, str] = architecture.get("aliases", {})
+        self.defaults: dict[str, Any] = architecture["defaults"]
+        self._refuse_what_is_not_modelled()
+
+    def _refuse_what_is_not_modelled(self) -> None:
+        must: dict[str, Any] = {name: [value] for name, value in self.architecture.get("must", {}).items()}
+        for name, allowed in {**everywhere()["must"], **must}.items():
+            actual = self.config.get(name)
+            if actual is not None and not any(type(actual) is type(value) and actual == value for value in allowed):
+                raise ValueError(f"{name} = {short(actual)} changes the model in a way that is not modelled")
+        for inside, fixed in self.architecture.get("must_in", {}).items():
+            part = self.config.get(inside) or {}
+            if not isinstance(part, Mapping):
+                raise ValueError(f"{inside} is an object; got {short(part)}")
+            for name, value in fixed.items():
+                if part.get(name, value) != value:
+                    raise ValueError(
+                        f"{inside}.{name} = {short(part[name])} changes the model in a way that is not modelled"
+                    )
+        for name, other in self.architecture.get("must_equal", {}).items():
+            actual = self.config.get(name)
+            if actual is not None and actual != self.raw(other)[1]:
+                raise ValueError(f"{name} = {short(actual)} is not {other}, and that is not modelled")
+        for name in everywhere()["activation_fields"]:
+            activation = self.config.get(name)
+            word = activation.split("-")[-1] if isinstance(activation, str) else ""
+            if word in everywhere()["refused_activations"] and name not in must:
+                raise ValueError(f"{name} = {activation!r} has learned numbers of its own, and that is not modelled")
+
+    def raw(self, name: str) -> tuple[str, Any]:
+        """Return the name the config uses and the value, unchecked; the default where the field is absent."""
+        own = self.own.get(name, name)
+        names = dict.fromkeys((own, name, *(alias for alias, field in self.aliases.items() if field == own)))
+        present = {n: self.config[n] for n in names if n in self.config}
+        if len({repr(value) for value in present.values()}) > 1:
+            raise ValueError(f"contradicts itself: {', '.join(f'{n} = {short(v)}' for n, v in present.items())}")
+        called, value = next(iter(present.items()), (own, self.defaults.get(own)))
+        instead = self.architecture.get("null_means", {})
+        return self.raw(instead[own]) if value is None and own in instead else (called, value)
+
+    def optional(self, name: str, *, least: int = 1) -> int | None:
+        """Return a whole number of at least `least`, or None."""
+        called, value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{called} is a whole number; got {short(value)}")
+        most = HEADS_AT_MOST if "heads" in name else LARGEST_OF.get(name, LARGEST)
+        if not least <= value <= most:
+            raise ValueError(f"{called} is between {least} and {most}; got {short(value)}")
+        return value
+
+    def size(self, name: str, *, least: int = 1) -> int:
+        """Return a whole number that must be there."""
+        value = self.optional(name, least=least)
+        if value is None:
+            raise ValueError(f"{self.own.get(name, name)} is null, and a whole number is needed")
+        return value
+
+    def flag(self, choice: str | bool | None) -> bool:
+        """Return a choice of the architecture: fixed, or the name of the bool field that decides it."""
+        if not isinstance(choice, str):
+            return bool(choice)
+        called, value = self.raw(choice)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{called} is true or false; got {short(value)}")
+        return bool(value)
+
+    def choice(self, name: str) -> bool:
+        """`flag` of what the architecture says under that name."""
+        return self.flag(self.architecture.get(name))
+
+    def text(self, name: str) -> str:
+        """Return a field that holds a word."""
+        called, value = self.raw(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{called} is a text; got {short(value)}")
+        return value
+
+    def numbers(self, name: str, *, length: int | None = None) -> list[int] | None:
+        """Return a list of whole numbers of at least 0, of the length if one is given; None where the field is null."""
+        called, value = self.raw(name)
+        if value is None:
+            return None
+        whole = isinstance(value, list) and all(
+            isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+        )
+        if not whole or (length is not None and len(value) != length):
+            count = "" if length is None else f"{length} "
+            raise ValueError(f"{called} is a list of {count}whole numbers; got {short(value)}")
+        return list(value)
+
+    def unknown(self) -> list[str]:
+        """Names in the config that nothing here knows: they are listed, for one of them might matter to other code."""
+        about, general = self.architecture, everywhere()
+        known = {*self.defaults, *self.own, *self.aliases, "head_dim", "layer_types", "sliding_window"}
+        known.update(*(about.get(kind, ()) for kind in ("must", "must_in", "must_equal", "neutral", "marks")))
+        known.update(general["must"], general["marks"], general["fields"])
+        return [name for name in self.config if name not in known]
+
+    def marks(self) -> list[str]:
+        """Return what this config has and the counts leave out, in words."""
+        on = {**everywhere()["marks"], **self.architecture.get("marks", {})}
+        return [note for name, note in on.items() if self._is_on(name)]
+
+    def _is_on(self, name: str) -> bool:
+        _, value = self.raw(name)
+        return value is False if name == "tie_word_embeddings" else bool(value)
+
+
+def heads_of(fields: Fields) -> tuple[int, int, int]:
+    """(H, K, D): query heads, key-value heads, head dim; K = H and D = d_model / H where the config has none.
+
+    Raises:
+        ValueError: sizes that do not divide.
+    """
+    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    known = fields.own.get("num_key_value_heads", "num_key_value_heads") in fields.defaults
+    kv_heads = fields.optional("num_key_value_heads") if known else None
+    kv_heads = heads if kv_heads is None else kv_heads
+    if "one_kv_head" in fields.architecture and not fields.choice("kv_heads_when"):
+        kv_heads = 1 if fields.choice("one_kv_head") else heads
+        number = fields.config.get("num_key_value_heads")
+        if number not in (None, kv_heads):
+            raise ValueError(f"contradicts itself: num_key_value_heads = {short(number)} where {kv_heads} follows")
+    dim = fields.optional("head_dim")
+    check_heads(width, heads, kv_heads, dim)
+    if "head_dim" not in fields.defaults and dim not in (None, width // heads):
+        raise ValueError(f"head_dim = {dim} is not modelled for this architecture; only d_model / num_heads is")
+    return heads, kv_heads, width // heads if dim is None else dim
+
+
+def check_heads(width: int, heads: int, kv_heads: int, dim: int | None) -> None:
+    """Raise ValueError where groups are uneven, or where d_model does not split and no head dim is given."""
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads: H = {heads}, K = {kv_heads} leave {heads % kv_heads} over"
+        )
+    if dim is None and width % heads:
+        raise ValueError(f"d_model must be a multiple of num_heads: {width} / {heads} leaves {width % heads} over")

@@ -1,0 +1,140 @@
+"""Which layers look through a window: the rules by which configs say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..shape import short
+from .fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def chunks(fields: Fields) -> bool:
+    """Return whether windows are stretches with fixed ends."""
+    return bool(fields.architecture.get("windows", {}).get("chunked", False))
+
+
+def windows_of(fields: Fields, layers: int) -> list[int | None]:
+    """Return the window of each layer, in keys with the query itself; None where a layer sees everything.
+
+    ``layer_types`` decides where the config has it; otherwise the rule that the architecture names does.
+
+    Raises:
+        ValueError: a layer of a type that is not modelled, or a sliding layer without a window.
+    """
+    rule: dict[str, Any] = fields.architecture.get("windows", {})
+    if "states" in fields.architecture and fields.config.get("sliding_window") is None:
+        return [None] * layers
+    if not rule:
+        for name in ("layer_types", "sliding_window"):
+            if fields.config.get(name) not in (None, [FULL] * layers):
+                raise ValueError(f"{name} = {short(fields.config[name])} is not modelled for this architecture")
+        return [None] * layers
+    word = rule.get("word", SLIDING)
+    sliding = _listed(fields, layers, word) if "layer_types" in fields.defaults else None
+    if sliding is None:
+        sliding = _RULES[rule["rule"]](fields, rule, layers)
+    window = _window(fields, rule) if any(sliding) else None
+    return [window if slides else None for slides in sliding]
+
+
+def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
+    """Return the window in keys; an encoder's counts both sides, `local_attention // 2` each."""
+    if "when" in rule and not fields.flag(rule["when"]):
+        raise ValueError(f"layer_types has {SLIDING} and {rule['when']} is off: which window is meant?")
+    called = rule.get("window", "sliding_window")
+    window = fields.optional(called)
+    if window is None:
+        raise ValueError(f"{called} is null, and some layers are {SLIDING}")
+    return 2 * (window // 2) + 1 if fields.architecture.get("stack") == "encoder" else window
+
+
+def _listed(fields: Fields, layers: int, word: str) -> list[bool] | None:
+    """Return what ``layer_types`` says; None where the config does not have it."""
+    _, types = fields.raw("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"layer_types is a list of {layers} words; got {short(types)}")
+    for kind in types:
+        if kind not in (FULL, word):
+            raise ValueError(f"layer_types has {short(kind)}; only {FULL} and {word} are modelled")
+    return [kind == word for kind in types]
+
+
+def _all(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Return every layer, where a window is set (and switched on)."""
+    on = fields.flag(rule["when"]) if "when" in rule else True
+    return [on and fields.optional("sliding_window") is not None] * layers
+
+
+def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Return all but every n-th layer; counted from the first where the first is full."""
+    field = rule.get("every_field")
+    every = fields.size(field) if field else rule["every"]
+    if "window" not in rule and fields.optional("sliding_window") is None:
+        return [False] * layers
+    first = 0 if rule.get("full_first") else 1
+    return [(i + first) % every != 0 for i in range(layers)]
+
+
+def _after(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Return the layers from a number on."""
+    on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
+    start = fields.size(rule["after"], least=0)
+    return [on and i >= start for i in range(layers)]
+
+
+def _odd_before(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Return every other layer, the first among them, below a number."""
+    on, stop = fields.flag(rule["when"]), fields.size(rule["before"], least=0)
+    return [on and (i + 1) % 2 != 0 and i < stop for i in range(layers)]
+
+
+def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Return the layers without rotary positions, listed or every n-th."""
+    on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
+    listed = fields.numbers(rule["layers"], length=layers)
+    every = fields.size(rule["every_field"])
+    rope = listed if listed is not None else [int((i + 1) % every != 0) for i in range(layers)]
+    return [on and not has for has in rope]
+
+
+def _rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Return the layers with rotary positions, listed or all but every n-th."""
+    every = fields.size(rule["every_field"])
+    listed = fields.raw(rule["layers"])[1] or None
+    rope = fields.numbers(rule["layers"], length=layers) if listed else None
+    return [bool(has) for has in rope] if rope else [(i + 1) % every != 0 for i in range(layers)]
+
+
+def _types(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Lists of ``global`` and ``local``, each with how often it is repeated: ``[[["global", "local"], 12]]``."""
+    called, entries = fields.raw(rule["types"])
+    pattern: list[str] = []
+    wrong = ValueError(f"{called} names global or local for each of {layers} layers; got {short(entries)}")
+    if not isinstance(entries, list):
+        raise wrong
+    for entry in entries:
+        kinds, times = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if not isinstance(kinds, list) or type(times) is not int or not 0 <= times * len(kinds) <= layers:
+            raise wrong
+        pattern += kinds * times
+    if len(pattern) != layers or any(kind not in ("global", "local") for kind in pattern):
+        raise wrong
+    listed = fields.config.get(rule["listed"])
+    if listed not in (None, pattern):
+        raise ValueError(f"{rule['listed']} is not what {called} says; got {short(listed)}")
+    return [kind == "local" for kind in pattern]
+
+
+_RULES = {
+    "all": _all,
+    "every": _every,
+    "after": _after,
+    "odd_before": _odd_before,
+    "no_rope": _no_rope,
+    "rope": _rope,
+    "types": _types,
+}

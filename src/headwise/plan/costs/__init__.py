@@ -1,0 +1,1 @@
+"""Formulas for parameters, FLOPs and bytes."""

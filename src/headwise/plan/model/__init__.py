@@ -1,0 +1,1 @@
+"""The parts of a model and what each of them costs."""

@@ -1,0 +1,108 @@
+"""A plan for heads, as JSON: which heads are kept, or how many key-value heads remain, layer by layer.
+
+    {"layers": {"0": {"keep": [0, 1, 5]}, "1": {"kv_heads": 2}, "*": {"keep": [0, 2, 1, 3], "kv_heads": 2}}}
+
+``keep`` lists the query heads that stay; a key-value head stays while one of its query heads does. ``kv_heads`` is how
+many key-value heads are left after groups of them were merged; beside ``keep``, of those that stay, in the order in
+which they share. ``*`` is for every layer not named. In an encoder with a decoder the plain numbers are the decoder's
+self-attention, ``encoder.0`` and ``cross.0`` the others. A table of position biases that layers share keeps a column
+for each head of the layer that has the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..shape import short
+from .layer import AttentionLayer
+from .model import Model
+from .parts import BIASES, Part, table
+
+OTHERS = "*"
+
+
+def layer_key(layer: AttentionLayer, *, alone: bool) -> str:
+    """Return what a plan calls the layer; `alone`: it is the only kind of layer in its model."""
+    return str(layer.index) if alone or layer.role == "self" else f"{layer.role}.{layer.index}"
+
+
+def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
+    """Return the model as it is after the plan.
+
+    Raises:
+        ValueError: in one line, a plan that does not fit the model: a layer or a head that is not there, groups that do
+            not divide, or something else than ``keep`` or ``kv_heads``.
+    """
+    entries = plan.get("layers")
+    if set(plan) != {"layers"} or not isinstance(entries, Mapping) or not entries:
+        raise ValueError('a heads plan is {"layers": {"0": {"keep": [0, 1]}, "1": {"kv_heads": 2}}}')
+    alone = model.is_encoder
+    keys = [layer_key(layer, alone=alone) for layer in model.layers]
+    for key in entries:
+        if key != OTHERS and key not in keys:
+            raise ValueError(f"heads plan: no layer {short(key)}; the layers are {keys[0]} to {keys[-1]}")
+    changed = []
+    for key, layer in zip(keys, model.layers, strict=True):
+        entry = entries.get(key, entries.get(OTHERS))
+        try:
+            changed.append(layer if entry is None else _changed(layer, entry))
+        except ValueError as wrong:
+            raise ValueError(f"heads plan: layer {key}: {wrong}") from None
+    if any(layer.shared for layer in changed) and len({_sizes(layer) for layer in changed}) > 1:
+        raise ValueError(f"heads plan: all layers have the same weights here, and so the same heads; plan {OTHERS!r}")
+    return replace(model.with_layers(tuple(changed)), others=tuple(_others(model, changed)))
+
+
+def _sizes(layer: AttentionLayer) -> tuple[int, int]:
+    return layer.num_heads, layer.num_kv_heads
+
+
+def _others(model: Model, changed: Sequence[AttentionLayer]) -> Iterator[Part]:
+    """Yield the parts beside attention: a table of position biases, which layers share, has a column a head."""
+    heads = {"encoder": [0], "decoder": [0]}
+    for layer in changed:
+        if layer.role != "cross":
+            heads["encoder" if layer.role == "encoder" else "decoder"].append(layer.num_heads)
+    before = {layer.role: layer.num_heads for layer in model.layers}
+    for part in model.others:
+        if part.name == BIASES:
+            rows = part.parameters // before["encoder" if part.stream == "encoder" else "self"]
+            part = table(part.name, rows, max(heads[part.stream]), stream=part.stream)
+        yield part
+
+
+def _changed(layer: AttentionLayer, entry: object) -> AttentionLayer:
+    if not isinstance(entry, Mapping) or not entry or not set(entry) <= {"keep", "kv_heads"}:
+        raise ValueError(f"give keep, kv_heads or both; got {short(entry)}")
+    if "keep" in entry:
+        layer = kept(layer, entry["keep"])
+    return regrouped(layer, entry["kv_heads"]) if "kv_heads" in entry else layer
+
+
+def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:
+    """Return the layer with these query heads only, and the key-value heads they read (query head h reads h // G).
+
+    Example:
+        >>> layer = AttentionLayer("self", 0, 64, 8, 4, 8, 8)
+        >>> pruned = kept(layer, [0, 1, 3])
+        >>> pruned.num_heads, pruned.num_kv_heads
+        (3, 2)
+    """
+    whole = isinstance(heads, list) and all(type(head) is int and 0 <= head < layer.num_heads for head in heads)
+    if not isinstance(heads, list) or not whole or not heads or len(set(heads)) != len(heads):
+        raise ValueError(f"keep lists different heads of 0 to {layer.num_heads - 1}, at least one; got {short(heads)}")
+    if layer.out_width is not None or layer.sub_norm:
+        raise ValueError("what o_proj reads is as wide as the model here, so no head can be taken out")
+    group = layer.num_heads // layer.num_kv_heads
+    return replace(layer, num_heads=len(heads), num_kv_heads=len({head // group for head in heads}))
+
+
+def regrouped(layer: AttentionLayer, kv_heads: object) -> AttentionLayer:
+    """Return the layer with its key-value heads merged into fewer; each must be made of equally many."""
+    if layer.latent is not None:
+        raise ValueError("latent attention has no key-value heads to merge")
+    if type(kv_heads) is not int or not 1 <= kv_heads <= layer.num_kv_heads or layer.num_kv_heads % kv_heads:
+        raise ValueError(f"kv_heads divides the {layer.num_kv_heads} there are; got {short(kv_heads)}")
+    return replace(layer, num_kv_heads=kv_heads)

@@ -1,0 +1,287 @@
+"""One attention layer: its sizes, what its projections weigh, what it caches, which keys its queries see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from ..costs.mask_pairs import mask_pairs
+from .parts import Part, linear, macs, parameters, vector
+
+LayerRole = Literal["self", "cross", "encoder"]
+QkNorm = Literal["", "head", "each", "all"]
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: queries and keys and values come out of small shared vectors.
+
+    Attributes:
+        kv_rank: Width of the vector that keys and values are made of; it is cached, with the rotary part.
+        rope_dim: Width of the rotary part of a key, shared by all heads.
+        q_rank: Width of the vector that queries are made of; None where they come straight from the input.
+        bias: Whether the two matrices that lead down have biases.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    q_rank: int | None = None
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class PositionTerms:
+    """Terms of content against position in the scores, as disentangled attention has them.
+
+    Attributes:
+        rows: Distances that have a vector: positions are cut to them.
+        keys: Whether queries meet position keys.
+        queries: Whether keys meet position queries.
+        shared: Whether q_proj and k_proj make them, so that there are no matrices of their own.
+        key_bias: Whether the matrix of position keys has a bias; that of position queries has one.
+        grows: Whether a pass computes only the distances that its text has.
+    """
+
+    rows: int
+    keys: bool
+    queries: bool
+    shared: bool = False
+    key_bias: bool = True
+    grows: bool = False
+
+    def met(self, tokens: int) -> int:
+        """Distances that a pass over so many tokens computes."""
+        return min(self.rows, 2 * tokens) if self.grows else self.rows
+
+    def made(self) -> int:
+        """Return how many matrices the distances pass."""
+        return 2 if self.shared else self.keys + self.queries
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which projections add a bias."""
+
+    q: bool = False
+    k: bool = False
+    v: bool = False
+    o: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The sizes of one attention layer; all its costs are functions of them.
+
+    Attributes:
+        role: ``self`` (causal, cached), ``cross`` (to an encoder's output, cached), ``encoder`` (both ways, no cache).
+        index: Which layer of its stack.
+        d_model: Width of the stream.
+        num_heads: Query heads H.
+        num_kv_heads: Key-value heads K.
+        head_dim: D, of queries and keys.
+        value_dim: V.
+        window: Keys that a query sees, itself included; None where it sees all that the role allows.
+        chunked: Whether the window is a stretch of the text with fixed ends, of which a query sees what is before it.
+        bias: Which projections add one.
+        qk_norm: Norms of queries and keys: one of D numbers for all heads (``head``), D for each head (``each``), one
+            over all heads together (``all``).
+        qk_norm_bias: Whether those norms have biases.
+        sinks: Whether each head has learned a sink.
+        gated: Whether q_proj makes a gate for the heads' outputs, too.
+        positions: Its terms of content against position; None without.
+        out_width: Width of what o_proj reads where that is not H * V.
+        sub_norm: Numbers of a norm in front of o_proj.
+        latent: The ranks of latent attention; None for the plain kind.
+        shared: Whether the weights are those of another layer, so they weigh nothing here.
+    """
+
+    role: LayerRole
+    index: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+    chunked: bool = False
+    bias: Biases = Biases()
+    qk_norm: QkNorm = ""
+    qk_norm_bias: bool = False
+    sinks: bool = False
+    gated: bool = False
+    positions: PositionTerms | None = None
+    out_width: int | None = None
+    sub_norm: int = 0
+    latent: Latent | None = None
+    shared: bool = False
+
+    @property
+    def kind(self) -> str:
+        """MHA, GQA, MQA or MLA.
+
+        Example:
+            >>> AttentionLayer("self", 0, 4096, 32, 8, 128, 128).kind
+            'GQA'
+        """
+        if self.latent is not None:
+            return "MLA"
+        if self.num_kv_heads == self.num_heads:
+            return "MHA"
+        return "MQA" if self.num_kv_heads == 1 else "GQA"
+
+    def parts(self) -> tuple[Part, ...]:
+        """Every matrix and vector: ``q_proj k_proj v_proj o_proj``, for latent attention ``kv_down`` too, and norms."""
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> tuple[Part, ...]:
+        parts = self._latent_parts(self.latent) if self.latent is not None else self._plain_parts()
+        if not self.shared:
+            return tuple(parts)
+        return tuple(replace(part, parameters=0) for part in parts)
+
+    def _streams(self) -> tuple[str, str]:
+        """Whose tokens pass q_proj and o_proj, and whose pass k_proj and v_proj."""
+        return {"self": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "memory")}[
+            self.role
+        ]
+
+    def _plain_parts(self) -> Iterator[Part]:
+        (H, K, D, V), (query, key) = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim), self._streams()
+        width = self.d_model
+        gate = H * V if self.gated else 0
+        yield linear("q_proj", "attention", width, H * D + gate, bias=self.bias.q, stream=query)
+        yield linear("k_proj", "attention", width, K * D, bias=self.bias.k, stream=key)
+        yield linear("v_proj", "attention", width, K * V, bias=self.bias.v, stream=key)
+        out = H * V if self.out_width is None else self.out_width
+        yield linear("o_proj", "attention", out, width, bias=self.bias.o, stream=query)
+        numbers = {"": 0, "head": 2 * D, "each": (H + K) * D, "all": (H + K) * D}[self.qk_norm]
+        if numbers:
+            yield vector("qk_norm", "attention", numbers * (2 if self.qk_norm_bias else 1), stream=query)
+        if self.sinks:
+            yield vector("sinks", "attention", H, stream=query)
+        if self.sub_norm:
+            yield vector("sub_norm", "attention", self.sub_norm, stream=query)
+        if self.positions is not None and not self.positions.shared:  # a pass takes them once, not each token
+            if self.positions.keys:
+                bias = H * D if self.positions.key_bias else 0
+                yield vector("pos_key_proj", "attention", width * H * D + bias, stream=query)
+            if self.positions.queries:
+                yield vector("pos_query_proj", "attention", width * H * D + H * D, stream=query)
+
+    def _latent_parts(self, latent: Latent) -> Iterator[Part]:
+        H, D, V, width = self.num_heads, self.head_dim, self.value_dim, self.d_model
+        if latent.q_rank is None:
+            yield linear("q_proj", "attention", width, H * D)
+        else:
+            yield linear("q_down", "attention", width, latent.q_rank, bias=latent.bias)
+            yield vector("q_norm", "attention", latent.q_rank)
+            yield linear("q_proj", "attention", latent.q_rank, H * D)
+        yield linear("kv_down", "attention", width, latent.kv_rank + latent.rope_dim, bias=latent.bias)
+        yield vector("kv_norm", "attention", latent.kv_rank)
+        yield linear("k_proj", "attention", latent.kv_rank, H * (D - latent.rope_dim))
+        yield linear("v_proj", "attention", latent.kv_rank, H * V)
+        yield linear("o_proj", "attention", H * V, width, bias=self.bias.o)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Return parameters by part, biases with their matrix.
+
+        Example:
+            >>> AttentionLayer("self", 0, 4096, 32, 8, 128, 128).parameter_counts()
+            {'q_proj': 16777216, 'k_proj': 4194304, 'v_proj': 4194304, 'o_proj': 16777216}
+        """
+        return {part.name: part.parameters for part in self.parts()}
+
+    def parameter_count(self) -> int:
+        """Return parameters of all parts."""
+        return parameters(self.parts())
+
+    # --- cache ------------------------------------------------------------------------------------------------------
+
+    def cached_numbers(self) -> int:
+        """Numbers that one token leaves in the cache: K (D + V); for latent attention its rank and the rotary part.
+
+        Example:
+            >>> AttentionLayer("self", 0, 7168, 128, 128, 192, 128, latent=Latent(512, 64)).cached_numbers()
+            576
+        """
+        if self.role == "encoder":
+            return 0
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    def cached_vectors(self) -> int:
+        """Vectors that one token leaves in the cache, each with a scale where numbers are int8: 2 K; latent, 1."""
+        if self.role == "encoder":
+            return 0
+        return 1 if self.latent is not None else 2 * self.num_kv_heads
+
+    def cached_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
+        """Return bytes that one token leaves in the cache."""
+        return self.cached_numbers() * number_bytes + self.cached_vectors() * scale_bytes
+
+    def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
+        """Tokens in the cache: the encoder's for cross-attention, else the context, cut to the window if asked."""
+        tokens = source if self.role == "cross" else context
+        return tokens if self.window is None or not windowed else min(tokens, self.window)
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """(query, key) pairs that the mask allows; the last query is aligned with the last key.
+
+        Example:
+            >>> layer = AttentionLayer("self", 0, 8, 2, 2, 4, 4, window=3)
+            >>> layer.pairs(5, 5), layer.pairs(1, 5)      # 1 + 2 + 3 + 3 + 3
+            (12, 3)
+        """
+        if self.role == "cross":
+            return queries * keys
+        if self.role == "encoder":
+            if self.window is None:
+                return queries * keys
+            reach = (self.window - 1) // 2
+            return mask_pairs(0, queries, queries, left=reach, right=reach)
+        first = max(0, keys - queries)
+        if self.chunked and self.window is not None:
+            return mask_pairs(first, keys - first, keys, chunk=self.window)
+        return mask_pairs(first, keys - first, keys, left=None if self.window is None else self.window - 1)
+
+    def position_macs(self, queries: int, keys: int) -> tuple[int, int]:
+        """Return multiply-adds of content against position: (once a pass, for each text)."""
+        if self.positions is None:
+            return 0, 0
+        rows, wide = self.positions.met(max(queries, keys)), self.num_heads * self.head_dim
+        each = rows * wide * (queries * self.positions.keys + keys * self.positions.queries)
+        return rows * self.d_model * wide * self.positions.made(), each
+
+    def score_macs(self) -> int:
+        """Return multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
+        return self.num_heads * (self.head_dim + self.value_dim)
+
+    def absorbed_macs(self) -> tuple[int, int]:
+        """(each token, each pair) of latent attention computed in the latent space, as engines decode.
+
+        k_proj is moved onto the query and v_proj behind the weighted sum, so neither runs over the cache again: a token
+        pays ``H (rank (D - rope) + rank V)`` once, a pair ``H ((rank + rope) + rank)``.
+        """
+        assert self.latent is not None
+        rank, rope = self.latent.kv_rank, self.latent.rope_dim
+        per_token = self.num_heads * rank * (self.head_dim - rope + self.value_dim)
+        return per_token, self.num_heads * (2 * rank + rope)
+
+    def expansion_macs(self) -> int:
+        """Return multiply-adds that make keys and values out of one cached latent vector."""
+        return sum(part.macs for part in self.parts() if part.name in ("k_proj", "v_proj"))
+
+    def projection_macs(self, stream: str) -> int:
+        """Return multiply-adds of the projections for one token of the stream."""
+        return macs(self.parts(), stream)
+
+
+def with_kv_heads(layer: AttentionLayer, kv_heads: int) -> AttentionLayer:
+    """The layer with another number of key-value heads (regrouped), everything else as it is; latent becomes plain."""
+    return replace(layer, num_kv_heads=kv_heads, latent=None)

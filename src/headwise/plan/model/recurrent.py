@@ -1,0 +1,241 @@
+"""Layers that keep a state of fixed size in place of keys and values: linear attention, state spaces, convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.fields import Fields
+from ..shape import short
+from .parts import Part, linear, vector
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """One layer's state: what it weighs, and what it keeps of a text, however long.
+
+    Attributes:
+        index: Which layer of the stack.
+        kind: Of which family: delta, mamba, mamba2, conv or lightning.
+        conv: Numbers of the last inputs of its convolution, in the model's dtype.
+        state: Numbers of its recurrent state.
+        state_bytes: Bytes of one of those; None for the model's dtype.
+        matrices: What it has learned.
+    """
+
+    index: int
+    kind: str
+    conv: int
+    state: int
+    state_bytes: int | None
+    matrices: tuple[Part, ...]
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return every matrix and vector."""
+        return self.matrices
+
+    def bytes(self, number_bytes: int) -> int:
+        """Return bytes that one text takes, where a number of the model's dtype has so many.
+
+        Example:
+            >>> StateLayer(0, "mamba", 96, 384, 4, ()).bytes(2)
+            1728
+        """
+        return self.conv * number_bytes + self.state * (self.state_bytes or number_bytes)
+
+
+def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
+    """(attention, state): which layers have which; both where a layer has the two side by side.
+
+    Raises:
+        ValueError: a layer of a kind that is not modelled, or no layer with attention.
+    """
+    about: dict[str, Any] | None = fields.architecture.get("states")
+    if about is None:
+        return [True] * layers, [False] * layers
+    attention = [True] * layers if about.get("both") else _listed(fields, about, layers)
+    if attention is None:
+        attention = _RULES[about["rule"]](fields, about, layers)
+    if not any(attention):
+        raise ValueError("no layer has attention; a model of state layers alone is not planned here")
+    return attention, [bool(about.get("both")) or not has for has in attention]
+
+
+def _listed(fields: Fields, about: dict[str, Any], layers: int) -> list[bool] | None:
+    """Return what ``layer_types`` says, where the architecture has it and it is not null."""
+    types = fields.raw("layer_types")[1] if "layer_types" in fields.defaults else None
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"layer_types is a list of {layers} words; got {short(types)}")
+    for kind in types:
+        if kind not in ("full_attention", about["word"]):
+            raise ValueError(f"layer_types has {short(kind)}; only full_attention and {about['word']} are modelled")
+    return [kind == "full_attention" for kind in types]
+
+
+def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
+    """Return the layers that attend: every n-th."""
+    every = fields.size(about["every"])
+    return [(i + 1) % every == 0 for i in range(layers)]
+
+
+def _odd(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
+    """Return the layers that attend: every other one, from the first."""
+    return [i % 2 == 0 for i in range(layers)]
+
+
+def _period(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
+    """Return the layers that attend: one of each period."""
+    period, offset = fields.size(about["period"]), fields.size(about["offset"], least=0)
+    if offset >= period:
+        raise ValueError(f"{about['offset']} = {offset} is not below {about['period']} = {period}")
+    return [i % period == offset for i in range(layers)]
+
+
+def _indices(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
+    """Return the layers that attend: those of a list; where it is null, all or none."""
+    listed = fields.numbers(about["indices"])
+    return [about.get("null_is_all", False) if listed is None else i in listed for i in range(layers)]
+
+
+_RULES: dict[str, Callable[[Fields, dict[str, Any], int], list[bool]]] = {
+    "every": _every,
+    "odd": _odd,
+    "period": _period,
+    "indices": _indices,
+}
+
+
+def state_layers(fields: Fields, layers: int) -> tuple[StateLayer, ...]:
+    """Return the layers with a state of a model with one stack; none for most models."""
+    about: dict[str, Any] | None = fields.architecture.get("states")
+    if about is None:
+        return ()
+    _, where = layer_kinds(fields, layers)
+    conv, state, parts = _KINDS[about["kind"]](fields, about)
+    dtype = None if about.get("state") == "model" else FLOAT32
+    made = tuple(parts)
+    return tuple(StateLayer(i, about["kind"], conv, state, dtype, made) for i in range(layers) if where[i])
+
+
+# --- the families -----------------------------------------------------------------------------------------------------
+
+StateSizes = tuple[int, int, Iterator[Part]]  # numbers of the convolution, of the state; the parts
+
+
+def _matrix(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Part:
+    return linear(name, "state", inputs, outputs, bias=bias)
+
+
+def _numbers(name: str, size: int) -> Part:
+    return vector(name, "state", size)
+
+
+def _conv(channels: int, kernel: int, *, bias: bool) -> Part:
+    """Return a convolution of each channel by itself: kernel multiply-adds a channel and token."""
+    size = channels * kernel + (channels if bias else 0)
+    return Part("conv", "state", size, channels * kernel, size)
+
+
+def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
+    """Gated delta rule: a matrix of keys by values a head, moved by an outer product a token."""
+    width, kernel = fields.size("hidden_size"), fields.size("linear_conv_kernel_dim")
+    keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
+    if values % keys:
+        raise ValueError(f"linear_num_value_heads = {values} is no multiple of linear_num_key_heads = {keys}")
+    channels = 2 * keys * key_dim + values * value_dim
+
+    def parts() -> Iterator[Part]:
+        yield _matrix("in_proj", width, channels + values * value_dim + 2 * values)
+        yield _conv(channels, kernel, bias=False)
+        yield _numbers("decay", 2 * values)
+        yield _numbers("state_norm", value_dim)
+        yield _matrix("out_proj", values * value_dim, width)
+
+    return channels * kernel, values * key_dim * value_dim, parts()
+
+
+def _mamba(fields: Fields, about: dict[str, Any]) -> StateSizes:
+    """Selective state space, a state of its own for each channel."""
+    width, kernel, state = (fields.size(name) for name in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
+    inner = fields.size("mamba_expand") * width
+    automatic = fields.raw("mamba_dt_rank")[1] == "auto"
+    rank = -(-width // 16) if automatic else fields.size("mamba_dt_rank")
+    bias = fields.flag("mamba_proj_bias")
+
+    def parts() -> Iterator[Part]:
+        yield _matrix("in_proj", width, 2 * inner, bias=bias)
+        yield _conv(inner, kernel, bias=fields.flag("mamba_conv_bias"))
+        yield _matrix("x_proj", inner, rank + 2 * state)
+        yield _matrix("dt_proj", rank, inner, bias=True)
+        yield _numbers("decay", inner * state + inner)
+        yield _numbers("state_norm", rank + 2 * state)
+        yield _matrix("out_proj", inner, width, bias=bias)
+
+    return inner * kernel, inner * state, parts()
+
+
+def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
+    """State space with one decay a head."""
+    width, kernel, state = (fields.size(name) for name in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
+    heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
+    own = fields.optional("mamba_d_ssm") if "mamba_d_ssm" in fields.defaults else None
+    inner = fields.size("mamba_expand") * width if own is None else own
+    if inner % heads:
+        raise ValueError(f"mamba_n_heads = {heads} does not divide the {inner} channels of the state layers")
+    dim = fields.raw("mamba_d_head")[1]
+    if dim not in (None, "auto", inner // heads):
+        raise ValueError(f"mamba_d_head = {short(dim)} times mamba_n_heads = {heads} is not {inner}, the channels")
+    channels = inner + 2 * groups * state
+    out_bias = fields.flag(about.get("out_bias", "mamba_proj_bias"))
+
+    def parts() -> Iterator[Part]:
+        yield _matrix("in_proj", width, inner + channels + heads, bias=fields.flag("mamba_proj_bias"))
+        yield _conv(channels, kernel, bias=fields.flag("mamba_conv_bias"))
+        yield _numbers("decay", 3 * heads)
+        if fields.flag(about.get("norm", True)):
+            yield _numbers("state_norm", inner)
+        yield _matrix("out_proj", inner, width, bias=out_bias)
+
+    return channels * kernel, heads * (inner // heads) * state, parts()
+
+
+def _short_conv(fields: Fields, about: dict[str, Any]) -> StateSizes:
+    """Return a convolution between two gates; it has no recurrent state."""
+    width, kernel, bias = fields.size("hidden_size"), fields.size("conv_L_cache"), fields.flag("conv_bias")
+
+    def parts() -> Iterator[Part]:
+        yield _matrix("in_proj", width, 3 * width, bias=bias)
+        yield _conv(width, kernel, bias=bias)
+        yield _matrix("out_proj", width, width, bias=bias)
+
+    return width * kernel, 0, parts()
+
+
+def _lightning(fields: Fields, about: dict[str, Any]) -> StateSizes:
+    """Linear attention with a fixed decay a head: a matrix of D by D for each."""
+    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    dim = fields.optional("head_dim") or width // heads
+    inner = heads * dim
+
+    def parts() -> Iterator[Part]:
+        yield _matrix("qkv_proj", width, 3 * inner)
+        yield _matrix("gate_proj", width, inner)
+        yield _numbers("state_norm", inner)
+        yield _matrix("out_proj", inner, width)
+
+    return 0, heads * dim * dim, parts()
+
+
+_KINDS: dict[str, Callable[[Fields, dict[str, Any]], StateSizes]] = {
+    "delta": _delta,
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "conv": _short_conv,
+    "lightning": _lightning,
+}

@@ -1,0 +1,320 @@
+"""Bytes that one attention call on several ranks sends, layout by layout, and the least time it takes.
+
+The one cost model of headwise: `headwise.parallel` counts against it and explains by it, ``headwise plan --context``
+adds it up. Arithmetic only; exact to the byte, for lengths and heads that divide nothing.
+
+    call = Call(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128, number_bytes=2)
+    sent(call, "ring", 4)                     # bytes each of 4 ranks sends, forward
+    sent(call, "ring", 4, backward=True)      # and backward
+    for cost in prices(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14): ...      # the cheapest first
+
+**Who has what.** Queries and the keys of the same tokens lie in the places of `places`: one stretch a rank
+(``contiguous``), or stretches r and 2N - 1 - r of 2N (``zigzag``: causal attention without a window, see `order_of`).
+`shares` cuts: the first ``total % parts`` shares are one longer. Keys of tokens before the first query (a cache) are
+cut by `shares`, too. Heads are cut by `head_shares`: each rank has whole groups, or a part of one.
+
+**What is sent**, in numbers a token; e is `number_bytes`, p is `partial_bytes` (float32), KV is ``K (D + V)`` or the
+latent vector that stands for it:
+
+- ``ring``: in step s keys go from rank r to r + s, directly, and only those that it sees (`shown`): all others under no
+  mask, later ones under a causal one, a halo under a window or chunks. Backward: the same once more, and gradients in
+  float32 of each key that a rank has seen of others' (`needed`), directly home.
+- ``gather``: an all-gather of KV; backward the same, and a reduce-scatter of float32 gradients.
+- ``ulysses``: all-to-all, queries and KV to the rank of their head, outputs back; backward output gradients there,
+  gradients back. KV heads on several ranks go to each; their gradients return in float32, others' in e.
+- `decode_sent`: one step on a cache sharded by token.
+- `all_reduce`, `all_gather`, `reduce_scatter`: collectives, in the same way of counting.
+
+A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
+
+**Sent** is what leaves a rank for another: an all-gather sends its share to each other rank, a reduce-scatter each
+other rank's share of its numbers, an all-reduce is the two. Headers and agreements on sizes are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+from ..shape import check_size, short
+from .sharding import (
+    FLOAT32,
+    MeshCall,
+    TokenOrder,
+    head_shares,
+    keys_by_rank,
+    length,
+    needed,
+    neighbours,
+    order_of,
+    places,
+    shares,
+    shown,
+)
+
+ContextLayout = Literal["ring", "gather", "ulysses"]
+LAYOUTS: tuple[ContextLayout, ...] = get_args(ContextLayout)
+OVERLAPS = ("ring", "gather")  # what they send can travel while they compute
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rank's way to the others: bytes a second out of it, and seconds until a message arrives."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, count: float, messages: int) -> float:
+        """Return the time of that many bytes in that many messages, one after another.
+
+        Example:
+            >>> Link(50e9, 2e-6).seconds(1e9, 3)
+            0.020006
+        """
+        return count / self.bandwidth + messages * self.latency
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def all_gather(parts: Sequence[int]) -> tuple[int, ...]:
+    """Return what each rank sends where all get all parts: its own to each other.
+
+    Example:
+        >>> all_gather([3, 3, 2])
+        (6, 6, 4)
+    """
+    return tuple(part * (len(parts) - 1) for part in parts)
+
+
+def reduce_scatter(parts: Sequence[int]) -> tuple[int, ...]:
+    """Return what each rank sends where rank r gets the sum of all ranks' part r: every part but its own.
+
+    Example:
+        >>> reduce_scatter([3, 3, 2])
+        (5, 5, 6)
+    """
+    whole = sum(parts)
+    return tuple(whole - part for part in parts)
+
+
+def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
+    """Return what each rank sends where all get the sum: a reduce-scatter, then an all-gather.
+
+    Example:
+        >>> all_reduce(8, 4)                           # 2 (N - 1) / N of the numbers
+        (12, 12, 12, 12)
+    """
+    parts = shares(numbers, ranks)
+    return tuple(map(sum, zip(reduce_scatter(parts), all_gather(parts), strict=True)))
+
+
+def sent(
+    call: MeshCall, layout: ContextLayout, ranks: int, *, order: TokenOrder | None = None, backward: bool = False
+) -> tuple[int, ...]:
+    """Return bytes that each rank sends in one call, forward or (`backward`) on the way back.
+
+    Example:
+        >>> call = MeshCall(queries=64, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
+        >>> sent(call, "gather", 4), sent(call, "ulysses", 4)
+        ((6144, 6144, 6144, 6144), (9216, 9216, 9216, 9216))
+
+    Raises:
+        TypeError, ValueError: ranks that are no number of at least 1, an unknown layout, or one that does not serve.
+    """
+    check_size("ranks", ranks)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}; got {short(layout)}")
+    if order not in (None, *get_args(TokenOrder)):
+        raise ValueError(f"order is contiguous or zigzag; got {short(order)}")
+    order = order or order_of(call, ranks)
+    if order == "zigzag" and order_of(call, ranks) != order:
+        raise ValueError("zigzag is for causal attention without a window, of at least two queries a rank")
+    return tuple(call.batch * count for count in _SENT[layout](call, ranks, order, backward))
+
+
+def _ring(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
+    keys, e, kv = shown(call, ranks, order), call.number_bytes, call.kv_numbers
+    home = needed(call, ranks, order) if backward else [0] * ranks
+    return [n * kv * e + back * kv * FLOAT32 for n, back in zip(keys, home, strict=True)]
+
+
+def _gather(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
+    keys, e, kv = keys_by_rank(call, ranks, order), call.number_bytes, call.kv_numbers
+    home = reduce_scatter(keys) if backward else [0] * ranks
+    return [n * kv * e + back * kv * FLOAT32 for n, back in zip(all_gather(keys), home, strict=True)]
+
+
+def _ulysses(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
+    own = [sum(map(length, part)) for part in places(call.queries, ranks, order)]
+    keys, e, D, V = keys_by_rank(call, ranks, order), call.number_bytes, call.head_dim, call.value_dim
+    heads = head_shares(call.heads, call.kv_heads, ranks)
+    per_kv = [call.latent if call.latent and share.heads else share.kv_heads * (D + V) for share in heads]
+    owners = ranks if call.latent else -(-ranks // call.kv_heads)
+    grad_bytes = FLOAT32 if owners > 1 else e
+    per_rank, all_kv = [], sum(per_kv)
+    for r, share in enumerate(heads):
+        others, away = call.queries - own[r], call.keys - keys[r]
+        if backward:
+            there = own[r] * (call.heads - share.heads) * V
+            per_rank.append((there + others * share.heads * D) * e + away * per_kv[r] * grad_bytes)
+        else:
+            there = own[r] * (call.heads - share.heads) * D + keys[r] * (all_kv - per_kv[r])
+            per_rank.append((there + others * share.heads * V) * e)
+    return per_rank
+
+
+_SENT: dict[ContextLayout, Callable[[MeshCall, int, TokenOrder, bool], list[int]]] = {
+    "ring": _ring,
+    "gather": _gather,
+    "ulysses": _ulysses,
+}
+
+
+def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everywhere: bool = True) -> tuple[int, ...]:
+    """Return bytes that each rank sends in a step whose keys are cached on the ranks, token n on rank n mod N.
+
+    Rows (head, batch row, query) are dealt out to the ranks, each of which merges its own: partial outputs and lse go
+    there from the owners, and what is merged goes to all.
+
+    Args:
+        call: the new tokens are its queries, and the last of its keys.
+        ranks: N.
+        owners: how many ranks, the first, hold keys that may be seen (a short window's lie on few); all by default.
+        everywhere: all ranks have all heads and shall have all outputs; else rank r passes heads r H / N to (r + 1) H /
+            N and gets the outputs of these alone: queries go to all, new keys to the ranks of their tokens.
+
+    Example:
+        >>> call = MeshCall(queries=1, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
+        >>> decode_sent(call, 4), decode_sent(call, 4, everywhere=False)
+        ((600, 600, 600, 600), (664, 600, 664, 600))
+    """
+    check_size("ranks", ranks)
+    owners = ranks if owners is None else owners
+    check_size("owners", owners)
+    if owners > ranks:
+        raise ValueError(f"owners is at most ranks; got {owners} of {ranks}")
+    rows, partial = call.batch * call.queries * call.heads, call.value_dim * call.partial_bytes + FLOAT32
+    if everywhere:
+        merged, e = shares(rows, ranks), call.value_dim * call.number_bytes
+        return tuple((rows - own) * partial * (r < owners) + (ranks - 1) * own * e for r, own in enumerate(merged))
+    if call.heads % ranks:
+        raise ValueError(f"ranks that pass their own heads divide the {call.heads} heads; got {ranks} ranks")
+    own, group, per_rank = rows // ranks, call.heads // call.kv_heads, []
+    for r in range(ranks):
+        first, last = r * call.heads // ranks, (r + 1) * call.heads // ranks
+        keys = (last - 1) // group - (first - 1) // group  # those that no rank before has
+        others = sum(place % ranks != r for place in range(call.cached, call.keys))
+        new = call.batch * others * keys * (call.head_dim + call.value_dim)
+        going = new + (ranks - 1) * own * call.head_dim
+        per_rank.append(going * call.number_bytes + (rows - own) * partial * (r < owners))
+    return tuple(per_rank)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def pairs(
+    call: MeshCall, ranks: int, layout: ContextLayout = "ring", order: TokenOrder | None = None
+) -> tuple[int, ...]:
+    """(query, key) pairs times query heads that each rank computes."""
+    order = order or order_of(call, ranks)
+    if layout == "ulysses":
+        return tuple(share.heads * call.pairs(call.queries) for share in head_shares(call.heads, call.kv_heads, ranks))
+    return _pairs(call, ranks, order)
+
+
+@cache
+def _pairs(call: MeshCall, ranks: int, order: TokenOrder) -> tuple[int, ...]:
+    own = places(call.queries, ranks, order)
+    return tuple(call.heads * sum(call.pairs(stop) - call.pairs(start) for start, stop in part) for part in own)
+
+
+def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: bool = False) -> int:
+    """Return messages one after another on the longest way.
+
+    N - 1 in a ring, one from each rank that a halo reaches to, log2 N in a gather, one in each all-to-all.
+    """
+    if ranks == 1:
+        return 0
+    if layout == "ring":
+        one = neighbours(call, ranks) if call.bounded else ranks - 1
+        return one * (1 + backward)
+    if layout == "gather":
+        return (ranks - 1).bit_length() * (1 + backward)
+    return 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One layout's price, of the rank that has most of each.
+
+    Attributes:
+        layout: Which.
+        order: How queries are placed.
+        bytes: Sent by the rank that sends most.
+        messages: One after another on the longest way.
+        pairs: (query, key) pairs times heads of the rank that computes most.
+        link_seconds: For the bytes and messages; None without a link.
+        compute_seconds: For the pairs; None without a speed.
+    """
+
+    layout: ContextLayout
+    order: TokenOrder
+    bytes: int
+    messages: int
+    pairs: int
+    link_seconds: float | None
+    compute_seconds: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """The least time: where both overlap the longer, else the sum; None where neither is known."""
+        times = [time for time in (self.link_seconds, self.compute_seconds) if time is not None]
+        if not times:
+            return None
+        return max(times) if self.layout in OVERLAPS else sum(times)
+
+
+def price(
+    call: MeshCall,
+    layout: ContextLayout,
+    ranks: int,
+    *,
+    link: Link | None = None,
+    flop_rate: float | None = None,
+    backward: bool = False,
+) -> Cost:
+    """Return what one layout costs. Backward computes five products of each pair where forward computes two.
+
+    Example:
+        >>> call = MeshCall(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128)
+        >>> price(call, "ring", 4, link=Link(50e9, 2e-6)).bytes
+        25165824
+    """
+    order = order_of(call, ranks)
+    count, steps = (
+        max(sent(call, layout, ranks, order=order, backward=backward)),
+        messages(call, layout, ranks, backward=backward),
+    )
+    work = max(pairs(call, ranks, layout, order))
+    products = 3 * call.head_dim + 2 * call.value_dim if backward else call.head_dim + call.value_dim
+    return Cost(
+        layout,
+        order,
+        count,
+        steps,
+        work,
+        None if link is None else link.seconds(count, steps),
+        None if flop_rate is None else 2 * call.batch * work * products / flop_rate,
+    )
+
+
+def prices(
+    call: MeshCall, ranks: int, *, link: Link | None = None, flop_rate: float | None = None, backward: bool = False
+) -> tuple[Cost, ...]:
+    """Return the cost of each layout, the cheapest first: by time, then by bytes."""
+    costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in LAYOUTS]
+    return tuple(sorted(costs, key=lambda cost: (cost.seconds or 0.0, cost.bytes)))

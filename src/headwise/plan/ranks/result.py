@@ -1,0 +1,280 @@
+"""``headwise plan --tensor --context-ranks --link``: one model over a grid of ranks, and how it scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..costs.totals import KV_BYTES
+from ..model.model import Model, model_of
+from ..shape import short
+from ..sources import find_config
+from ..units import link as read_link
+from ..units import rate, show_bytes, show_seconds
+from .communication import Link
+from .mesh import Grid, Seconds, Spread, spread
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+MOST_RANKS, FAR = 4096, 10_000_000
+MAX_TOKENS, MAX_BATCH = 10**10, 10**7
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """What a number of ranks comes to at one length of text.
+
+    Attributes:
+        ranks: All of them.
+        tokens: Of the text.
+        rank_bytes: Weights, cache and one layer's activations of a rank.
+        prefill_seconds: At least; without a speed of computing what the link takes.
+        efficiency: Of the first row's time by ranks over this one's; None where no speed of computing is known.
+        link_share: Of a prefill's time, on the link alone; None likewise.
+        decode_seconds: At least, of one more token; None for a model that only reads.
+    """
+
+    ranks: int
+    tokens: int
+    rank_bytes: int
+    prefill_seconds: float
+    efficiency: float | None
+    link_share: float | None
+    decode_seconds: float | None
+
+
+@dataclass(frozen=True)
+class ModelOverRanks:
+    """A model over ranks. Made by `over`; prints as tables.
+
+    Attributes:
+        name: The model's.
+        spread: At the tokens and ranks asked for.
+        scaling: From the smallest grid to 4,096 ranks, at the tokens asked for and at 10 million.
+        notes: What the model's plan leaves out.
+    """
+
+    name: str
+    spread: Spread
+    scaling: tuple[ScalingRow, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [asdict(row) for row in self.scaling]
+        return {"name": self.name, **self.spread.to_dict(), "scaling": rows, "notes": list(self.notes)}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from _tables(self)
+
+    def __str__(self) -> str:
+        from ..show.tables import plain
+
+        return plain(self)
+
+
+def over(
+    config: Any,
+    link: str,
+    *,
+    tensor: int = 1,
+    ranks: int = 1,
+    tokens: int = 131072,
+    batch: int = 1,
+    kv_dtype: str = "bf16",
+    bandwidth: float | str | None = None,
+    flops: float | str | None = None,
+) -> ModelOverRanks:
+    """Return what a model costs over `tensor` times `ranks` ranks: held, sent, and the least times.
+
+    Args:
+        config: As for `headwise.plan.of`.
+        link: Between two ranks, such as ``"50GB/s,2us"``.
+        tensor: Ranks that share heads and feed-forward layers; they divide both.
+        ranks: Ranks that share a text's tokens; any number up to that of tokens.
+        tokens: Of a text.
+        batch: Texts at once.
+        kv_dtype: Numbers in the cache.
+        bandwidth: A rank's memory speed; without it a decoded token has no time of reading.
+        flops: A rank's FLOPs a second; without them only the link's time is told.
+
+    Raises:
+        TypeError: a config of a type that is none of these.
+        ValueError: in one line, for whatever else is wrong.
+
+    Example:
+        >>> found = over("gpt-3", "50GB/s,2us", tensor=8, ranks=16, tokens=2048)
+        >>> found.spread.weight_bytes, found.spread.layers[0].choose.layout
+        (43715791872, 'ulysses')
+    """
+    name, content, card = find_config(config)
+    try:
+        model = model_of(content, name, left_out=tuple(card.get("left_out", ())))
+    except ValueError as wrong:
+        raise ValueError(f"{name!r}: {wrong}") from None
+    check_grid(tensor, ranks, tokens, batch)
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_BYTES:
+        raise ValueError(f"kv_dtype is one of {', '.join(KV_BYTES)}; got {short(kv_dtype)}")
+    grid = Grid(
+        tensor,
+        ranks,
+        Link(*read_link(link)),
+        None if bandwidth is None else rate(bandwidth, "bandwidth"),
+        None if flops is None else rate(flops, "flops"),
+    )
+    at = spread(model, grid, tokens, batch=batch, kv_dtype=kv_dtype)
+    return ModelOverRanks(name, at, _scaling(model, at, kv_dtype), model.notes_at([tokens]))
+
+
+def check_grid(
+    tensor: int,
+    ranks: int,
+    tokens: int,
+    batch: int,
+    *,
+    names: tuple[str, str, str, str] = ("tensor", "ranks", "tokens", "batch"),
+) -> None:
+    """Raise ValueError for numbers that make no grid; `names` is what whoever gave them calls them."""
+    mosts = MOST_RANKS, MOST_RANKS, MAX_TOKENS, MAX_BATCH
+    for what, value, most in zip(names, (tensor, ranks, tokens, batch), mosts, strict=True):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ValueError(f"{what} is a whole number between 1 and {most}; got {short(value)}")
+    if tensor * ranks > MOST_RANKS:
+        raise ValueError(f"{names[0]} times {names[1]} is at most {MOST_RANKS}; got {tensor} x {ranks}")
+    if ranks > tokens:
+        raise ValueError(f"{names[1]} = {ranks} is more than the text has tokens, {tokens}")
+
+
+def _scaling(model: Model, at: Spread, kv_dtype: str) -> tuple[ScalingRow, ...]:
+    rows: list[ScalingRow] = []
+    for tokens in sorted({at.tokens, FAR}):
+        first: ScalingRow | None = None
+        context = 1
+        while at.grid.tensor * context <= MOST_RANKS and context <= tokens:
+            grid = replace(at.grid, context=context)
+            row = _row(spread(model, grid, tokens, batch=at.batch, kv_dtype=kv_dtype), first)
+            first = first or row
+            rows.append(row)
+            context *= 2
+    return tuple(rows)
+
+
+def _row(one: Spread, first: ScalingRow | None) -> ScalingRow:
+    time, decode = one.prefill, one.decode
+    seconds = time.link if time.total is None else time.total
+    efficiency = share = None
+    if time.compute is not None and seconds:
+        share = time.link / seconds
+        ranks, before = (one.grid.ranks, seconds) if first is None else (first.ranks, first.prefill_seconds)
+        efficiency = ranks * before / (one.grid.ranks * seconds)
+    memory = one.weight_bytes + one.cache_bytes + one.activation_bytes
+    after = None if decode is None else decode.link if decode.total is None else decode.total
+    return ScalingRow(one.grid.ranks, one.tokens, memory, seconds, efficiency, share, after)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+ABSENT = "-"
+
+
+def _tables(model: ModelOverRanks) -> Iterator[Any]:
+    """Yield the whole text, in order."""
+    from rich.text import Text
+
+    yield _rank(model)
+    yield _layouts(model.spread)
+    yield _scaling_table(model)
+    yield Text(_remarks(model))
+
+
+def _rank(model: ModelOverRanks) -> Table:
+    from rich.table import Table
+
+    at = model.spread
+    grid = at.grid
+    table = Table(model.name, "a rank", title=f"{grid.ranks:,} ranks: {grid.tensor} x heads, {grid.context} x tokens")
+    text = f"{at.tokens:,} tokens" + (f", batch {at.batch}" if at.batch > 1 else "")
+    table.add_row("at", text)
+    table.add_row("weights", show_bytes(at.weight_bytes))
+    table.add_row("cache", ABSENT if at.decode is None else show_bytes(at.cache_bytes))
+    table.add_row("activations of a layer", show_bytes(at.activation_bytes))
+    table.add_row("sent in a prefill", show_bytes(at.sent()))
+    sent = sum(layer.count * layer.decode_bytes for layer in at.layers)
+    table.add_row("sent in a decoded token", ABSENT if at.decode is None else show_bytes(sent))
+    table.add_row("prefill, at least", _times(at.prefill))
+    table.add_row("a decoded token, at least", ABSENT if at.decode is None else _times(at.decode))
+    return table
+
+
+def _times(time: Seconds) -> str:
+    parts = {"computing": time.compute, "memory": time.memory, "link": time.link}
+    parts_text = ", ".join(f"{name} {show_seconds(value)}" for name, value in parts.items() if value is not None)
+    return parts_text if time.total is None else f"{show_seconds(time.total)} ({parts_text})"
+
+
+def _layouts(at: Spread) -> Table:
+    """For each kind of layer what each layout sends and takes; the one to choose first."""
+    from rich.table import Table
+
+    headers = ("layers", "layout", "sent, forward", "backward", "activations", "link", "at least")
+    table = Table(*headers, title="One layer of a prefill, on the rank that has most")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for layer in at.layers:
+        table.add_section()
+        table.add_row(
+            f"{layer.count} {layer.kind}", "tensor (two all-reduces)", show_bytes(layer.tensor_bytes), "", "", "", ""
+        )
+        for cost in layer.costs:
+            name = f"{cost.layout}, {cost.order}" if cost.layout == "ring" and not _halo(layer.kind) else cost.layout
+            name = "halo" if cost.layout == "ring" and _halo(layer.kind) else name
+            table.add_row(
+                "",
+                name + (" (choose)" if cost is layer.choose else ""),
+                show_bytes(cost.bytes),
+                show_bytes(layer.backward[cost.layout]),
+                show_bytes(layer.activations[cost.layout]),
+                ABSENT if cost.link_seconds is None else show_seconds(cost.link_seconds),
+                ABSENT if cost.seconds is None else show_seconds(cost.seconds),
+            )
+    return table
+
+
+def _halo(kind: str) -> bool:
+    return kind.startswith(("window", "chunks"))
+
+
+def _scaling_table(model: ModelOverRanks) -> Table:
+    from rich.table import Table
+
+    headers = ("ranks", "tokens", "held by a rank", "prefill", "efficiency", "link", "a decoded token")
+    table = Table(*headers, title="Scaling: the least times, by the link's bandwidth and latency")
+    for column in table.columns:
+        column.justify = "right"
+    tokens = None
+    for row in model.scaling:
+        if tokens not in (None, row.tokens):
+            table.add_section()
+        tokens = row.tokens
+        table.add_row(
+            f"{row.ranks:,}",
+            f"{row.tokens:,}",
+            show_bytes(row.rank_bytes),
+            show_seconds(row.prefill_seconds),
+            ABSENT if row.efficiency is None else f"{row.efficiency:.0%}",
+            ABSENT if row.link_share is None else f"{row.link_share:.0%}",
+            ABSENT if row.decode_seconds is None else show_seconds(row.decode_seconds),
+        )
+    return table
+
+
+def _remarks(model: ModelOverRanks) -> str:
+    lines = [f"not counted or not known: {note}" for note in model.notes]
+    if model.spread.prefill.compute is None:
+        lines.append("without a speed of computing (flops) times are the link's alone")
+    if model.spread.model.towers or model.spread.model.states:
+        lines.append("towers and layers with a state lie on every rank, whole")
+    return "\n".join(lines)

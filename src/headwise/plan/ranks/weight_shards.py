@@ -1,0 +1,64 @@
+"""The parts of a model as one of the ranks has them that share its heads and widths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..model.layer import AttentionLayer
+from ..model.model import Model
+from ..model.parts import Part
+
+WHOLE = {"router", "shared_gate"}  # of the feed-forward layers: on every rank
+
+
+def local(layer: AttentionLayer, tensor: int) -> AttentionLayer:
+    """The layer as one of the tensor ranks has it: its share of the heads, and of the key-value heads at least one."""
+    out = None if layer.out_width is None else layer.out_width // tensor
+    kv_heads = max(1, layer.num_kv_heads // tensor)
+    return replace(layer, num_heads=layer.num_heads // tensor, num_kv_heads=kv_heads, out_width=out)
+
+
+def parts_of(model: Model, tensor: int) -> Iterator[tuple[Part, Part]]:
+    """(a part as one tensor rank has it, the whole): attention, feed-forward, table and head are shared out.
+
+    Where the ranks do not divide the key-value heads, each holds the projections to them whole, and computes its own.
+    """
+    for layer in model.layers:
+        for part, whole in zip(local(layer, tensor).parts(), layer.parts(), strict=True):
+            on_all = layer.num_kv_heads % tensor and layer.latent is None and part.name in ("k_proj", "v_proj")
+            yield replace(part, parameters=whole.parameters) if on_all else part, whole
+    for part in [*model.others, *(part for state in model.states for part in state.parts())]:
+        yield _share(part, tensor), part
+    for tower in model.towers:
+        yield from ((part, part) for part in tower.parts())
+
+
+def _share(part: Part, tensor: int) -> Part:
+    if part.name in ("embeddings", "lm_head"):
+        return _divided(part, tensor, 0)
+    if part.room == "mlp" and part.name not in WHOLE and part.matrices:
+        inside = sum(inputs * outputs * copies for inputs, outputs, copies in part.matrices)
+        return _divided(part, tensor, part.parameters - inside)
+    return part
+
+
+def _divided(part: Part, tensor: int, whole: int) -> Part:
+    """Return the part with its numbers divided, up; `whole` of its parameters (biases) are on every rank."""
+
+    def share(number: int) -> int:
+        return -(-number // tensor)
+
+    return replace(
+        part,
+        parameters=share(part.parameters - whole) + whole if part.parameters else 0,
+        macs=share(part.macs),
+        active=share(part.active),
+    )
+
+
+def rank_bytes(model: Model, part: Part, whole: Part) -> int:
+    """Return bytes of a part on a rank: its share of what the whole takes, packed or not."""
+    if not whole.parameters:
+        return 0
+    return -(-model.part_bytes(whole) * part.parameters // whole.parameters)

@@ -1,0 +1,186 @@
+"""The answer: what the attention of one model costs, as a frozen record that prints, draws and goes to JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config.reader import parse
+from .costs import totals as costs
+from .costs.plan_data import ContextCost, PlanData
+from .model.heads_plan import apply_heads
+from .model.model import Model, model_of
+from .shape import short
+from .sources import find_config
+from .units import rate
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+MAX_CONTEXT, MAX_BATCH, MAX_CONTEXTS = 10**10, 10**7, 64
+
+
+@dataclass(frozen=True)
+class AttentionPlan(PlanData):
+    """What the attention of a model costs. Made by `of`; prints as tables and a chart, draws itself in a notebook.
+
+    Attributes:
+        model: The model as read: every layer with its sizes.
+        batch: Texts at once.
+        kv_dtype: What the cache's numbers are.
+        contexts: The costs, context by context.
+        planned: The same model after a heads plan, priced alike; None without one.
+        card: What its built-in card says, where common texts tell another story; empty without a card.
+
+    Example:
+        >>> plan = of("gpt-3", context=2048)
+        >>> plan.kind, plan.contexts[0].cache_bytes / 2**30, plan.parameters()["total"]
+        ('MHA', 9.0, 174604259328)
+    """
+
+    planned: AttentionPlan | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from .show.tables import tables
+
+        yield from tables(self)
+
+    def __str__(self) -> str:
+        from .show.tables import plain
+
+        return plain(self)
+
+    def svg(self) -> str:
+        """Return the cache against context as an SVG image; MissingExtra where Matplotlib is not installed."""
+        from .show.chart import svg
+
+        return svg([self])
+
+    def _repr_html_(self) -> str:
+        from base64 import b64encode
+        from html import escape
+
+        text = f"<pre>{escape(str(self))}</pre>"
+        try:
+            image = "" if self.model.is_encoder else b64encode(self.svg().encode()).decode()
+        except ImportError:  # without Matplotlib there is no image
+            image = ""
+        return text + (f'<img alt="cache against context" src="data:image/svg+xml;base64,{image}">' if image else "")
+
+
+def of(
+    config: Any,
+    *,
+    context: int | Sequence[int] = (8192, 131072),
+    batch: int = 1,
+    kv_dtype: str = "bf16",
+    heads_plan: Mapping[str, Any] | str | Path | None = None,
+    bandwidth: float | str | None = None,
+    flops: float | str | None = None,
+) -> AttentionPlan:
+    """Return what the attention of a model costs, from its config alone.
+
+    Args:
+        config: A config.json, a checkpoint folder, a card's name, a hub name in the local cache, a dict, or a
+            transformers config.
+        context: Tokens of a text; several to compare.
+        batch: Texts at once.
+        kv_dtype: Numbers in the cache: bf16, fp16, fp32, fp8 or int8, which has a scale for every token and head.
+        heads_plan: Which heads are kept, or how many key-value heads remain: a dict or a JSON file, as in
+            `headwise.plan.heads`.
+        bandwidth: Memory speed in bytes a second, or a text such as ``"3.35TB/s"``.
+        flops: FLOPs a second, or a text such as ``"990TF"``.
+
+    Raises:
+        TypeError: a config or heads plan of a type that is none of these.
+        ValueError: in one line, for whatever else is wrong: no such config, an architecture or field that is not
+            modelled, a number out of range.
+
+    Example:
+        >>> plan = of("gpt-3", context=2048)
+        >>> plan.kind, plan.bytes_per_token, plan.contexts[0].cache_bytes
+        ('MHA', 4718592, 9663676416)
+    """
+    name, content, card = find_config(config)
+    try:
+        model = model_of(content, name, left_out=tuple(card.get("left_out", ())))
+    except ValueError as wrong:
+        raise ValueError(f"{name!r}: {wrong}") from None
+    lengths = _checked(context, batch, kv_dtype)
+    speeds = {
+        "bandwidth": None if bandwidth is None else rate(bandwidth, "bandwidth"),
+        "flop_rate": None if flops is None else rate(flops, "flops"),
+    }
+    planned = None
+    if heads_plan is not None:
+        entries = _heads_plan(heads_plan)
+        try:
+            after = apply_heads(model, entries)
+        except ValueError as wrong:
+            raise ValueError(f"{name!r}: {wrong}") from None
+        planned = _priced(after, lengths, batch, kv_dtype, speeds)
+    priced = _priced(model, lengths, batch, kv_dtype, speeds)
+    return AttentionPlan(model, batch, kv_dtype, priced.contexts, planned, card.get("note", ""))
+
+
+def _priced(
+    model: Model, lengths: tuple[int, ...], batch: int, kv_dtype: str, speeds: dict[str, float | None]
+) -> AttentionPlan:
+    numbers = costs.bytes_of(kv_dtype)
+    return AttentionPlan(model, batch, kv_dtype, tuple(_cost(model, n, batch, numbers, speeds) for n in lengths))
+
+
+def _cost(
+    model: Model, context: int, batch: int, numbers: tuple[int, int], speeds: dict[str, float | None]
+) -> ContextCost:
+    number, scale = numbers
+
+    def cache(what: Model | None, *, windowed: bool = True) -> int | None:
+        if what is None:
+            return None
+        return costs.cache_bytes(what, context, number, batch=batch, windowed=windowed, scale_bytes=scale)
+
+    latent = any(layer.latent is not None for layer in model.layers)
+    eager, kernel = costs.eager_bytes(model, context, batch=batch)
+    return ContextCost(
+        context,
+        model.source_tokens(context),
+        cache(model) or 0,
+        costs.state_bytes(model, batch=batch),
+        cache(model, windowed=False) or 0,
+        cache(costs.as_kv_heads(model, None)) or 0,
+        cache(costs.as_kv_heads(model, 8)),
+        cache(costs.as_kv_heads(model, 1)) or 0,
+        costs.prefill(model, context, batch=batch),
+        costs.decode(model, context, batch=batch),
+        costs.decode(model, context, batch=batch, absorbed=False) if latent else None,
+        eager,
+        kernel,
+        costs.floors(model, context, number, scale_bytes=scale, **speeds),
+    )
+
+
+def _checked(context: int | Sequence[int], batch: int, kv_dtype: str) -> tuple[int, ...]:
+    several = isinstance(context, (Sequence, Set, Iterator)) and not isinstance(context, (str, bytes))
+    lengths: tuple[Any, ...] = tuple(context) if several else (context,)  # type: ignore[arg-type]
+    if not 1 <= len(lengths) <= MAX_CONTEXTS:
+        raise ValueError(f"give 1 to {MAX_CONTEXTS} contexts; got {len(lengths)}")
+    for what, value, most in (*(("context", n, MAX_CONTEXT) for n in lengths), ("batch", batch, MAX_BATCH)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ValueError(f"{what} is a whole number between 1 and {most}; got {short(value)}")
+    if not isinstance(kv_dtype, str) or kv_dtype not in costs.KV_BYTES:
+        raise ValueError(f"kv_dtype is one of {', '.join(costs.KV_BYTES)}; got {short(kv_dtype)}")
+    return lengths
+
+
+def _heads_plan(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"a heads plan is a dict or the path of a JSON file; got {type(source).__name__}")
+    try:
+        return parse(Path(source))
+    except ValueError as wrong:
+        raise ValueError(f"heads plan {str(source)!r}: {wrong}") from None

@@ -1,0 +1,318 @@
+"""A plan as tables for a terminal; several plans side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..model.layer import AttentionLayer
+from ..model.model import Model
+from ..shape import short
+from ..units import figures, show, show_bytes, show_seconds
+from .chart import bars, check_plans, labels
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..costs.plan_data import ContextCost, PlanData
+
+SYMBOLS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "q_down": "W_DQ", "kv_down": "W_DKV"}
+NONE = "-"
+
+
+def plain(result: Any) -> str:
+    """Return what `print` of a plan, or of any result that Rich knows how to show, gives: its tables without colour."""
+    from rich.console import Console
+
+    console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as text:
+        console.print(result)
+    return text.get().rstrip()
+
+
+def tables(plan: PlanData) -> Iterator[Any]:
+    """Yield the whole text of one plan, in order."""
+    from rich.text import Text
+
+    yield overview([plan])
+    yield projections(plan)
+    yield from (_floor_table(cost) for cost in plan.contexts if cost.floors)
+    if plan.planned is not None:
+        yield savings(plan, plan.planned)
+    if not plan.model.is_encoder:
+        yield Text(bars(plan))
+    yield Text(remarks(plan))
+
+
+def side_by_side(plans: Sequence[PlanData]) -> Any:
+    """The overview of several plans, then what each one's heads plan saves and its steps at the speeds that were given.
+
+    Each one's remarks stand below; rich prints it.
+
+    Raises:
+        TypeError: no list of plans.
+        ValueError: an empty one, or plans of different contexts or batches, whose numbers are not to be compared.
+
+    Example:
+        >>> from headwise import plan
+        >>> table = plan.side_by_side([plan.of("gpt-3"), plan.of("gpt-3", kv_dtype="fp8")])
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    check_plans(plans)
+    _check_alike(plans)
+    named = list(zip(labels(plans), plans, strict=True))
+    own = [_titled(name, table) for name, plan in named for table in _beside_others(plan)]
+    return Group(overview(plans), *own, *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
+
+
+def _beside_others(plan: PlanData) -> Iterator[Table]:
+    """Yield what was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
+    if plan.planned is not None:
+        yield savings(plan, plan.planned)
+    yield from (_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None)
+
+
+def _titled(name: str, table: Table) -> Table:
+    """Return the table of one plan among several."""
+    from rich.text import Text
+
+    table.title = Text(f"{name}: {table.title}")
+    return table
+
+
+def _check_alike(plans: Sequence[PlanData]) -> None:
+    """Raise ValueError where a row would have numbers of different contexts or batches."""
+    first = plans[0]
+    for plan in plans:
+        pairs = {"contexts": [[cost.context for cost in one.contexts] for one in (first, plan)]}
+        pairs["batch"] = [[one.batch] for one in (first, plan)]
+        for what, (one, other) in pairs.items():
+            if one != other:
+                shown = [", ".join(map(str, numbers)) for numbers in (one, other)]
+                raise ValueError(
+                    f"plans side by side have the same {what}; {first.name} has {shown[0]} and {plan.name} {shown[1]}"
+                )
+
+
+def remarks(plan: PlanData) -> str:
+    """Return what the reader must know beside the numbers."""
+    lines = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
+    if plan.notes:
+        lines = [f"not counted or not known: {note}" for note in plan.notes]
+    if plan.card:
+        lines.append(f"card: {plan.card}")
+    if any(part.name == "experts" for part in plan.model.others):
+        lines.append(
+            "a batch meets more experts than one token does; its floor counts one token's, the least there can be"
+        )
+    return "\n".join(lines)
+
+
+# --- one column a plan ------------------------------------------------------------------------------------------------
+
+
+def overview(plans: Sequence[PlanData]) -> Table:
+    """Sizes, parameters, cache and operations; a column for each plan."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", title="What attention costs")
+    for name in labels(plans):
+        table.add_column(Text(name))
+    one_dtype = len({plan.kv_dtype for plan in plans}) == 1
+    columns = [_facts(plan, one_dtype=one_dtype) for plan in plans]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(Text(column.get(name, NONE)) for column in columns))
+    first = plans[0]
+    for i, cost in enumerate(first.contexts):
+        table.add_section()
+        rows = [_context_facts(plan, plan.contexts[i]) for plan in plans]
+        table.add_row(f"at {cost.context:,} tokens" + (f", batch {first.batch}" if first.batch > 1 else ""))
+        for name in rows[0]:
+            table.add_row(f"  {name}", *(Text(row[name]) for row in rows))
+    return table
+
+
+def _facts(plan: PlanData, *, one_dtype: bool) -> dict[str, str]:
+    model, rooms = plan.model, plan.parameters()
+    share = rooms["attention"] / rooms["total"]
+    first = model.layers[0]
+    return {
+        "kind": plan.kind,
+        "d_model": f"{model.d_model:,}",
+        "attention layers": _layer_counts(model.layers),
+        "heads, kv heads": _spread(f"{layer.num_heads}, {layer.num_kv_heads}" for layer in model.layers),
+        "d_k, d_v": f"{first.head_dim}, {first.value_dim}",
+        **_state_facts(model),
+        "attention parameters": f"{rooms['attention']:,} ({share:.1%} of the model)",
+        "  a layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
+        "all parameters": f"{rooms['total']:,}" + ("" if plan.exact else " (see the notes)"),
+        "  of which a token passes": f"{model.active_parameters():,}",
+        **_beside(plan),
+        "weights": f"{show_bytes(model.stored_bytes())}"
+        + (f", {model.packing.method}" if model.packing is not None else ""),
+        "computations a pass": f"{plan.attention_computations:,} (layers x heads)",
+        f"cache a token ({plan.kv_dtype})" if one_dtype else "cache a token": f"{plan.bytes_per_token:,} B",
+    }
+
+
+def _beside(plan: PlanData) -> dict[str, str]:
+    """Towers, each with its parameters and a picture's cost; layers that predict further tokens."""
+    rows = {}
+    for tower in plan.model.towers:
+        cost, first = tower.flops(), tower.layers[0]
+        once = "" if cost is None else f"; {tower.tokens:,} tokens, {show(cost, 'FLOP')} each time"
+        rows[f"  of which {tower.name.removesuffix('_config')}"] = (
+            f"{tower.parameter_count():,}: {len(tower.layers)} layers of {first.num_heads} heads{once}"
+        )
+    further = plan.further()
+    if further is not None:
+        rows["further tokens' layers, apart"] = (
+            f"{further['layers']}: {further['parameters']:,}, cache a token {further['bytes_per_token']:,} B"
+        )
+    return rows
+
+
+def _state_facts(model: Model) -> dict[str, str]:
+    """Return the layers with a state, where there are any."""
+    if not model.states:
+        return {}
+    count, one = len(model.states), model.states[0]
+    size = show_bytes(one.bytes(model.number_bytes))
+    return {"layers with a state": f"{count} {one.kind}, {size} each for a text of any length"}
+
+
+def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
+    gqa = NONE if cost.as_gqa8_bytes is None else show_bytes(cost.as_gqa8_bytes)
+    if plan.model.is_encoder:
+        cache = {
+            "cache held": "none: it reads a whole text at once",
+            "cache reserved": NONE,
+            "as MHA, GQA-8, MQA": NONE,
+        }
+    else:
+        cache = {
+            "cache held": show_bytes(cost.cache_bytes)
+            + (f" and {show_bytes(cost.state_bytes)} of states" if cost.state_bytes else ""),
+            "cache reserved": f"{show_bytes(cost.reserved_bytes)}, every layer the whole context",
+            "as MHA, GQA-8, MQA": f"{show_bytes(cost.as_mha_bytes)}, {gqa}, {show_bytes(cost.as_mqa_bytes)}",
+        }
+    decode = NONE
+    if cost.decode is not None:
+        decode = f"{show(cost.decode.total, 'FLOP')}, attention {show(cost.decode.attention, 'FLOP')}"
+    if cost.decode_expanded is not None:
+        decode += f"; keys and values made anew {show(cost.decode_expanded.total, 'FLOP')}"
+    return {
+        **cache,
+        "prefill": f"{show(cost.prefill.total, 'FLOP')}, attention {show(cost.prefill.attention, 'FLOP')}"
+        + (
+            f" ({show(cost.prefill.dense, 'FLOP')} without its mask)"
+            if cost.prefill.dense > cost.prefill.attention
+            else ""
+        ),
+        "one decoded token": decode,
+        "eager's weights": f"{show_bytes(cost.eager_bytes)} a layer, a kernel {show_bytes(cost.kernel_bytes)}",
+    }
+
+
+def _layer_counts(layers: Sequence[AttentionLayer]) -> str:
+    roles = dict.fromkeys(layer.role for layer in layers)
+    counts = [f"{sum(layer.role == role for layer in layers)} {role}" for role in roles]
+    return counts[0].split()[0] if len(counts) == 1 else ", ".join(counts)
+
+
+def _spread(values: Any) -> str:
+    """Return the value all layers share, or the first few of those there are."""
+    different = list(dict.fromkeys(values))
+    return "; ".join(different[:3]) + ("; ..." if len(different) > 3 else "")
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def projections(plan: PlanData) -> Table:
+    """Return parameters of each projection, a layer and in all, biases with their matrix."""
+    from rich.table import Table
+
+    table = Table("parameters", "a layer", "in all layers", title="Projections")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    names = dict.fromkeys(name for layer in plan.model.layers for name in layer.parameter_counts())
+    for name in names:
+        counts = [layer.parameter_counts().get(name, 0) for layer in plan.model.layers]
+        shown = f"{SYMBOLS[name]}  {name}" if name in SYMBOLS else name
+        table.add_row(shown, _spread(f"{count:,}" for count in counts), f"{sum(counts):,}")
+    return table
+
+
+def _floor_table(cost: ContextCost) -> Table:
+    from rich.table import Table
+
+    headers = (
+        "batch",
+        "read a step",
+        "computed a step",
+        "FLOP a byte",
+        "step at least",
+        "tokens/s at most",
+        "bound by",
+    )
+    speeds = cost.floors[0].seconds is not None
+    table = Table(*headers[: 7 if speeds else 4], title=f"One decoding step at {cost.context:,} tokens")
+    for column in table.columns[:6]:
+        column.justify = "right"
+    for floor in cost.floors:
+        row = [str(floor.batch), show_bytes(floor.bytes), show(floor.flops, "FLOP"), figures(floor.intensity)]
+        if floor.seconds is not None and floor.tokens_per_second is not None:
+            row += [show_seconds(floor.seconds), figures(floor.tokens_per_second), floor.binds]
+        table.add_row(*row)
+    return table
+
+
+def savings(plan: PlanData, planned: PlanData) -> Table:
+    """Before and after a heads plan."""
+    from rich.table import Table
+
+    table = Table("heads plan", "before", "after", "saved", title="What the heads plan saves")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    whole, rest = plan.parameters(), planned.parameters()
+    _saving(table, "attention parameters", whole["attention"], rest["attention"], "{:,}".format)
+    _saving(table, "all parameters", whole["total"], rest["total"], "{:,}".format)
+    _saving(table, "computations a pass", plan.attention_computations, planned.attention_computations, "{:,}".format)
+    _saving(table, "cache a token", plan.bytes_per_token, planned.bytes_per_token, "{:,} B".format)
+    for before, after in zip(plan.contexts, planned.contexts, strict=True):
+        at = f"at {before.context:,}: "
+        _saving(table, at + "cache", before.cache_bytes, after.cache_bytes, show_bytes)
+        _saving(table, at + "prefill", before.prefill.total, after.prefill.total, lambda n: show(n, "FLOP"))
+        if before.decode is not None and after.decode is not None:
+            _saving(table, at + "one token", before.decode.total, after.decode.total, lambda n: show(n, "FLOP"))
+    return table
+
+
+def _saving(table: Table, name: str, before: int, after: int, show: Any) -> None:
+    table.add_row(name, show(before), show(after), f"{1 - after / before:.1%}" if before else NONE)
+
+
+def card_list(known: dict[str, Any]) -> Any:
+    """What `known` holds: the built-in cards with where common texts differ, and the architectures; rich prints it.
+
+    Raises TypeError for anything else.
+
+    Example:
+        >>> from headwise import plan
+        >>> listed = plan.card_list(plan.known())
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if not isinstance(known, dict) or not {"cards", "architectures"} <= set(known):
+        raise TypeError(f"give what headwise.plan.known() gives; got {short(known)}")
+    table = Table("card", "model", "the facts, where common texts differ", title="Built-in cards")
+    for name, card in known["cards"].items():
+        table.add_row(name, card["title"], card.get("note", ""))
+    line = f"{len(known['architectures'])} architectures of configs are known: {', '.join(known['architectures'])}"
+    return Group(table, Text(line))

@@ -1,0 +1,1 @@
+"""Where a checkpoint keeps the weights of each head."""

@@ -1,0 +1,305 @@
+"""Where a checkpoint keeps its attention: layers, their sizes, and how each of their tensors divides into heads."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ...plan.config.fields import Fields, architectures, heads_of
+from ...plan.model.heads_by_layer import FIELD, base_type, by_layer_config, has_heads_by_layer, original_config
+from ...plan.shape import short
+from .head_axes import Sizes, TensorRuns, form
+
+ROLES = ("encoder", "self", "cross")
+NEEDED = {"queries": {"q"}, "keys": {"k", "n"}, "values": {"v"}, "output": {"o"}}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer of a checkpoint.
+
+    Attributes:
+        key: What to call it, as `headwise.plan` does: ``3``; beside a decoder's, ``encoder.3`` and ``cross.3``.
+        role: ``self``, ``encoder`` or ``cross``.
+        index: Which of its role.
+        prefix: What the names of its tensors begin with.
+        sizes: Its numbers of heads, and theirs.
+        tensors: Its tensors by name, and how they divide into heads.
+    """
+
+    key: str
+    role: str
+    index: int
+    prefix: str
+    sizes: Sizes
+    tensors: Mapping[str, TensorRuns]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of the architecture of one checkpoint, and its layers.
+
+    Attributes:
+        model_type: Its name.
+        about: Its entry in the table of layouts.
+        fields: The config's, as the planner reads them.
+        config: config.json; of a model of several kinds of input, the part of it that is the text model's.
+        layers: Those of attention; of the text model.
+        outer: The name of that part and all of config.json, where there is such a part.
+    """
+
+    model_type: str
+    about: Mapping[str, Any]
+    fields: Fields
+    config: Mapping[str, Any]
+    layers: tuple[Layer, ...]
+    outer: tuple[str, Mapping[str, Any]] | None = None
+
+    def whole(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all of config.json, with this as `config`."""
+        if self.outer is None:
+            return dict(config)
+        name, outer = self.outer
+        return {**outer, name: dict(config)}
+
+    @property
+    def d_model(self) -> int:
+        """Width of the stream."""
+        return self.fields.size("hidden_size")
+
+    @property
+    def has_head_dim(self) -> bool:
+        """Whether the config says how large a head is; else it is d_model / num_heads, and cannot stay."""
+        return "head_dim" in self.fields.own or "head_dim" in self.fields.defaults or self.is_latent
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come out of a small shared vector."""
+        return bool(self.fields.architecture.get("latent"))
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether a class exists that has its own number of heads in each layer (see `headwise.plan.model.heads_by_layer`)."""
+        return has_heads_by_layer(base_type(self.model_type) or self.model_type)
+
+    @cached_property
+    def counts(self) -> dict[str, list[Layer]]:
+        """The layers by the config field that counts their query heads: all of a field have equally many.
+
+        Where each layer may have its own number, each is alone under its place in the list of them.
+        """
+        if self.by_layer:
+            return {f"{FIELD}[{layer.index}]": [layer] for layer in self.layers}
+        table: dict[str, list[Layer]] = {}
+        for layer in self.layers:
+            table.setdefault(heads_field(self.fields, layer.role), []).append(layer)
+        return table
+
+    def field_name(self, field: str) -> str:
+        """Return what to call a field of `counts` in a text about all layers."""
+        return heads_field(self.fields, self.counts[field][0].role) if self.by_layer else field
+
+    @property
+    def same_heads(self) -> tuple[str, ...]:
+        """Roles whose layers share a table with a column a head, so that all must keep the same heads."""
+        return tuple(self.about.get("same_heads", ()))
+
+    def layer(self, key: str) -> Layer:
+        """Return the layer of that name."""
+        for layer in self.layers:
+            if layer.key == key:
+                return layer
+        keys = [layer.key for layer in self.layers]
+        raise ValueError(f"no layer {short(key)}; the layers are {', '.join(_ends(keys))}")
+
+
+def _ends(keys: list[str]) -> list[str]:
+    """Return the first and the last layer of each role, as a range; a layer alone by its name."""
+    ends = []
+    for role in ROLES:
+        mine = [key for key in keys if (key.partition(".")[0] if "." in key else "self") == role]
+        ends += [" to ".join(dict.fromkeys((mine[0], mine[-1])))] if mine else []
+    return ends
+
+
+def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[str, Any]) -> Family:
+    """Return what `layouts` knows of a checkpoint with this config and these tensors.
+
+    Raises:
+        ValueError: in one line: an architecture that is not in the table, a config that contradicts itself, layers or
+            tensors of attention that are missing, or some that the table does not know and that would be left as they
+            are.
+    """
+    model_type, families = config.get("model_type"), layouts["families"]
+    base = base_type(model_type) or model_type
+    about = families.get(base) if isinstance(base, str) else None
+    if about is None or not isinstance(model_type, str):
+        near = difflib.get_close_matches(str(model_type)[:60], families, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(families))}"
+        raise ValueError(f"how {short(model_type)} stores its heads is not known; {hint}")
+    outer = None
+    known = about.get("fields") or architectures()[str(base)]
+    if "text" in known:
+        part, text_type = known["text"]["key"], known["text"]["type"]
+        inner = config.get(part)
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"has no {part}, where the text model's sizes are")
+        outer, config = (part, config), inner
+        about, known = {**families[text_type], **about}, architectures()[text_type]
+    plain, heads = original_config(config)
+    fields = Fields(plain, known)
+    for name, value in about.get("when", {}).items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} = {short(config[name])}: how such a checkpoint stores its heads is not known")
+    names = list(names)
+    layers: list[Layer] = []
+    for way in (about, {**about, **about.get("in_memory", {})}):
+        layers = _layers(fields, way, layouts["forms"], names)
+        if layers:
+            break
+    if not layers:
+        paths = ", ".join(about["layers"].values())
+        raise ValueError(f"there are no weights of attention where {model_type} has them ({paths})")
+    if heads is not None:
+        layers = [replace(layer, sizes=replace(layer.sizes, H=n, K=n)) for layer, n in zip(layers, heads, strict=True)]
+    return Family(model_type, about, fields, config, tuple(layers), outer)
+
+
+def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], names: list[str]) -> list[Layer]:
+    known = {name: form(text) for name, text in {**forms[way["form"]], **way.get("tensors", {})}.items()}
+    layers = []
+    for role, path in way["layers"].items():
+        numbered = _found(path, names)
+        if not numbered:
+            continue
+        count = fields.size(_count(role, fields))
+        if sorted(numbered) != list(range(count)):
+            odd = sorted(set(numbered) ^ set(range(count)))[0]
+            what = "missing" if odd < count else "one too many"
+            raise ValueError(
+                f"config.json counts {count} layers, and the weights hold {len(numbered)} at {path}: number {odd} is "
+                f"{what}; further layers (that predict several tokens, say) would keep heads that the config denies"
+            )
+        alone = len(way["layers"]) == 1
+        sizes = sizes_of(fields, role)
+        for index, (prefix, tensors) in sorted(numbered.items()):
+            key = str(index) if alone or role == "self" else f"{role}.{index}"
+            layers.append(Layer(key, role, index, prefix, sizes, _forms(prefix, tensors, known)))
+    if layers and {layer.role for layer in layers} != set(way["layers"]):
+        missing = next(path for role, path in way["layers"].items() if role not in {layer.role for layer in layers})
+        raise ValueError(f"there are no weights of {missing}, which the architecture has")
+    return layers
+
+
+def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
+    """Return layers at a path: their numbers, and for each the prefix and the rest of the names of its tensors."""
+    before, after = path.split("{}")
+    match_of = re.compile(rf"((?:.*\.)?){re.escape(before)}(\d{{1,6}}){re.escape(after)}\.(.+)").fullmatch
+    layers: dict[int, tuple[str, list[str]]] = {}
+    roots = set()
+    for name in names:
+        match = match_of(name)
+        if match is None:
+            continue
+        roots.add(match[1])
+        prefix = name[: -len(match[3])]
+        layers.setdefault(int(match[2]), (prefix, []))[1].append(match[3])
+    if len(roots) > 1:
+        raise ValueError(f"two parts of the model have layers at {path}: {', '.join(map(repr, sorted(roots)))}")
+    return layers
+
+
+def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> dict[str, TensorRuns]:
+    """Return the tensors of a layer by their full names."""
+    unknown = sorted(set(tensors) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{prefix}{unknown[0]}: not a tensor that such a layer is known to have, and it might belong to single "
+            "heads; remove it from the checkpoint if it does not, or tell us"
+        )
+    forms = {prefix + name: known[name] for name in tensors}
+    parts = set().union(*(one.parts() for name, one in forms.items() if not name.endswith("bias")))
+    for what, some in NEEDED.items():
+        if not parts & some:
+            raise ValueError(f"{prefix.rstrip('.')}: the weights of its {what} are missing; get the checkpoint anew")
+    return forms
+
+
+def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless every tensor of attention has the shape that the config promises."""
+    for layer in family.layers:
+        for name, one in layer.tensors.items():
+            if not one.fits(shapes[name], layer.sizes):
+                sizes = layer.sizes
+                raise ValueError(
+                    f"{name} is {tuple(shapes[name])}, which is not of {sizes.H} query and {sizes.K} key-value heads "
+                    f"of {sizes.D} numbers, as config.json has it; config and weights do not belong together"
+                )
+
+
+# --- config fields ---------------------------------------------------------------------------------------------------
+
+
+def heads_field(fields: Fields, role: str) -> str:
+    """Return the name in this config of the field that counts the query heads of a role's layers."""
+    return fields.raw(_standard(role, fields))[0]
+
+
+def _standard(role: str, fields: Fields) -> str:
+    if fields.architecture.get("stack") != "pair":
+        return "num_attention_heads"
+    return "encoder_heads" if role == "encoder" else "decoder_heads"
+
+
+def _count(role: str, fields: Fields) -> str:
+    if fields.architecture.get("stack") != "pair":
+        return "num_hidden_layers"
+    return "encoder_layers" if role == "encoder" else "decoder_layers"
+
+
+def sizes_of(fields: Fields, role: str) -> Sizes:
+    """Return the sizes of a role's layers; raise ValueError for a config that contradicts itself."""
+    if fields.architecture.get("latent"):
+        heads, rope = fields.size("num_attention_heads"), fields.size("qk_rope_head_dim")
+        return Sizes(heads, heads, fields.size("qk_nope_head_dim") + rope, fields.size("v_head_dim"), rope)
+    if fields.architecture.get("stack") != "pair":
+        heads, kv_heads, dim = heads_of(fields)
+        return Sizes(heads, kv_heads, dim, dim)
+    width, heads = fields.size("hidden_size"), fields.size(_standard(role, fields))
+    if "head_dim" in fields.own:
+        dim = fields.size("head_dim")
+    elif width % heads:
+        raise ValueError(f"d_model must be a multiple of num_heads: {width} / {heads} leaves {width % heads} over")
+    else:
+        dim = width // heads
+    return Sizes(heads, heads, dim, dim)
+
+
+def spellings(fields: Fields, standard: str) -> list[str]:
+    """Return every name under which this config has the field; the architecture's own where it has none."""
+    own = fields.own.get(standard, standard)
+    names = dict.fromkeys((own, standard, *(alias for alias, field in fields.aliases.items() if field == own)))
+    return [name for name in names if name in fields.config] or [own]
+
+
+def with_heads(family: Family, counts: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return the config with other numbers of heads: (query heads, key-value heads) by `Family.counts`' fields."""
+    config, fields = dict(family.config), family.fields
+    if base_type(family.model_type):
+        return by_layer_config(config, [counts[field][0] for field in family.counts])
+    for field, layers in family.counts.items():
+        heads, kv_heads = counts[field]
+        sizes = layers[0].sizes
+        if (heads, kv_heads) == (sizes.H, sizes.K):
+            continue
+        standard = _standard(layers[0].role, fields)
+        config |= dict.fromkeys(spellings(fields, standard), heads)
+        if "num_key_value_heads" in fields.defaults:
+            config |= dict.fromkeys(spellings(fields, "num_key_value_heads"), kv_heads)
+        if family.has_head_dim and not family.is_latent:
+            config |= dict.fromkeys(spellings(fields, "head_dim"), sizes.D)
+    return config

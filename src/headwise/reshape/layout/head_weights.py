@@ -1,0 +1,246 @@
+"""The attention weights of one layer, head by head, in one form for every checkpoint format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...shapes import DTYPES, check_head_counts, describe
+from ...shapes.arguments import check_counts, check_flags, check_tensor, shown, whole_numbers
+
+Norm = Literal["rms", "layer", "across"]
+NORMS = ("rms", "layer", "across")
+
+
+@dataclass(frozen=True)
+class RotaryLayout:
+    """How a head's queries and keys turn with the position: the first `rotary_dim` of their D numbers, in pairs.
+
+    A pair is n and n + rotary_dim / 2, or with `interleaved` 2n and 2n + 1, as in `headwise.nn.Rotary`.
+    """
+
+    rotary_dim: int
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(2, rotary_dim=self.rotary_dim)
+        check_flags(interleaved=self.interleaved)
+        if self.rotary_dim % 2:
+            raise ValueError(f"numbers turn in pairs, so rotary_dim is even; got {self.rotary_dim}")
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Places (rotary_dim / 2,) of the first and of the second number of each pair."""
+        half = self.rotary_dim // 2
+        first = torch.arange(half, device="cpu")
+        return (2 * first, 2 * first + 1) if self.interleaved else (first, first + half)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """The weights of one layer's attention; query head h reads key-value head ``h // (H / K)``.
+
+    ``q_h = query[h] x + query_bias[h]``, and ``out = sum_h output[:, h] head_h + output_bias``. Keys and values may
+    come from a memory of another width than x.
+
+    Attributes:
+        query: (H, D, M).
+        key: (K, D, N).
+        value: (K, V, N).
+        output: (M, H, V).
+        query_bias: (H, D) or None.
+        key_bias: (K, D) or None.
+        value_bias: (K, V) or None.
+        output_bias: (M,) or None.
+        sinks: (H,) or None.
+        query_norm: (D,), or (H, D) where each head has its own, or None: the weights of a norm of the queries.
+        key_norm: (D,), or (K, D), or None.
+        norm: What the norms are: "rms" or "layer" of each head's vector, or "across": one rms over all heads' numbers.
+        rotary: How queries and keys turn with the position, after the norms; None where they do not.
+        per_head: Further tensors with a row for each query head, by names of the caller's: slopes, a table of biases.
+    """
+
+    query: Float[Tensor, "H D M"]
+    key: Float[Tensor, "K D N_key"]
+    value: Float[Tensor, "K V N_value"]
+    output: Float[Tensor, "M_out H V"]
+    query_bias: Float[Tensor, "H D"] | None = None
+    key_bias: Float[Tensor, "K D"] | None = None
+    value_bias: Float[Tensor, "K V"] | None = None
+    output_bias: Float[Tensor, " M_out"] | None = None
+    sinks: Float[Tensor, " H"] | None = None
+    query_norm: Float[Tensor, "*H D"] | None = None
+    key_norm: Float[Tensor, "*K D"] | None = None
+    norm: Norm = "rms"
+    rotary: RotaryLayout | None = None
+    per_head: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.query.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.key.shape[0]
+
+    @property
+    def group(self) -> int:
+        """G = H / K: how many query heads read one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.query.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """V."""
+        return self.value.shape[1]
+
+    def __repr__(self) -> str:
+        H, K, D, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+        return f"HeadWeights(H={H}, K={K}, D={D}, V={V}, {describe(self.query)})"
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each tensor that is there, and the tensor; those of `per_head` by their own names."""
+        for entry in fields(self):
+            part = getattr(self, entry.name)
+            if isinstance(part, Tensor):
+                yield entry.name, part
+        yield from self.per_head.items()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> HeadWeights:
+        """Return the same weights with `change` done to each tensor."""
+        parts = {e.name: getattr(self, e.name) for e in fields(self)}
+        changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(self, **changed, per_head={name: change(part) for name, part in self.per_head.items()})
+
+    def to(self, dtype: torch.dtype) -> HeadWeights:
+        """Return the same weights in another dtype."""
+        return self.map(lambda part: part.to(dtype))
+
+    def select(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> HeadWeights:
+        """Return the layer of these query heads, in this order; the others are left out.
+
+        Args:
+            heads: Indices of query heads, each at most once.
+            kv_heads: The key-value heads that they read, in order: the first ``len(heads) / len(kv_heads)`` heads read
+                the first, and so on. By default those they read now; then `heads` must have the same number of each,
+                one after the other.
+
+        Raises:
+            TypeError, ValueError: no such heads, one twice, or heads that cannot be grouped like this.
+
+        Example:
+            >>> weights = HeadWeights(*(torch.randn(6, 3, 7) for _ in range(3)), torch.randn(7, 6, 3))
+            >>> weights.select([4, 0, 1])
+            HeadWeights(H=3, K=3, D=3, V=3, float32 (3, 3, 7) on cpu)
+        """
+        chosen = check_chosen("heads", heads, self.num_heads)
+        shared = self._read_by(chosen) if kv_heads is None else check_chosen("kv_heads", kv_heads, self.num_kv_heads)
+        check_head_counts(len(chosen), len(shared))
+        q, kv = (torch.tensor(places, device=self.query.device) for places in (chosen, shared))
+        norms: dict[str, Any] = {}
+        for name, places in (("query_norm", q), ("key_norm", kv)):
+            part = getattr(self, name)
+            norms[name] = part if part is None or part.ndim == 1 else part[places]
+        return replace(
+            self,
+            query=self.query[q],
+            key=self.key[kv],
+            value=self.value[kv],
+            output=self.output[:, q],
+            query_bias=None if self.query_bias is None else self.query_bias[q],
+            key_bias=None if self.key_bias is None else self.key_bias[kv],
+            value_bias=None if self.value_bias is None else self.value_bias[kv],
+            sinks=None if self.sinks is None else self.sinks[q],
+            per_head={name: part[q] for name, part in self.per_head.items()},
+            **norms,
+        )
+
+    def _read_by(self, heads: list[int]) -> list[int]:
+        """The key-value heads that these query heads read, each once, where equal numbers of neighbours read each."""
+        read = [head // self.group for head in heads]
+        shared = list(dict.fromkeys(read))
+        size = len(read) // len(shared)
+        if read != [kv for kv in shared for _ in range(size)]:
+            raise ValueError(
+                f"as many of the heads read each key-value head, one after the other; heads {heads} of groups of "
+                f"{self.group} read {read}; choose equally many of each group"
+            )
+        return shared
+
+    def expanded(self) -> HeadWeights:
+        """Return the same layer with a key-value head for each query head: K = H, each repeated for its group."""
+        group = self.group
+
+        def repeat(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part.repeat_interleave(group, 0)
+
+        norm = self.key_norm if self.key_norm is None or self.key_norm.ndim == 1 else repeat(self.key_norm)
+        key, value = self.key.repeat_interleave(group, 0), self.value.repeat_interleave(group, 0)
+        biases: dict[str, Any] = {name: repeat(getattr(self, name)) for name in ("key_bias", "value_bias")}
+        return replace(self, key=key, value=value, key_norm=norm, **biases)
+
+
+def check_chosen(name: str, chosen: Sequence[int], count: int) -> list[int]:
+    """Indices of heads, at least one, each once and below `count`, as a list of ints."""
+    heads = whole_numbers(name, chosen)
+    if not heads or len(set(heads)) < len(heads) or not all(0 <= head < count for head in heads):
+        raise ValueError(f"{name} are some of the {count}, 0 to {count - 1}, each once; got {shown(chosen)}")
+    return heads
+
+
+def _check(weights: HeadWeights) -> None:
+    """Ranks, sizes and kinds of all parts, against each other."""
+    rule = "query is (H, D, M), key (K, D, N), value (K, V, N), output (M, H, V)"
+    for name in ("query", "key", "value", "output"):
+        part = getattr(weights, name)
+        check_tensor(name, part, "a float tensor of three axes")
+        if part.ndim != 3:
+            raise ValueError(f"{rule}; got {name} {describe(part)}; split the heads with .unflatten")
+    like = weights.query
+    for name, part in weights.tensors():
+        check_tensor(name, part, "a float tensor")
+        if part.dtype not in DTYPES or part.dtype != like.dtype or part.device != like.device:
+            raise ValueError(
+                f"the weights of a layer are float tensors of one dtype and device; query is {describe(like)}, "
+                f"{name} {describe(part)}; convert with .to(query.dtype)"
+            )
+    (H, D, _), (K, V, _) = weights.query.shape, weights.value.shape
+    check_head_counts(H, K)
+    forms: dict[str, list[tuple[int, ...]]] = {
+        "key": [(K, D, weights.key.shape[2])],
+        "output": [(weights.output.shape[0], H, V)],
+        "query_bias": [(H, D)],
+        "key_bias": [(K, D)],
+        "value_bias": [(K, V)],
+        "output_bias": [weights.output.shape[:1]],
+        "sinks": [(H,)],
+        "query_norm": [(D,), (H, D)],
+        "key_norm": [(D,), (K, D)],
+    }
+    for name, allowed in forms.items():
+        part = getattr(weights, name)
+        if part is not None and tuple(part.shape) not in allowed:
+            wanted = " or ".join(str(tuple(form)) for form in allowed)
+            raise ValueError(
+                f"{name} is {wanted} in a layer of H = {H}, K = {K}, D = {D}, V = {V}; got {describe(part)}"
+            )
+    for name, part in weights.per_head.items():
+        if part.shape[:1] != (H,):
+            raise ValueError(f"{name} has a row for each of the {H} query heads; got {describe(part)}")
+    if weights.norm not in NORMS:
+        raise ValueError(f"norm is one of {', '.join(NORMS)}; got {shown(weights.norm)}")
+    if weights.rotary is not None and weights.rotary.rotary_dim > D:
+        raise ValueError(f"rotary_dim is at most D = {D}; got {weights.rotary.rotary_dim}")

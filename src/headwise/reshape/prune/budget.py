@@ -1,0 +1,262 @@
+"""How many heads of each layer stay, and which: from a list, a fraction or a budget to the heads of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ...plan.costs.totals import cache_bytes
+from ...plan.model.model import model_of
+from ...plan.shape import short
+from ...plan.units import show_bytes
+from ...shapes.arguments import is_finite
+from ..layout.families import Family, Layer
+from ..layout.head_axes import KeptHeads
+from ..layout.protocol import Entry
+from ..layout.target_class import loads, target
+from ..write.writer import Planned
+from . import selection as choose
+from .selection import OR_ZERO, Count, HeadScores
+
+Chosen = tuple[dict[str, KeptHeads], tuple[str, ...]]
+"""The heads that stay, by layer, and what to say of the choice."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Megabytes (of 1,000,000 bytes) for weights and the key-value cache of one text.
+
+    Attributes:
+        megabytes: How many.
+        context: Tokens of the text; 0 leaves the cache out.
+
+    Raises:
+        ValueError: no number of megabytes above 0, or no number of tokens.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> from headwise import reshape
+        >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+        ...     budget = reshape.Budget(7.0, context=512)
+        ...     plan = reshape.plan_prune(opened, budget=budget, scores=reshape.random_scores())
+        >>> {len(heads) for heads in plan.gone.values()}
+        {5}
+    """
+
+    megabytes: float | int
+    context: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.megabytes, bool) or not isinstance(self.megabytes, (int, float)) or not self.megabytes > 0:
+            raise ValueError(f"a budget is a number of megabytes above 0; got {short(self.megabytes)}")
+        if not is_finite(self.megabytes):
+            raise ValueError(f"a budget is a finite number of megabytes; got {short(self.megabytes)}")
+        if isinstance(self.context, bool) or not isinstance(self.context, int) or not 0 <= self.context <= 10**8:
+            raise ValueError(f"context is a whole number of tokens; got {short(self.context)}")
+
+
+@dataclass(frozen=True)
+class PruneRequest:
+    """What shall stay.
+
+    Attributes:
+        gone: Heads that must go, by layer.
+        scores: What each head is worth; None where nobody says.
+        keep_fraction: The part of the heads of each layer that stays.
+        budget: What the result may weigh.
+        zero: Whether heads are zeroed, so that each layer may lose any.
+    """
+
+    gone: Mapping[str, set[int]]
+    scores: HeadScores | None = None
+    keep_fraction: float | int | None = None
+    budget: Budget | None = None
+    zero: bool = False
+
+
+def select(family: Family, tensors: Mapping[str, Entry], wish: PruneRequest) -> Chosen:
+    """Return the heads that stay.
+
+    Raises:
+        ValueError: in one line, why there are none such.
+    """
+    if wish.budget is not None and wish.zero:
+        raise ValueError("zeroed heads weigh what they did, so no budget is met by them; leave zero out")
+    if wish.keep_fraction is None and wish.budget is None:
+        if wish.zero:
+            return {layer.key: _all_but(layer, wish.gone[layer.key]) for layer in family.layers}, ()
+        if wish.scores is None:
+            return choose.exactly(family, wish.gone), ()
+        return _completed(family, wish.gone, wish.scores)
+    if wish.scores is None:
+        raise ValueError("which heads of a layer stay is chosen by score; give scores (--by)")
+    if wish.budget is not None:
+        return _within(family, tensors, wish.budget, wish.scores)
+    assert wish.keep_fraction is not None
+    return _fraction(family, wish.keep_fraction, wish.scores, zero=wish.zero)
+
+
+def _all_but(layer: Layer, gone: set[int]) -> KeptHeads:
+    """Any heads at all, for what keeps its size."""
+    return KeptHeads(tuple(head for head in range(layer.sizes.H) if head not in gone), tuple(range(layer.sizes.K)))
+
+
+def counts_of(family: Family, chosen: Mapping[str, KeptHeads]) -> dict[str, Count]:
+    """(query heads, key-value heads) by config field."""
+    first = {field: chosen[layers[0].key] for field, layers in family.counts.items()}
+    return {field: (len(some.query), len(some.kv)) for field, some in first.items()}
+
+
+def _only(family: Family, field: str, count: Count) -> dict[str, Count]:
+    """These numbers in one field, the others as they are."""
+    now = {name: (layers[0].sizes.H, layers[0].sizes.K) for name, layers in family.counts.items()}
+    return {**now, field: count}
+
+
+def _best(family: Family, counts: Mapping[str, Count], scores: HeadScores) -> dict[str, KeptHeads]:
+    """Return the best heads, so many, where none must go."""
+    best = choose.choose(family, counts, {layer.key: set() for layer in family.layers}, scores)
+    assert best is not None
+    return best
+
+
+def loadable(family: Family, field: str) -> list[Count]:
+    """Return the numbers of heads that pruning can leave and some class loads, the most first."""
+    sizes = family.counts[field][0].sizes
+    return [count for count in choose.possible(sizes) if loads(family, _only(family, field, count))]
+
+
+def _fraction(family: Family, fraction: float | int, scores: HeadScores, *, zero: bool) -> Chosen:
+    """As near to the fraction as can be, in each field; of equally many heads, the better ones."""
+    counts: dict[str, Count] = {}
+    notes = []
+    for field, layers in family.counts.items():
+        sizes = layers[0].sizes
+        near = choose.nearest(sizes, choose.possible(sizes) if zero else loadable(family, field), fraction)
+        kept = {count: _best(family, _only(family, field, count), scores) for count in near}
+        heads, kv = counts[field] = max(near, key=lambda count: choose.total(kept[count], scores))
+        if heads == sizes.H and 2 * (1 - fraction) * sizes.H >= 1:
+            raise ValueError(_no_such_part(family, field, fraction))
+        shared = "" if sizes.group == 1 else f", which read {kv} of {sizes.K} key-value heads"
+        name = family.field_name(field)
+        notes.append(
+            f"{fraction:g} of {sizes.H} ({name}) is {fraction * sizes.H:g}; {heads} stay in each layer{shared}"
+        )
+    return _best(family, counts, scores), tuple(dict.fromkeys(notes))
+
+
+def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
+    """Why no heads would go, though some should."""
+    sizes = family.counts[field][0].sizes
+    wanted = f"{fraction:g} of {sizes.H} heads is {fraction * sizes.H:g}"
+    fewer = [count[0] / sizes.H for count in loadable(family, field) if count[0] < sizes.H]
+    if fewer:
+        return f"{wanted}, and no number of them that loads is nearer to it than all; keep {max(fewer):g}, {OR_ZERO}"
+    try:
+        target(family, _only(family, field, choose.nearest(sizes, choose.possible(sizes), fraction)[0]))
+    except ValueError as none:
+        return f"{wanted}; {none}; {OR_ZERO.removeprefix('or ')}"
+    return f"{wanted}, and its {sizes.K} groups of {sizes.group} allow no fewer than all; {OR_ZERO.removeprefix('or ')}"
+
+
+def _completed(family: Family, gone: Mapping[str, set[int]], scores: HeadScores) -> Chosen:
+    """Return what stays without the named heads and as few others as one config needs, the worst by score."""
+    counts: dict[str, Count] = {}
+    for field, layers in family.counts.items():
+        mine = {layer.key for layer in layers}
+        lost = {layer.key: gone[layer.key] if layer.key in mine else set() for layer in family.layers}
+        fits: dict[Count, float] = {}
+        for count in loadable(family, field):
+            kept = choose.choose(family, _only(family, field, count), lost, scores)
+            if kept is not None:
+                fits[count] = choose.total(kept, scores)
+        if not fits:
+            raise ValueError(
+                f"without those heads no number is left that a class of transformers loads; name fewer, {OR_ZERO}"
+            )
+        counts[field] = max(fits, key=lambda count: (count[0], fits[count]))
+    heads = choose.choose(family, counts, gone, scores)
+    assert heads is not None
+    more = [
+        f"{layer.key}.{head}"
+        for layer in family.layers
+        for head in range(layer.sizes.H)
+        if head not in heads[layer.key].query and head not in gone[layer.key]
+    ]
+    remark = f"more heads that go, the worst by score, so that one number counts all layers: {', '.join(more)}"
+    return heads, (remark,) if more else ()
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(tensors: Iterable[Entry | Planned]) -> int:
+    """Of all these tensors."""
+    return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def _steps(family: Family) -> list[dict[str, Count]]:
+    """Return all numbers of heads that load, the most first; several fields shrink together, by the same part."""
+    fields = {field: loadable(family, field) for field in family.counts}
+    if len(fields) == 1:
+        [(field, counts)] = fields.items()
+        return [{field: count} for count in counts]
+    most = max(layers[0].sizes.H for layers in family.counts.values())
+    steps: list[dict[str, Count]] = []
+    for n in range(most, 0, -1):
+        step = {
+            field: choose.nearest(family.counts[field][0].sizes, counts, n / most)[0]
+            for field, counts in fields.items()
+        }
+        steps += [step] if step not in steps else []
+    return steps
+
+
+def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
+    """Return the most heads that the budget allows; of equally many, the better ones."""
+    best: tuple[float, dict[str, KeptHeads], int] | None = None
+    enough, least, most = 0, 0, budget.megabytes * 1e6
+    for counts in _steps(family):
+        heads = sum(count[0] for count in counts.values())
+        if heads < enough:
+            break
+        kept = _best(family, counts, scores)
+        cost = least = weight_bytes(family, tensors, kept) + cache_of(family, tensors, counts, budget.context)
+        value = choose.total(kept, scores)
+        if cost <= most and (best is None or value > best[0]):
+            best, enough = (value, kept, cost), heads
+    if best is None:
+        for field in family.counts:
+            if len(loadable(family, field)) == 1 and family.counts[field][0].sizes.H > 1:
+                raise ValueError(_no_such_part(family, field, 0.5))
+        raise ValueError(
+            f"a budget of {budget.megabytes:g} MB (1,000,000 bytes each) is below {least / 1e6:.4g} MB, which weights "
+            "and cache come to with the fewest heads; give more, or a shorter context"
+        )
+    _, kept, cost = best
+    counts = counts_of(family, kept)
+    numbers = (f"{heads} of {family.counts[field][0].sizes.H}" for field, (heads, _) in counts.items())
+    heads_text = ", ".join(dict.fromkeys(numbers))
+    return kept, (
+        f"{budget.megabytes:g} MB allow {heads_text} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(float(cost))})",
+    )
+
+
+def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str, KeptHeads]) -> int:
+    """Return bytes of all weights once these heads alone are left."""
+    forms = {name: (layer, form) for layer in family.layers for name, form in layer.tensors.items()}
+    total = 0
+    for name, entry in tensors.items():
+        layer, form = forms.get(name, (None, None))
+        shape = entry.shape if layer is None or form is None else form.shape(entry.shape, layer.sizes, kept[layer.key])
+        total += prod(shape) * entry.dtype.itemsize
+    return total
+
+
+def cache_of(family: Family, tensors: Mapping[str, Entry], counts: Mapping[str, Count], context: int) -> int:
+    """Return bytes of keys and values of one text, in the dtype of the weights; 0 for a model that only reads."""
+    if not context or all(layer.role == "encoder" for layer in family.layers):
+        return 0
+    width = max(tensors[name].dtype.itemsize for layer in family.layers for name in layer.tensors)
+    return cache_bytes(model_of(target(family, counts).config), context, width)

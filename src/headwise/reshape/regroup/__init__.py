@@ -1,0 +1,1 @@
+"""Let query heads share keys and values."""

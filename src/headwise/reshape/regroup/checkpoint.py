@@ -1,0 +1,310 @@
+"""Regroup a checkpoint's heads: fewer key-value heads; then the folder, proved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...shapes.arguments import check_counts
+from ..arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_told, check_writing
+from ..layout.families import Family, Layer, check_shapes, family_of
+from ..layout.head_axes import KeptHeads
+from ..layout.head_weights import HeadWeights
+from ..layout.layer_weights import head_weights, layer_tensors
+from ..layout.protocol import ReshapableCheckpoint, check_source, check_unpruned
+from ..layout.target_class import Target, target
+from ..prune.budget import bytes_of
+from ..prune.checkpoint import as_stored
+from ..repair.calibration import (
+    family_in_memory,
+    read_moments,
+)
+from ..repair.paired_models import batches_of
+from ..write.readme import PLAN, proved
+from ..write.shards import as_json
+from ..write.verify import PLAIN, Proof, planned
+from ..write.writer import Planned, kept, write
+from .merge import METHODS, Merge, Method, check_method, merge
+
+OnLayer = Callable[[str, int, int], None] | None
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """What regrouping a checkpoint would change; nothing is written yet.
+
+    Attributes:
+        source: The checkpoint.
+        family: Its architecture and layers.
+        num_kv_heads: Key-value heads that are left.
+        method: What a group shares.
+        merges: Which heads share, and how, by layer.
+        target: The class that loads the result, and its config.
+        reconstructed: The weights that replace the merged ones, by layer (see `headwise.reshape.reconstruct`).
+        measured: Losses and errors of the reconstruction, as plain data.
+    """
+
+    source: ReshapableCheckpoint
+    family: Family
+    num_kv_heads: int
+    method: Method
+    merges: Mapping[str, Merge]
+    target: Target
+    reconstructed: Mapping[str, Mapping[str, Tensor]]
+    measured: Mapping[str, Any]
+
+    def tensors(self) -> list[Planned]:
+        """Return every tensor of the result; a layer's are made together when the first of them is asked for."""
+        layer_of = {name: layer for layer in self.family.layers for name in layer.tensors}
+        maker = _Maker(self)
+        made = []
+        for name in self.source.tensors:
+            planned = kept(self.source, name)
+            if name in layer_of:
+                planned = maker.planned(planned, layer_of[name])
+            made.append(as_stored(planned, self.target))
+        return made
+
+    def heads_plan(self) -> dict[str, Any]:
+        """The query heads in their new order where that changed, and how many key-value heads are left, by layer."""
+        layers: dict[str, Any] = {}
+        for layer in self.family.layers:
+            sizes = layer.sizes
+            heads = list(self.merges[layer.key].heads(sizes.H // sizes.K))
+            moved = {"keep": heads} if heads != sorted(heads) else {}
+            layers[layer.key] = moved | {"kv_heads": self.num_kv_heads}
+        return {"layers": layers}
+
+    def facts(self, context: int = 8192) -> dict[str, Any]:
+        """What changes, as plain data: heads, sizes, class, losses; and what `headwise.plan` counts at `context`."""
+        sizes = self.family.layers[0].sizes
+        field = self.family.field_name(next(iter(self.family.counts)))
+        notes = [f"{sizes.K} key-value heads became {self.num_kv_heads} in each layer: {METHODS[self.method]}."]
+        if self.target.why:
+            notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")
+        layers = [
+            (key, " ".join("+".join(map(str, group)) for group in one.groups), *(f"{lost:.3f}" for lost in one.lost))
+            for key, one in self.merges.items()
+        ]
+        tables = [(("layer", "heads that share", "keys lost", "values lost"), layers), *_errors(self.measured)]
+        return {
+            "done": "Heads regrouped",
+            "notes": notes,
+            "gone": {},
+            "tables": tables,
+            "groups": {key: one.groups for key, one in self.merges.items()},
+            "lost": {key: one.lost for key, one in self.merges.items()},
+            "method": self.method,
+            **self.measured,
+            "counts": {field: [sizes.H, sizes.H], "num_key_value_heads": [sizes.K, self.num_kv_heads]},
+            "model_type": [self.family.model_type, self.target.model_type],
+            "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
+            "context": context,
+            "plan": [
+                planned(config, context) for config in (self.family.whole(self.family.config), self.target.config)
+            ],
+        }
+
+
+class _Maker:
+    """Makes the tensors of one layer after the other; the last layer's are kept until the next one's are wanted."""
+
+    def __init__(self, plan: Regrouping) -> None:
+        self.plan = plan
+        self.key, self.made = "", dict[str, Tensor]()
+
+    def planned(self, before: Planned, layer: Layer) -> Planned:
+        sizes = layer.sizes
+        left = KeptHeads(tuple(range(sizes.H)), tuple(range(self.plan.num_kv_heads)))
+        shape = layer.tensors[before.name].shape(before.shape, sizes, left)
+        return Planned(before.name, before.dtype, shape, lambda: self.of(layer)[before.name].to(before.dtype))
+
+    def of(self, layer: Layer) -> dict[str, Tensor]:
+        if self.key != layer.key:
+            self.key, self.made = "", {}
+            plan = self.plan
+            weights = read_weights(plan.source, plan.family, layer)
+            merged = plan.merges[layer.key].apply(weights)
+            anew = plan.reconstructed.get(layer.key, {})
+            parts: dict[str, Any] = {name: part.to(merged.query) for name, part in anew.items()}
+            merged = replace(merged, **parts)
+            self.made = layer_tensors(plan.family, layer, merged, plan.source.read)
+            self.key = layer.key
+        return self.made
+
+
+def read_weights(source: ReshapableCheckpoint, family: Family, layer: Layer) -> HeadWeights:
+    """Return the weights of a layer of a checkpoint, in float32 at least."""
+
+    def read(name: str) -> Tensor:
+        part = source.read(name)
+        return part.to(torch.promote_types(part.dtype, torch.float32)) if part.is_floating_point() else part
+
+    return head_weights(family, layer, read)
+
+
+def plan_regroup(
+    source: ReshapableCheckpoint,
+    num_kv_heads: int,
+    *,
+    method: Method = "fitted",
+    model: nn.Module | None = None,
+    rows: Sequence[Tensor] = (),
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    seed: int = 0,
+    progress: OnLayer = None,
+) -> Regrouping:
+    """Return what `regroup` would change, and nothing written. The arguments are those of `regroup`.
+
+    Raises:
+        TypeError, ValueError: in one line, what does not fit: an architecture whose layout is not known, a number of
+            heads that does not divide, or that no class of transformers loads.
+    """
+    check_source(source)
+    check_counts(seed=seed)
+    check_rows(rows, 0)
+    check_told(progress=progress)
+    if model is not None:
+        check_models(model=model)
+    family, goal = checked(source, num_kv_heads, method)
+    check_groups_by_layer(groups, [layer.key for layer in family.layers])
+    known = {}
+    if rows and model is not None:
+        text = batches_of(rows)[0] if len(rows) > 1 else rows  # some is left that nothing is fitted to
+        tell = None if progress is None else lambda done, total: progress("reading the text", done, total)
+        known = read_moments(model, family_in_memory(model, source.layouts), text, tell)
+    merges = {}
+    for n, layer in enumerate(family.layers):
+        weights = read_weights(source, family, layer)
+        wish: dict[str, Any] = {"method": method, "moments": known.get(layer.key), "seed": seed}
+        some = None if groups is None else groups.get(layer.key)
+        merges[layer.key] = merge(weights, num_kv_heads, groups=some, name=f"layer {layer.key}", **wish)
+        if progress is not None:
+            progress("choosing which heads share", n + 1, len(family.layers))
+    return Regrouping(source, family, num_kv_heads, method, merges, goal, {}, {})
+
+
+def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> tuple[Family, Target]:
+    """Return what of a regrouping is known without a weight: the layers, and the class that loads the result.
+
+    Raises:
+        TypeError, ValueError: as `plan_regroup`.
+    """
+    check_counts(1, num_kv_heads=num_kv_heads)
+    check_method(method)
+    check_unpruned(source.config)
+    family = family_of(source.config, source.tensors, source.layouts)
+    check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
+    return family, _target(family, num_kv_heads)
+
+
+def _target(family: Family, num_kv_heads: int) -> Target:
+    """Return the class that loads it, or an error that says what would load."""
+    counts = {}
+    for field, layers in family.counts.items():
+        sizes = layers[0].sizes
+        if family.is_latent or sizes.K % num_kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, sizes.K + 1) if sizes.K % n == 0)
+            why = (
+                "keys and values come out of one small vector already"
+                if family.is_latent
+                else f"{sizes.K} key-value heads share {divisors} in equal groups; got num_kv_heads {num_kv_heads}"
+            )
+            raise ValueError(f"{family.model_type}: {why}")
+        counts[field] = (sizes.H, num_kv_heads)
+    return target(family, counts)
+
+
+def _errors(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Return a table of the errors before and after a reconstruction, if there was one."""
+    if not measured:
+        return []
+    errors = [(name, *(f"{error:.4f}" for error in pair)) for name, pair in measured["errors"].items()]
+    return [(("squared error of the attention's output", "regrouped", "recovered"), errors)]
+
+
+def regroup(
+    source: ReshapableCheckpoint,
+    destination: str | os.PathLike[str],
+    num_kv_heads: int,
+    *,
+    method: Method = "fitted",
+    model: nn.Module | None = None,
+    rows: Sequence[Tensor] = (),
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    seed: int = 0,
+    proof: Proof | None = PLAIN,
+    progress: OnLayer = None,
+) -> dict[str, Any]:
+    """Let groups of key-value heads of a checkpoint share one, and write one that stock transformers loads.
+
+    Multi-head attention becomes grouped-query or multi-query, and the cache smaller by as much. Whole, or not at all.
+
+    Args:
+        source: What `headwise.hf.checkpoint` opens; it is only read.
+        destination: The folder to write; it must not exist.
+        num_kv_heads: How many are left in each layer, a divisor of those that there are.
+        method: "first", "mean", "aligned" or "fitted", as in `merge`.
+        model: The same model, loaded in float32: for reading text.
+        rows: Text as ids (B, T), each a batch without padding, every fifth of which is left to check by; without text,
+            weights alone tell how alike heads are.
+        groups: Which heads share, by layer; by default as in `merge`.
+        seed: Of the search for groups.
+        proof: With what to prove the result before it gets its name; None: unproved.
+        progress: Called as ``progress(what, done, total)``.
+
+    Returns:
+        What changed and what was measured, as plain data; RESHAPE.md in the folder tells the same. `heads-plan.json` in
+        it has the new order of the query heads, as `headwise plan` and `headwise look --against` read it.
+
+    Raises:
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
+    """
+    check_writing(destination, proof, progress=progress)
+    check_rows(rows, 0)
+    plan = plan_regroup(
+        source, num_kv_heads, method=method, model=model, rows=rows, groups=groups, seed=seed, progress=progress
+    )
+    return write_regrouped(plan, destination, proof=proof, progress=progress)
+
+
+def write_regrouped(
+    plan: Regrouping,
+    destination: str | os.PathLike[str],
+    *,
+    proof: Proof | None = PLAIN,
+    progress: OnLayer = None,
+    remark: Callable[[Path], str] | None = None,
+) -> dict[str, Any]:
+    """Write what was planned, as `regroup` does.
+
+    Args:
+        plan: What `plan_regroup` made, changed by `reconstruct` or not.
+        destination: The folder to write; it must not exist.
+        proof: With what to prove the result before it gets its name; None: unproved.
+        progress: Called as ``progress("writing", done, total)``.
+        remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
+
+    Result and errors are those of `regroup`.
+    """
+    check_kind(Regrouping, "plan_regroup", plan=plan)
+    check_writing(destination, proof, progress=progress, remark=remark)
+    facts = plan.facts()
+    prove = None if proof is None else partial(plan.source.prove, request=proof.request(None, same=False))
+    write(
+        destination,
+        config=plan.target.config,
+        tensors=plan.tensors(),
+        source=plan.source,
+        extra={PLAN: as_json(plan.heads_plan())},
+        check=proved(facts, plan.source, prove, remark),
+        progress=None if progress is None else lambda done, total: progress("writing", done, total),
+    )
+    return facts

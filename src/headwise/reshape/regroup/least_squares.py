@@ -1,0 +1,137 @@
+"""Shared keys and values that are fitted: in least squares the best for what a group's queries and outputs use.
+
+A rotation and a mean (`align`) treat a group's heads alike in size and in every number. But values may go through any
+matrix that the output projection takes up, and a pair of numbers of a key through any complex factor that the
+queries' pair takes up. So the shared ones can be those from which all of a group's are recovered best: the first
+principal components of the group's values, each head weighed by what its output projection makes of them, and of its
+keys, each weighed by the queries that meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout.head_weights import HeadWeights
+from ..maps import Maps
+from ..repair.moments import Moments
+from .alignment import KeyBasis, aligned_keys, unlike
+
+UNUSED = 1e-12  # of the largest eigenvalue: below it nothing reads a direction
+
+
+def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequence[int]]) -> tuple[Maps, Maps]:
+    """Those of the keys and of the values. Keys that a norm makes of one size are aligned, not fitted."""
+    frame = KeyBasis(weights)
+    values = Maps.zeros(moments.value)
+    keys = aligned_keys(frame, moments, groups) if frame.normed else Maps.zeros(moments.key)
+    reads, meets = output_uses(weights), query_uses(weights, moments)
+    for group in groups:
+        members = list(group)
+        values.write[members], values.read[members] = basis(moments.value[members][:, :, members], reads[members])
+        if not frame.normed:
+            own = moments.key[members][:, :, members], meets[members]
+            keys.write[members], keys.read[members] = _key_basis(frame, *own)
+    return keys, values
+
+
+def _key_basis(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+    """`basis` of a group's keys, (n, D, D) each: of every pair that turns, and of the rest."""
+    made = torch.zeros(products.shape[0], *products.shape[1:2] * 2, dtype=products.dtype, device=products.device)
+    write, read = made, made.clone()
+    if len(frame.first):
+        for into, factors in zip((write, read), basis(*_pairs(frame, products, uses)), strict=True):
+            frame.put_pairs(into, factors[..., 0, 0].T)
+    if len(frame.rest):
+        for into, part in zip((write, read), basis(*_rest(frame, products, uses)), strict=True):
+            into[:, frame.rest[:, None], frame.rest] = part
+    return write, read
+
+
+def fitted_differences(weights: HeadWeights, moments: Moments) -> Tensor:
+    """How much every two heads lose by sharing fitted keys and values, (K, K): shares of what all use, added up."""
+    frame = KeyBasis(weights)
+    K, meets = weights.num_kv_heads, query_uses(weights, moments)
+    values = [(moments.value, output_uses(weights))]
+    keys = [kind(frame, moments.key, meets) for kind in _kinds(frame)]
+    apart = torch.zeros(K, K, dtype=torch.float64, device=moments.key.device)
+    for parts in (values, [] if frame.normed else keys):
+        seen = [_weighed(*part)[0] for part in parts]
+        total = sum(float(torch.einsum("...ixix->...", part).real.sum()) for part in seen)
+        for i in range(K):
+            for j in range(i):
+                two = [part[..., [i, j], :, :, :][..., [i, j], :] for part in seen]
+                apart[i, j] += sum(_beyond(part) for part in two) / max(total, torch.finfo(torch.float64).tiny)
+    apart = apart + apart.T
+    return apart + unlike(moments.key, frame.agreement) if frame.normed else apart
+
+
+def basis(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how n heads of d numbers share d numbers best: write and read, (..., n, d, d) each, as in `Maps`.
+
+    With ``products`` (..., n, d, n, d) the sums over tokens of ``v_i v_j^H``, and ``uses`` (..., n, d, d) how errors
+    count, they make the sum of ``e_i^H uses_i e_i`` of ``e_i = v_i - read_i m`` the least. `m` is as large as a head.
+    """
+    n, d = products.shape[-2:]
+    weighed, root, back = _weighed(products, uses)
+    size, vectors = torch.linalg.eigh(weighed.flatten(-4, -3).flatten(-2))
+    top = vectors[..., -d:].unflatten(-2, (n, d))  # (..., n, d, d): what the shared numbers are in each head's
+    wanted = torch.einsum("...ixix->...", products).real / n
+    scale = (wanted / size[..., -d:].sum(-1).clamp_min(torch.finfo(size.dtype).tiny)).sqrt()[..., None, None, None]
+    scale = torch.where(scale > 0, scale, 1.0)
+    return scale * (top.mH @ root), back @ top / scale
+
+
+def _weighed(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the products in numbers whose plain squares count, the way there, and the way back."""
+    size, vectors = torch.linalg.eigh(uses)
+    size = size.clamp_min(0)
+    used = size > UNUSED * size.amax((-2, -1), keepdim=True)
+    root = torch.where(used, size.sqrt(), 0.0)[..., None] * vectors.mH
+    back = vectors * torch.where(used, 1 / size.sqrt(), 0.0)[..., None, :]
+    root, back = root.to(products.dtype), back.to(products.dtype)
+    return torch.einsum("...iab,...ibjc,...jdc->...iajd", root, products, root.conj()), root, back
+
+
+def _beyond(weighed: Tensor) -> float:
+    """Return what the d numbers that n heads share best leave out."""
+    d = weighed.shape[-1]
+    return float(torch.linalg.eigvalsh(weighed.flatten(-4, -3).flatten(-2))[..., :-d].clamp_min(0).sum())
+
+
+def _kinds(frame: KeyBasis) -> list[Callable[[KeyBasis, Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    """Of what the keys are made: pairs that turn, numbers that do not."""
+    return [kind for kind, places in ((_pairs, frame.first), (_rest, frame.rest)) if len(places)]
+
+
+def _pairs(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+    """Products and uses of each pair that turns, as of one complex number."""
+    return frame.pairs_of(products)[:, :, None, :, None], uses[:, frame.first, frame.first].T[..., None, None]
+
+
+def _rest(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+    """Products and uses of the numbers that do not turn."""
+    return frame.rest_of(products), uses[:, frame.rest[:, None], frame.rest]
+
+
+def output_uses(weights: HeadWeights) -> Tensor:
+    """(K, V, V): the sum of ``W_O^T W_O`` over the query heads that read a value head."""
+    wide = weights.output.to(torch.float64)
+    return torch.einsum("mhv,mhw->hvw", wide, wide).unflatten(0, (weights.num_kv_heads, -1)).sum(1)
+
+
+def query_uses(weights: HeadWeights, moments: Moments) -> Tensor:
+    """(K, D, D): the sum of ``q q^T`` over tokens and over the query heads that read a key head.
+
+    Numbers that turn with the position count alike with their partner, and not with others: over many distances a
+    query meets a pair at every angle.
+    """
+    frame = KeyBasis(weights)
+    plain = moments.query.unflatten(0, (weights.num_kv_heads, -1)).sum(1)
+    made = torch.zeros_like(plain)
+    first, second = frame.first, frame.second
+    size = (plain[:, first, first] + plain[:, second, second]) / 2
+    made[:, first, first] = made[:, second, second] = size
+    made[:, frame.rest[:, None], frame.rest] = plain[:, frame.rest[:, None], frame.rest]
+    return made

@@ -1,0 +1,116 @@
+"""What a model with a config tells of its attention on text: its layers by name, moments of heads, losses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.probe import AttentionCall, probe
+from ...shapes.arguments import shown
+from ..layout.families import Family, Layer, family_of
+from ..layout.head_axes import Sizes, TensorRuns
+from ..layout.head_weights import HeadWeights
+from ..layout.layer_weights import head_weights
+from .moments import Moments
+from .paired_models import Projections
+
+OnBatch = Callable[[int, int], None] | None
+
+
+def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
+    """Return what `layouts` knows of a model that is loaded, its tensors under the names they have there.
+
+    Raises:
+        TypeError: no model with a config.
+        ValueError: an architecture whose layout is not known.
+    """
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
+        raise TypeError(f"a model with a config is wanted, as transformers has them; got {shown(type(model).__name__)}")
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return family_of(config.to_dict(), names, layouts)
+
+
+def weights_in_memory(model: nn.Module, family: Family, layer: Layer) -> HeadWeights:
+    """Return the weights of a layer of a model that is loaded."""
+    return head_weights(family, layer, lambda name: model.get_parameter(name).detach())
+
+
+def projections_of(family: Family) -> dict[str, Projections]:
+    """Return where the output and value matrices of each attention module are, for `reconstruct_modules`."""
+    made = {}
+    for layer in family.layers:
+        matrices = {name: form for name, form in layer.tensors.items() if name.endswith("weight")}
+        output = next(name for name, form in matrices.items() if "o" in form.parts())
+        value = next(name for name, form in matrices.items() if "v" in form.parts())
+        made[layer.prefix.removesuffix(".")] = Projections(
+            output.removesuffix(".weight"), value.removesuffix(".weight"), rows_of(matrices[value], layer.sizes, "v")
+        )
+    return made
+
+
+def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
+    """Places on its axis of heads of what belongs to a part, head by head."""
+    places: list[int] = []
+    for axis in form.axes:
+        start = 0
+        for run in axis:
+            width, before = run.width(sizes), 0
+            for one in run.parts:
+                if one == part:
+                    firsts = [start + before + head * width for head in range(sizes.heads(run.kind))]
+                    places += [first + n for first in firsts for n in range(sizes.of(part))]
+                before += sizes.of(one)
+            start += sizes.heads(run.kind) * width
+    return tuple(places)
+
+
+def read_moments(
+    model: nn.Module, family: Family, rows: Sequence[Tensor], progress: OnBatch = None
+) -> dict[str, Moments]:
+    """Return the moments of each layer's heads while the model reads rows of ids, each (B, T), by the layer's key.
+
+    Raises:
+        ValueError: queries, keys or values that are NaN or infinite.
+    """
+    made = {layer.key: Moments.like(weights_in_memory(model, family, layer)) for layer in family.layers}
+    prefixes = {layer.prefix: layer.key for layer in family.layers}
+
+    def count(call: AttentionCall) -> None:
+        key = next((key for prefix, key in prefixes.items() if f"{call.module}.".startswith(prefix)), None)
+        if key is not None:
+            made[key].watch(call)
+
+    with resting(model), probe(model, count):
+        for n, ids in enumerate(rows):
+            say(model, ids)
+            if progress is not None:
+                progress(n + 1, len(rows))
+    for key, one in made.items():
+        one.check_finite(f"layer {key}")
+    return made
+
+
+def say(model: nn.Module, ids: Any) -> Any:
+    """Return what a model gives of texts; the decoder of an encoder-decoder reads the text that its encoder reads."""
+    takes = inspect.signature(model.forward).parameters
+    both = {"decoder_input_ids": ids} if "decoder_input_ids" in takes else {}
+    return model(input_ids=ids, use_cache=False, **both)
+
+
+def loss_of(model: nn.Module, rows: Sequence[Tensor]) -> float | None:
+    """Nats a token, of each token after the first of its row; None where the model gives no logits of words."""
+    total, count = 0.0, 0
+    with resting(model):
+        for ids in rows:
+            logits = getattr(say(model, ids), "logits", None)
+            if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape or logits.shape[-1] <= int(ids.max()):
+                return None
+            said = logits[:, :-1].flatten(0, 1).float()
+            total += float(nn.functional.cross_entropy(said, ids[:, 1:].flatten(), reduction="sum"))
+            count += ids[:, 1:].numel()
+    return total / max(count, 1)

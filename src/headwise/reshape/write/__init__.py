@@ -1,0 +1,1 @@
+"""Write a checkpoint whole or not at all, and verify it."""
