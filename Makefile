@@ -17,11 +17,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -c constraints.txt --disable-pip-version-check
-# Two test processes, one thread each: on two cores faster than one process with two. PYTEST_ARGS="-x tests/test_masks.py" runs what you name.
+# Two test processes, one thread each: on two cores faster than one process with two. PYTEST_ARGS="-x tests/ops/test_masks.py" runs what you name.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 # One thread a process. Compiled Python is kept, whatever the shell says: tests start over a hundred interpreters.
 PYTEST_ENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HEADWISE_DRAW=$(DRAW)
-# One case of so many of the widest sweeps (tests/draw.py); the first line of pytest says how to run the same again.
+# One case of so many of the widest sweeps (tests/helpers/draw.py); the first line of pytest says how to run the same again.
 DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -44,7 +44,7 @@ CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention 
          mask_tiles masks_algebra meaning native_binding native_gradients native_maps native_refusals nn_cache nn_errors \
          nn_multihead plan plan_heads report_disk statistics testing weights
 check: lint types
-	$(PYTEST_ENV) $(BIN)/pytest -q $(PYTEST_ARGS) $(CHECK:%=tests/test_%.py)
+	$(PYTEST_ENV) $(BIN)/pytest -q $(PYTEST_ARGS) $(wildcard $(CHECK:%=tests/*/test_%.py))
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The benchmark's cases: a name, a shape, a mask, and the marks that each should reach.
 
-Tests run every case once at a reduced length, so that none breaks unnoticed (tests/test_benchmarks.py).
+Tests run every case once at a reduced length, so that none breaks unnoticed (tests/meta/test_benchmarks.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Runs headwise as `pip install headwise` leaves it, without an extra: in a fresh environment (`python
-scripts/bare_install.py`), or in the one of links that `tests/test_bare_install.py` makes.
+scripts/bare_install.py`), or in the one of links that `tests/meta/test_bare_install.py` makes.
 
 The op, the module, the caches, the statistics and the planner must work. What needs an extra must name it in one line.
 Exit code 1 and the reason otherwise; also where an extra is installed, for then the run proves nothing.

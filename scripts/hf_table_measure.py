@@ -31,7 +31,7 @@ Way = Callable[[PreTrainedModel], Outputs]
 MOVED = 2e-5
 """What half of a head must move an output by, as a part of it, or a comparison would prove nothing."""
 EQUAL, GRADIENTS = 1e-5, 1e-4
-"""Of the largest number of an output, as in tests/test_hf_models.py, and of a parameter's gradient; beyond it see
+"""Of the largest number of an output, as in tests/hf/test_hf_models.py, and of a parameter's gradient; beyond it see
 `rounding`."""
 
 

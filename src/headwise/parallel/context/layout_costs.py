@@ -1,4 +1,4 @@
-"""Which layout to take: the bytes and the least time of each, by the cost model of `headwise.plan.ranks.communication`."""
+"""The bytes and the least time of each layout, by the cost model of `headwise.plan.ranks.communication`."""
 
 from __future__ import annotations
 

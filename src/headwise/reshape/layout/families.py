@@ -83,7 +83,7 @@ class Family:
 
     @property
     def by_layer(self) -> bool:
-        """Whether a class exists that has its own number of heads in each layer (see `headwise.plan.model.heads_by_layer`)."""
+        """True if a class exists whose layers have their own numbers of heads."""
         return has_heads_by_layer(base_type(self.model_type) or self.model_type)
 
     @cached_property

@@ -1,8 +1,8 @@
 """Runs a page of the documentation as its reader would: block after block, in an interpreter with no other imports.
 
-`tests/test_docs.py` calls `run_fresh`. Each page gets a process of its own, forked from one that has imported torch and
-no part of headwise: so no page can lean on what pytest, another test or another page imported, and torch is loaded
-once. For the same reason this file imports nothing of headwise.
+`tests/meta/test_docs.py` calls `run_fresh`. Each page gets a process of its own, forked from one that has imported
+torch and no part of headwise: so no page can lean on what pytest, another test or another page imported, and torch
+is loaded once. For the same reason this file imports nothing of headwise.
 """
 
 from __future__ import annotations

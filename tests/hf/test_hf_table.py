@@ -18,7 +18,7 @@ import torch
 import transformers
 from draw import SEED
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import hf_table_page as pages  # noqa: E402

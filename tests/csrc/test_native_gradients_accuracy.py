@@ -4,7 +4,7 @@ Held: each gradient at most twice the error of naive PyTorch in the same dtype (
 and mean square. The largest has an ulp of the largest entry as slack. Sizes are large enough that no entry is luck.
 And the same at any height of the logits: naive's weights of a row add up to 1 whatever the scores, and so must ours,
 which no lse in float32 would give (at 1e4 it is off by 5e-4).
-The table, with torch's fused backward beside it: `python tests/test_native_gradients_accuracy.py`.
+The table, with torch's fused backward beside it: `python tests/csrc/test_native_gradients_accuracy.py`.
 """
 
 from __future__ import annotations

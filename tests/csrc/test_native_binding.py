@@ -23,7 +23,7 @@ from headwise.shapes import LEAST_FACTOR, MOST_FACTOR
 from headwise.shapes.arguments import FAR
 from headwise.testing import assert_same_bits
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 pytestmark = pytest.mark.skipif(native_library.trouble() is not None, reason=str(native_library.trouble()))
 

@@ -38,6 +38,6 @@ print("both")
 
 
 def test_whole_models_compile_and_export() -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     done = fresh.run(SCRIPT, path=[root / "src", root / "tests"])
     assert done.stdout.strip().endswith("both"), done.stderr[-3000:]

@@ -269,7 +269,7 @@ def test_an_option_that_there_is_not() -> None:
 
 
 def benchmark() -> Any:
-    path = Path(__file__).parent.parent / "benchmarks" / "statistics_memory.py"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "statistics_memory.py"
     spec = importlib.util.spec_from_file_location("statistics_memory", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

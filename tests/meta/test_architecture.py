@@ -9,32 +9,35 @@ import functools
 import importlib
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "headwise"
 Tree = dict[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TIERS = (
     {"shapes", "files"},
+    {"distributed"},
     {"ops"},
     {"cache", "nn"},
     {"parallel"},
     {"look", "reshape", "hf"},
-    {"report"},
+    {"report", "tour"},
     {"cli"},
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"extras", "plan", "models", "processes", "torchrun"}  # import nothing of ours; cache and up may them
-KNOWN_CIRCLE = {"nn/multihead.py", "nn/torch_mha.py"}  # by their types; the only one that is left
+ALONE = {"extras", "plan", "models"}  # import nothing of ours but files; cache and up may import them
+KNOWN_CIRCLE = {"nn/multihead.py", "nn/torch_multihead.py"}  # by their types; the only one that is left
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
+MAX_FOLDER, SOURCES = 15, {".py", ".pyi", ".js", ".css", ".j2", ".wat", ".h", ".cpp"}
 PUBLIC = """
     alibi alibi_slopes attention attention_statistics bias blocks cache causal causal_top_left dilated explain
     Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn parallel plan prefix
@@ -139,10 +142,10 @@ def options(function: Function) -> int:
 
 
 def may_import(room: str, target: str) -> bool:
-    if target in ("hf", "report"):  # and the user: the table of contents imports nothing before it is asked for
+    if target in ("hf", "report", "tour"):  # and the user: the table of contents imports nothing before it is asked for
         return room == "cli" or (room, target) == ("", "report")
-    if room in ("", "testing") or (room, target) == ("processes", "torchrun"):
-        return True  # the table of contents and the oracles look down on everything
+    if room in ("", "testing"):
+        return True  # the table of contents and the oracles may import everything
     if room == "plan" and target in ("files", "extras"):
         return True
     if room in ALONE or target not in TIER.keys() | ALONE | {"__version__"}:
@@ -151,7 +154,7 @@ def may_import(room: str, target: str) -> bool:
 
 
 def arrows(tree: Tree) -> list[str]:
-    """shapes <- ops <- {cache, nn} <- parallel <- {look, reshape, hf} <- report <- cli; siblings apart."""
+    """The order of TIERS: a room imports those before it, and no other room of its own tier."""
     return [
         f"{path} imports {name}: {room or 'the top'} may not import {room_of(name) or 'the top'}"
         for path, source in tree.items()
@@ -267,6 +270,21 @@ def circles(tree: Tree) -> list[str]:
     ]
 
 
+def base_names_once(tree: Tree) -> list[str]:
+    """A file's name says within its room which file is meant."""
+    known: dict[tuple[str, str], list[str]] = {}
+    for path in tree:
+        if Path(path).stem != "__init__" and "/" in path:
+            known.setdefault((Path(path).parts[0], Path(path).name), []).append(path)
+    return [f"{' and '.join(sorted(paths))} have one name" for paths in known.values() if len(paths) > 1]
+
+
+def wide_folders(paths: Iterable[str]) -> list[str]:
+    """Folders with more source files than a reader takes in at a glance."""
+    counts = Counter(Path(path).parent.as_posix() for path in paths if Path(path).suffix in SOURCES)
+    return [f"{folder} has {n} files, at most {MAX_FOLDER}" for folder, n in sorted(counts.items()) if n > MAX_FOLDER]
+
+
 def exports(tree: Tree) -> list[str]:
     """`__init__.pyi` is the table of contents: a docstring, re-exports `from .room import x as x`, the version."""
     faults = []
@@ -285,9 +303,9 @@ LONG = "def long():\n" + "    x = 0\n" * MAX_FUNCTION
 NINE = ", ".join(f"a{i}=0" for i in range(9))
 PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
     arrows: [
-        ("ops/masks/compose.py", "from headwise import nn", "ops may not import nn"),
-        ("ops/masks/compose.py", "from ...nn import probe", "ops may not import nn"),
-        ("ops/masks/compose.py", "def f():\n    import headwise.cli", "ops may not import cli"),
+        ("ops/masks/mask.py", "from headwise import nn", "ops may not import nn"),
+        ("ops/masks/mask.py", "from ...nn import probe", "ops may not import nn"),
+        ("ops/masks/mask.py", "def f():\n    import headwise.cli", "ops may not import cli"),
         ("shapes.py", "from .ops import masks", "shapes may not import ops"),
         ("nn/planted.py", "import headwise.cache", "nn may not import cache"),
         ("look/planted.py", "import headwise.hf", "look may not import hf"),
@@ -295,7 +313,8 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
         (CONTENTS, "from . import hf", "the top may not import hf"),
         ("look/planted.py", "from .. import report", "look may not import report"),
         ("plan/planted.py", "from headwise import shapes", "plan may not import shapes"),
-        ("processes.py", "from . import files", "processes may not import files"),
+        ("files/planted.py", "from .. import shapes", "files may not import shapes"),
+        ("distributed/planted.py", "from ..ops import masks", "distributed may not import ops"),
         ("models/planted.py", "from ..plan import kv_bytes_per_token", "models may not import plan"),
         ("ops/planted.py", "import headwise.plan", "ops may not import plan"),
         ("nn/planted.py", "from headwise import attention", "nn may not import attention"),
@@ -330,9 +349,10 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
         ("look/planted.py", "MixtralAttention = None", "names 'Mixtral'"),
     ],
     circles: [
-        ("ops/masks/rules.py", "from .compose import Mask", "ops/masks/rules.py lies on a circle"),
-        ("ops/scoring.py", "def f():\n    from .attention import attention", "ops/scoring.py lies on a circle"),
+        ("ops/masks/rules.py", "from .mask import Mask", "ops/masks/rules.py lies on a circle"),
+        ("ops/options.py", "def f():\n    from .attention import attention", "ops/options.py lies on a circle"),
     ],
+    base_names_once: [("ops/planted/mask.py", "", "ops/masks/mask.py and ops/planted/mask.py have one name")],
     exports: [
         (CONTENTS, "from .shapes import Planted as Planted", "Planted is not in the list of exports"),
         (CONTENTS, "from .ops.masks import causal", "causal is imported without `as causal`"),
@@ -357,6 +377,14 @@ def test_the_rule_finds_a_planted_fault(rule: Callable[[Tree], list[str]], path:
     assert any(fault in line for line in faults), f"planted {source[:60]!r} in {path}; found only {faults}"
 
 
+def test_no_folder_holds_more_than_a_reader_takes_in() -> None:
+    paths = [p.relative_to(ROOT).as_posix() for room in ("src", "csrc") for p in (ROOT / room).rglob("*")]
+    assert wide_folders(paths) == []
+    planted = [f"src/planted/{n}.py" for n in range(MAX_FOLDER)]
+    assert wide_folders(planted) == []
+    assert wide_folders([*planted, "src/planted/one_more.js"]) == ["src/planted has 16 files, at most 15"]
+
+
 def test_what_is_allowed_is_not_a_fault() -> None:
     allowed = {
         "nn/a.py": "import headwise.ops.masks\nfrom .. import shapes\nfrom headwise.plan import kv_bytes_per_token",
@@ -371,7 +399,7 @@ def test_what_is_allowed_is_not_a_fault() -> None:
 def test_files_outside_the_package_are_small_too() -> None:
     rooms = ("tests", "examples", "benchmarks", "scripts")
     tree = {p.relative_to(ROOT).as_posix(): p.read_text("utf8") for room in rooms for p in (ROOT / room).rglob("*.py")}
-    assert "tests/test_architecture.py" in tree
+    assert "tests/meta/test_architecture.py" in tree
     assert small_files(tree) + small_functions(tree) == []
 
 

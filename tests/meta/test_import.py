@@ -5,7 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 HEAVY = (
     "transformers tokenizers huggingface_hub jinja2 typer rich pandas pyarrow onnx matplotlib beartype "
     "headwise.hf headwise.report headwise.cli headwise.models"

@@ -1,7 +1,7 @@
 """Malformed calls of everything that is public: a result where they can mean something, else our own words.
 
 Drawn: each argument of each public function is replaced in turn by a thing of the wrong kind. `python -m pytest
-tests/test_malformed.py` draws a part; HEADWISE_MALFORMED=all takes every one (34,000, a minute).
+tests/meta/test_malformed.py` draws a part; HEADWISE_MALFORMED=all takes every one (34,000, a minute).
 """
 
 from __future__ import annotations

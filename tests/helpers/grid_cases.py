@@ -319,7 +319,7 @@ def weights(K: int) -> tuple[dict[str, Any], int]:
 
 def peak(layout: Any, tokens: int) -> int:
     """The most bytes of this rank's tensors in a forward and backward of so many tokens in all."""
-    path = Path(__file__).parents[1] / "benchmarks" / "statistics_memory.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "statistics_memory.py"
     spec = importlib.util.spec_from_file_location("statistics_memory", path)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402

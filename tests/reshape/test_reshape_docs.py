@@ -10,7 +10,7 @@ from typing import Any
 from headwise.hf import layouts
 from headwise.plan.config.fields import architectures
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reshape.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reshape.md"
 
 
 def describe(name: str, about: Mapping[str, Any]) -> str:

@@ -367,7 +367,7 @@ def halves(layout: Any) -> dict[str, tuple[float, float]]:
 
 def example() -> float:
     """How far the curve of examples/parallel.py is from that of one process."""
-    names = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "parallel.py"))
+    names = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "parallel.py"))
     names["train"].__globals__["STEPS"] = 6
     split, whole = names["train"](split=True), names["train"](split=False)
     return max(abs(a - b) for a, b in zip(split, whole, strict=True))

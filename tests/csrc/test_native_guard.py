@@ -14,7 +14,7 @@ import fresh
 import pytest
 from backends import BEST, natives
 
-SCRIPT = Path(__file__).with_name("native_guard.py")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "native_guard.py"
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are forbidden by Linux's mprotect")
 
 

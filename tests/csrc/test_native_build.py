@@ -22,7 +22,7 @@ import fresh
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 LIBRARY = ROOT / "src" / "headwise" / "_native.so"
 COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)

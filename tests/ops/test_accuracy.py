@@ -1,7 +1,7 @@
 """How close to the exact answer: forward and gradients, across tile edges, head sizes, dtypes, logits of any size.
 
 The bar is PyTorch written out in the same dtype (fp32), mere rounding (halves), twice PyTorch's gradients; see
-`headwise.testing.assert_close_like_torch`. `python tests/test_accuracy.py` prints what the errors are.
+`headwise.testing.assert_close_like_torch`. `python tests/ops/test_accuracy.py` prints what the errors are.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Held: float32 at most 1.25 times naive float32's error, the half dtypes at most 1.5 times the error of merely rounding
 the exact answer (they are given half inputs); lse beside float32's. The mean square has no slack (each regime is drawn
 until luck evens out), the largest error has an ulp of the largest output. The table: `python
-tests/test_native_accuracy.py`.
+tests/csrc/test_native_accuracy.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 import fresh
 import pytest
 
-EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
 SOURCE = EXAMPLES[0].parent.parent / "src"
 
 

@@ -1,7 +1,7 @@
 """What the README and the documentation show is run.
 
 - ```` ```python ```` blocks are executed, and ```` ```pycon ```` sessions must print what the page says; the blocks of
-  one page share an interpreter, from top to bottom, in which nothing but they import (`tests/pages.py`).
+  one page share an interpreter, from top to bottom, in which nothing but they import (`tests/helpers/pages.py`).
 - Links to files of this repository must lead somewhere.
 - Every exported name has its entry in the API pages, and so has all that a room exports.
 """
@@ -17,7 +17,7 @@ from pages import FENCE, run_fresh, run_page
 import headwise.hf  # what a test imports must not reach a page
 from headwise.ops.native.library import trouble
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUNS = re.compile(r"^ *```(python|pycon)", re.M)
 

@@ -198,7 +198,7 @@ def test_what_is_wrong_is_told_before_a_model_is_read(
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    small = Path(__file__).parents[1] / "src" / "headwise" / "models" / "tiny"
+    small = Path(__file__).parents[2] / "src" / "headwise" / "models" / "tiny"
     text = folder.parent / "text.txt"
     done = invoke(
         "distill", folder, "--teacher", small, "--steps", 1, "--corpus", text, "--out", tmp_path / "new", "--length", 9
