@@ -198,7 +198,7 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
 @needs_compiler
 def test_threads_get_even_shares(built: Path) -> None:
     """2 to 256 threads, by the plan alone: at most 1.05 of the mean wherever there is enough work."""
-    assert "256:" in ok(configure(built.name) / "headwise_fuzz", "shares")
+    assert "256:" in ok(configure(built.name) / "headwise_fuzz", "balance")
 
 
 @needs_compiler
