@@ -2,9 +2,20 @@
 
 const LONGEST = 160; // tokens that the page runs; a map of 160 x 160 is still seen
 
+// The library's byte-level pattern says \s, which in JavaScript has U+FEFF and lacks U+0085; the tokenizers that were
+// trained with it mean Unicode's white space.
+function unicodeSpaces(part) {
+  if (part?.pattern instanceof RegExp) {
+    const source = part.pattern.source.replaceAll("(?!\\S)", "(?!\\P{White_Space})").replaceAll("\\s", "\\p{White_Space}");
+    part.pattern = new RegExp(source, part.pattern.flags);
+  }
+  for (const inner of part?.tokenizers ?? []) unicodeSpaces(inner);
+}
+
 class Words {
   constructor(json, config) {
     this.tokenizer = new tokenizers.Tokenizer(json, config);
+    unicodeSpaces(this.tokenizer.pre_tokenizer);
     this.special = new Map((json.added_tokens ?? []).map((token) => [token.id, token.content]));
     this.byteLevel = JSON.stringify([json.pre_tokenizer, json.decoder]).includes('"ByteLevel"');
     this.bytesOf = new Map();
