@@ -1,8 +1,7 @@
-"""Each number of the tour against Python: look, ablate, regroup, plan, measured mixing, and the reference in float64."""
+"""Each number of the tour against Python: look, importance, regroup, plan, mixing, and the reference in float64."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from browsers import MARKS, Page, launched
 from tour_claims import Reference, Switches, default_ids, each_loss, loss, reference, tokenizer
 from transformers import AutoModelForCausalLM
 
-from headwise import look, models, nn, plan, reshape, tour
+from headwise import hf, look, models, nn, plan, reshape, tour
 from headwise.tour import page as page_module
 from headwise.tour.facts import cards, read_json
 
@@ -39,7 +38,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(models.tiny_path(), dtype=torch.float32).eval()
+    return hf.load(str(models.tiny_path())).model
 
 
 def numbers(text: str) -> list[float]:
@@ -79,7 +78,7 @@ def sentence(page: Any, name: str) -> str:
 
 
 def costs() -> torch.Tensor:
-    return torch.tensor([moves(Switches(off=((l, h),))) for l in range(LAYERS) for h in range(HEADS)])
+    return torch.tensor([moves(Switches(off=((layer, h),))) for layer in range(LAYERS) for h in range(HEADS)])
 
 
 WANTED: dict[str, Callable[[Any], list[float]]] = {
@@ -134,7 +133,7 @@ def llama() -> list[float]:
 def read_at_a_step() -> list[float]:
     row = card("Llama 3 8B")
     cache = row["cache"] * 8192 / 2**30
-    return [row["parameters"] * 2 / 2**30, cache, cache * row["heads"] / row["kv"]]
+    return [row["parameters"]["total"] * 2 / 2**30, cache, cache * row["heads"] / row["kv"]]
 
 
 def shown(page: Any, name: str) -> str:
@@ -188,15 +187,9 @@ def test_prices_are_those_of_ablate(page: Any, model: Any) -> None:
     got = [float(text.replace("\u2212", "-")) for text in page.evaluate(wait)]
     ids = torch.tensor([default_ids()])
     found = look.importance(model, ids, by=("zero",))
-    wanted = [head.values["zero"] if hasattr(head, "values") else head for head in importance_rows(found)]
+    wanted = [head["zero"] for head in found.to_dict()["heads"]]
     assert got == pytest.approx(wanted, abs=6e-4)
     assert got == pytest.approx(costs().tolist(), abs=6e-4)
-
-
-def importance_rows(found: Any) -> list[float]:
-    table = found.to_dict()
-    rows = table["heads"]
-    return [row["zero"] if "zero" in row else row["values"]["zero"] for row in rows]
 
 
 def test_roles_are_those_of_look(page: Any, model: Any) -> None:
@@ -277,15 +270,15 @@ def test_the_texts_page_numbers_of_the_bugs(page: Any) -> None:
     assert numbers(shown(page, "cross"))[0] == len(default_ids())
 
 
-def test_the_plain_mean_is_that_of_regroup(model: Any) -> None:
+def test_the_plain_mean_is_that_of_regroup(tmp_path: Path) -> None:
+    """The checkpoint's float16 rounds the means that the page keeps in float32."""
     ids = torch.tensor([default_ids()])
     for kv in (4, 2, 1):
-        copy = AutoModelForCausalLM.from_pretrained(models.tiny_path(), dtype=torch.float32).eval()
-        changed = reshape.regroup(copy, kv, method="mean")
-        changed = copy if changed is None or not callable(changed) else changed
+        reshape.regroup(hf.checkpoint(models.tiny_path()), tmp_path / str(kv), kv, method="mean", proof=None)
+        changed = AutoModelForCausalLM.from_pretrained(tmp_path / str(kv), dtype=torch.float32).eval()
         with torch.no_grad():
             got = each_loss(changed(ids, use_cache=False).logits[0], default_ids()).mean()
-        assert float(got) == pytest.approx(loss(Switches(kv=kv)), abs=2e-4)
+        assert float(got) == pytest.approx(loss(Switches(kv=kv)), abs=5e-3)
 
 
 def test_the_reference_is_the_model(model: Any) -> None:
@@ -322,7 +315,3 @@ def test_formulas_are_made_of_what_stands_beside_them() -> None:
     convert = pytest.importorskip("latex2mathml.converter").convert
     for name, formula in read_json("formulas.json").items():
         assert formula["mathml"] == convert(formula["latex"], display="block"), name
-
-
-def test_the_ledger_of_the_data_is_json() -> None:
-    assert len(json.dumps(CLAIMS)) > 10_000

@@ -26,7 +26,7 @@ class Switches:
     causal: bool = True
     rotary: bool = True
     scaled: bool = True
-    onePattern: tuple[int, ...] = ()  # noqa: N815 - layers; the engine's name
+    onePattern: tuple[int, ...] = ()
     kv: int = 8
 
 

@@ -5,8 +5,10 @@ const stepper = { key: "", cache: null, at: 0, gap: 0, passes: 0, made: [] };
 
 const cacheBytes = (kv) => model.L * 2 * kv * model.D * DTYPE;
 
+const stepKey = () => (current ? JSON.stringify([current.ids, state.kv]) : "");
+
 function restartSteps() {
-  Object.assign(stepper, { key: current ? JSON.stringify([current.ids, state.kv]) : "", cache: model.newCache(LONGEST + 1, state.kv), at: 0, gap: 0, passes: 0, made: [] });
+  Object.assign(stepper, { key: stepKey(), cache: model.newCache(LONGEST + 1, state.kv), at: 0, gap: 0, passes: 0, made: [] });
 }
 
 // Runs the next token through the model, its keys and values into the cache; gives its logits.
@@ -28,7 +30,7 @@ section("cache", {
   build() {
     restartSteps();
     byId("step").onclick = () => this.step(1);
-    byId("step-text").onclick = () => this.step(current ? Math.max(current.ids.length - stepper.at, 0) : 0);
+    byId("step-text").onclick = () => this.step(LONGEST, true);
     byId("step-again").onclick = () => {
       restartSteps();
       if (current) this.draw(current);
@@ -36,10 +38,12 @@ section("cache", {
     byId("cross-text").value = "with open(path) as file:\n    return file.read()";
     byId("cross-text").oninput = () => current && this.cross(current);
   },
-  async step(count) {
-    if (!current || !model) return;
+  // So many tokens; `known`: no further than the text goes.
+  async step(count, known = false) {
+    if (!current) return;
+    if (stepper.key !== stepKey()) restartSteps();
     const key = stepper.key;
-    for (let n = 0; n < count && stepper.key === key && stepper.at < Math.min(LONGEST, model.positions); n++) {
+    for (let n = 0; n < count && stepper.key === key && stepper.at < (known ? current.ids.length : Math.min(LONGEST, model.positions)); n++) {
       stepOnce();
       if (n % 4 === 3) {
         this.steps();
@@ -49,7 +53,7 @@ section("cache", {
     this.steps();
   },
   draw(run) {
-    if (stepper.key !== JSON.stringify([run.ids, state.kv])) restartSteps();
+    if (stepper.key !== stepKey()) restartSteps();
     this.steps();
     this.cross(run);
   },
