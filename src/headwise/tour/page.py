@@ -121,6 +121,7 @@ def _chapter(checkpoint: Checkpoint, text: str, packaged: bool) -> dict[str, Any
         "tensors": checkpoint.tensors,
         "claims": list(claims().values()),
         "cards": cards(),
+        "accepted": facts["accepted"]["architectures"],
         "roles": facts["roles"],
         "regroup": facts["regroup"],
         "heads": facts["heads"],

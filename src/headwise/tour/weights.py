@@ -110,7 +110,7 @@ def check_config(config: dict[str, Any]) -> None:
             wrong.append(f"{name} is {value!r}")
     if wrong:
         raise ValueError(
-            f"the tour runs {rules['architectures'][0]} with default settings alone, and of this checkpoint "
+            f"the tour runs {' and '.join(rules['architectures'])} with default settings alone, and of this checkpoint "
             f"{'; '.join(wrong[:3])}; headwise look opens it"
         )
 

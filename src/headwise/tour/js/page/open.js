@@ -10,8 +10,8 @@ function checkConfig(config) {
   ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"].forEach(whole);
   const { architectures: [name] = [], hidden_size: width, num_attention_heads: H } = config;
   const rope = config.rope_parameters ?? config.rope_scaling ?? {};
-  if (name !== chapter.config.architectures[0]) throw new Error(`this page runs ${chapter.config.architectures[0]}, not ${name}; headwise look opens it`);
-  if ((config.hidden_act ?? "silu") !== "silu" || config.attention_bias || config.mlp_bias) throw new Error("this page runs SiLU without biases; headwise look opens other models");
+  if (!chapter.accepted.includes(name)) throw new Error(`this page runs ${chapter.accepted.join(" and ")}, not ${name}; headwise look opens it`);
+  if ((config.hidden_act ?? "silu") !== "silu" || config.attention_bias || config.mlp_bias || config.sliding_window) throw new Error("this page runs SiLU without biases and windows; headwise look opens other models");
   if ((rope.rope_type ?? rope.type ?? "default") !== "default") throw new Error("this page runs default rotary positions; headwise look opens other models");
   const D = config.head_dim ?? width / H;
   const K = config.num_key_value_heads ?? H;
