@@ -1,5 +1,6 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
+#   make tour            write tour.html: one page in which the packaged model runs
 #   make test            lint, types, docs, ten drawn mutants and all tests; of the widest sweeps a share, the same on every day
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
@@ -26,13 +27,16 @@ DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look test test-all check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants clean
+.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants clean
 
 help:
-	@sed -n '2,13s/^# //p' Makefile
+	@sed -n '2,14s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
+
+tour: $(VENV)/.native
+	@$(BIN)/headwise tour --out tour.html
 
 test: lint types docs mutants-sample pytest
 
@@ -103,7 +107,7 @@ arm:
 
 clean:
 	rm -f src/headwise/_native.so
-	rm -rf $(VENV) build dist site headwise-report.html .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site headwise-report.html tour.html .pytest_cache .mypy_cache .ruff_cache
 
 # The environment, in five stamps, so that running again costs nothing. pip is quiet but for errors; on a terminal
 # it shows how far the one large download (torch) is.

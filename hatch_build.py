@@ -91,7 +91,8 @@ def sbom(version: str, library: bool) -> dict[str, Any]:
     weights = PACKAGE / "models" / "tiny" / "model.safetensors"
     parts = [
         _file("machine-learning-model", weights, "PSF-2.0", "Weights trained on the sources of Python's library"),
-        *_javascript(PACKAGE / "report" / "vendor" / "README.md"),
+        *_javascript(PACKAGE / "report" / "vendor" / "README.md", "ISC"),
+        *_javascript(PACKAGE / "tour" / "vendor" / "README.md", "Apache-2.0"),
     ]
     if library:
         parts.append(_file("file", LIBRARY, "Apache-2.0", "The native CPU kernel, compiled from csrc/"))
@@ -113,11 +114,12 @@ def _file(kind: str, path: Path, licence: str, description: str) -> dict[str, An
     return {"type": kind, "bom-ref": name, "name": name, **about}
 
 
-def _javascript(recipe: Path) -> list[dict[str, Any]]:
-    """The packages in d3.min.js, as the recipe of that bundle names them; esbuild makes it."""
-    names = re.findall(r"([a-z][a-z0-9-]+)@(\d+\.\d+\.\d+)", recipe.read_text())
-    about = {"type": "library", "licenses": _licence("ISC")}
-    purls = [(name, version, f"pkg:npm/{name}@{version}") for name, version in names if name != "esbuild"]
+def _javascript(recipe: Path, licence: str) -> list[dict[str, Any]]:
+    """The packages in a bundle of JavaScript, as its recipe names them, without the tools that make it."""
+    names = re.findall(r"(@?[a-z][a-z0-9/-]+)@(\d+\.\d+\.\d+)", recipe.read_text())
+    about = {"type": "library", "licenses": _licence(licence)}
+    parts = [(name, version) for name, version in dict.fromkeys(names) if name not in ("esbuild", "wabt")]
+    purls = [(name, version, f"pkg:npm/{name.replace('@', '%40')}@{version}") for name, version in parts]
     return [{"bom-ref": purl, "name": name, "version": version, "purl": purl, **about} for name, version, purl in purls]
 
 

@@ -76,16 +76,21 @@ def head_scores(model: LlamaForCausalLM, stream: torch.Tensor, rows: int = 8) ->
     return {"previous": previous, "induction": torch.stack(per_row).mean(0), "first": first}
 
 
-def new_model(seed: int, attention: str = "headwise", positions: int = data.MAX_POSITIONS) -> LlamaForCausalLM:
-    """A fresh model: 4 layers of 8 heads with their own keys and values, so that it can be regrouped later."""
+def new_model(
+    seed: int, attention: str = "headwise", positions: int = data.MAX_POSITIONS, heads: int = 8
+) -> LlamaForCausalLM:
+    """Make a fresh model: 4 layers of `heads` heads with their own keys and values, so that it can be regrouped later.
+
+    The width stays 256, so any number of heads gives the same parameters, and one seed the same first weights.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=data.VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=688,
         num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=data.BOS_ID,
@@ -159,7 +164,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.tokenizer, self.training, self.held_out = data.load_data(args.run)
-        self.model = new_model(args.seed, args.attention, args.context or data.MAX_POSITIONS)
+        self.model = new_model(args.seed, args.attention, args.context or data.MAX_POSITIONS, args.heads)
         self.optimizers = new_optimizers(self.model, args.lr, args.muon)
         self.step = 0
         self.checkpoint = args.run / "checkpoint.pt"
@@ -179,7 +184,7 @@ class Run:
             self.step, self.record = saved["step"], saved["record"]
             self.record.setdefault("losses", [])
         if not args.export_only:
-            chosen = ("steps", "seed", "lr", "muon", "batch_tokens", "attention", "context", "threads")
+            chosen = ("steps", "seed", "lr", "muon", "batch_tokens", "attention", "context", "threads", "heads")
             self.record["settings"] = {name: getattr(args, name) for name in chosen}
 
     def save(self) -> None:
@@ -276,6 +281,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--attention", choices=ATTENTIONS, default="headwise", help="transformers' attn_implementation")
     parser.add_argument("--context", type=int, help="tokens of every sequence (by default 256 first, 512 later)")
+    parser.add_argument(
+        "--heads", type=int, default=8, help="heads a layer: 1, 2, 4 ... 64; the width of all stays 256"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unchecked
 runner = CliRunner()
 COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 PLAIN = {"look": {}, "trace": {"d_model": "6", "num_heads": "2"}, "plan": {"configs": "gpt2"}}
-PLAIN |= {"importance": {}, "ablate": {"heads": "0.1"}, "circuits": {}}
+PLAIN |= {"importance": {}, "ablate": {"heads": "0.1"}, "circuits": {}, "tour": {}}
 TINY = str(Path(models.__file__).parent / "tiny")
 PLAIN |= {
     "prune": {"model": TINY, "keep_fraction": "0.5", "by": "random", "out": "new"},
@@ -59,6 +59,7 @@ VALUES = (*NUMBERS, *WORDS, *PATHS, *BYTES, *PAYLOADS[::9])
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("webbrowser.open", lambda *_: True)
     files = {
         "text.txt": b"a b c d e",
         "seen.json": make_look(layers=4, heads=8).to_json().encode(),

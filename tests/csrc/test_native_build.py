@@ -280,7 +280,8 @@ def test_a_wheel_with_the_library(from_sdist: Path) -> None:
     with zipfile.ZipFile(from_sdist / "wheels" / name) as packed:
         inside = {path.partition(".dist-info/")[2]: path for path in packed.namelist() if ".dist-info/" in path}
         assert {"licenses/LICENSE", "licenses/LICENSE-python.txt", "sboms/headwise.cdx.json"} <= set(inside)
-        assert any(path.endswith("vendor/LICENSE-d3.txt") for path in inside)
+        for licence in ("vendor/LICENSE-d3.txt", "vendor/LICENSE-tokenizers.txt"):
+            assert any(path.endswith(licence) for path in inside)
         bill = json.loads(packed.read(inside["sboms/headwise.cdx.json"]))
         for part in bill["components"]:
             for known in part.get("hashes", []):
@@ -302,7 +303,8 @@ def test_the_bill_of_materials_names_every_licence_and_package() -> None:
     named = set(re.findall(r"(d3-[a-z-]+) (\d+\.\d+\.\d+)", script))
     assert named and named <= {(part["name"], part.get("version")) for part in bill["components"]}
     assert bill["dependencies"] == [{"ref": "pkg:pypi/headwise@1.2.3", "dependsOn": [p["bom-ref"] for p in parts[1:]]}]
-    assert not {"headwise/_native.so", "esbuild"} & {part["name"] for part in parts}, "built without; a tool"
+    assert ("@huggingface/tokenizers", "0.2.0") in {(part["name"], part.get("version")) for part in bill["components"]}
+    assert not {"headwise/_native.so", "esbuild", "wabt"} & {part["name"] for part in parts}, "built without; a tool"
 
 
 @pytest.mark.skipif(not (shutil.which("readelf") and LIBRARY.exists()), reason="needs readelf and the library")

@@ -1,4 +1,4 @@
-"""A report opened in the system's Chromium, and all that it did there that a report may not do.
+"""A report, or the tour, opened in the system's Chromium, and all that it did there that a report may not do.
 
 Needs Playwright (from PyPI) and a Chromium of the system; Playwright's own browser is never downloaded.
 """
@@ -44,12 +44,10 @@ def launched() -> Iterator[Any]:
         browser.close()
 
 
-class Opened:
-    """A page with a report in it, and all that it did that a report may not do."""
+class Page:
+    """A file that is open, and all that it did that a page of ours may not do."""
 
-    def __init__(self, browser: Any, look: Look, folder: Path, *, ready: bool = True, **options: Any) -> None:
-        path = folder / "report.html"
-        report.write(look, path)
+    def __init__(self, browser: Any, path: Path, address: str = "", *, ready: bool = True, **options: Any) -> None:
         self.faults: list[str] = []
         self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 1000}, **options})
         self.page = page = self.context.new_page()
@@ -57,17 +55,28 @@ class Opened:
         page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         page.on("dialog", lambda dialog: (self.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.on("popup", lambda popup: self.faults.append(f"popup: {popup.url}"))
-        page.on("request", lambda r: r.url == path.as_uri() or self.faults.append(f"request: {r.url}"))
+        page.on(
+            "request", lambda r: r.url.partition("#")[0] == path.as_uri() or self.faults.append(f"request: {r.url}")
+        )
         page.add_init_script(
             "window.violations = []; document.addEventListener('securitypolicyviolation', "
             "(e) => window.violations.push(`${e.violatedDirective} ${e.blockedURI}`));"
         )
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + address)
         if ready:
-            page.wait_for_selector("html[data-ready]", timeout=20_000)
+            page.wait_for_selector("html[data-ready]", timeout=60_000)
 
     def check_calm(self) -> None:
         """Nothing was said, asked, fetched or blocked; no address but the file's own."""
         assert self.page.evaluate("window.violations") == []
         assert self.faults == []
         assert self.page.url.startswith("file://")
+
+
+class Opened(Page):
+    """A page with a report in it."""
+
+    def __init__(self, browser: Any, look: Look, folder: Path, **options: Any) -> None:
+        path = folder / "report.html"
+        report.write(look, path)
+        super().__init__(browser, path, **options)

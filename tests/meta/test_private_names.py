@@ -5,7 +5,8 @@ import functools
 import re
 
 import pytest
-from test_architecture import Tree, inside, module_of, parsed, real_tree, room_of, with_planted
+from source_tree import inside, module_of, parsed, room_of
+from test_architecture import Tree, real_tree, with_planted
 
 
 @functools.cache

@@ -113,7 +113,9 @@ def test_no_element_points_outside() -> None:
 
 
 def test_our_script_makes_no_markup_of_strings() -> None:
-    scripts = {file.name: file.read_text() for file in (resources.files(report) / "js").iterdir()}
+    folders = ("js", "shared")
+    files = [file for folder in folders for file in (resources.files(report) / folder).iterdir()]
+    scripts = {file.name: file.read_text() for file in files if file.name.endswith(".js")}
     assert len(scripts) > 5
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|Function\(|\.html\(|DOMParser|fetch\(|https?:"
@@ -236,7 +238,7 @@ def test_roles_stand_in_the_order_of_their_heads() -> None:
 
 def test_each_role_has_a_letter_and_a_colour() -> None:
     """Roles of the catalogue: a letter each, but for relations, which share two; unknown ones are grey."""
-    style = resources.files("headwise.report").joinpath("report.css").read_text("utf8")
+    style = resources.files("headwise.report").joinpath("shared", "tokens.css").read_text("utf8")
     shown = dict(re.findall(r"--role-(\d+): light-dark\((#[0-9a-f]{6})", style))
     assert [shown[str(number)] for number in range(len(COLOURS))] == list(COLOURS) and len(shown) == len(COLOURS)
     drawn = {role.name: letter_and_colour(role.name) for role in ROLES}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -11,9 +9,13 @@ from headwise.extras import missing_extra
 from headwise.files.text import visible
 
 from .escape import json_for_html
+from .policy import hash_of as _hash
 
 if TYPE_CHECKING:
     from headwise.look.result import Look
+
+_SHARED = ("dom", "acting", "colour")
+"""Scripts that the tour uses, too; they come first."""
 
 _SCRIPTS = tuple(
     f"{name}.js"
@@ -56,8 +58,12 @@ def render(look: Look) -> str:
         raise TypeError(f"a report is made of a headwise.look.Look; got {type(look).__name__}")
 
     library = _read("vendor", "d3.min.js")
-    script = "(() => {\n" + "\n".join(_read("js", *name.split("/")) for name in _SCRIPTS) + "\n})();\n"
-    style = _read("report.css")
+    script = (
+        "(() => {\n"
+        + "\n".join([*map(_shared, _SHARED), *(_read("js", *name.split("/")) for name in _SCRIPTS)])
+        + "\n})();\n"
+    )
+    style = _read("shared", "tokens.css") + _read("report.css")
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -86,8 +92,8 @@ def check_engine() -> None:
         raise missing_extra("a report", "look", error) from None
 
 
-def _hash(text: str) -> str:
-    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"
+def _shared(name: str) -> str:
+    return _read("shared", f"{name}.js")
 
 
 def _read(*parts: str) -> str:

@@ -1,5 +1,3 @@
-"use strict";
-
 // The look, as the page holds it. Strings in it are hostile: they reach the document as text nodes, or as attribute
 // values that only CSS attr() reads, and in no other way.
 
@@ -9,12 +7,6 @@ look.roles = look.numbers.roles;
 const FIRST_SCORE = look.numbers.own;
 
 const heads = []; // filled once the numbers are unpacked
-
-async function inflate(base64) {
-  const packed = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
 
 // One object a head. `values` run parallel to look.statistics; `roles` holds those it plays, strongest first.
 async function loadNumbers() {
@@ -65,31 +57,6 @@ function on(event, listener) {
 
 function emit(event, value) {
   for (const listener of listeners[event] ?? []) listener(value);
-}
-
-function byId(id) {
-  return document.getElementById(id);
-}
-
-// An element with properties and children; strings among the children become text nodes.
-function el(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name.includes("-") || name === "role" || name === "scope") node.setAttribute(name, value);
-    else node[name] = value;
-  }
-  node.append(...children);
-  return node;
-}
-
-// So many digits after the point; null stands for three digits in all.
-function number(value, digits) {
-  if (value === null || value === undefined) return "\u2013";
-  return digits === null ? String(Number(value.toPrecision(3))) : value.toFixed(digits).replace(/^-(?=0(\.0*)?$)/, "");
-}
-
-function plural(count, word) {
-  return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 }
 
 // One colour a role, from Okabe and Ito's palette for all kinds of colour vision; the name always stands beside it.

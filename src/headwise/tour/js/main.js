@@ -1,0 +1,82 @@
+// Reads the weights, builds the sections, and runs.
+
+const wasmBytes = () => (location.hash.includes("engine=js") || startsPlain ? null : Uint8Array.from(atob(chapter.wasm), (c) => c.charCodeAt(0)));
+const startsPlain = location.hash === "#engine=js";
+
+let drawAll = null;
+
+// A model is ready: the first, or one that the reader has opened.
+function start(opened, read) {
+  [model, words] = [opened, read];
+  [plainSession, session] = [new Session(model), new Session(model)];
+  past.length = 0;
+  measured.clear();
+  current = null;
+  Object.assign(state, { layer: 0, head: 0, query: 0, off: noneOff(), kv: model.K, ...PLAIN });
+  document.documentElement.dataset.engine = model.memory.engine;
+  document.documentElement.dataset.packaged = String(chapter.packaged);
+  byId("notice").hidden = true;
+  if (model.memory.engine === "js" && !startsPlain) notice(WORDS.plainEngine);
+  for (const part of sections.values()) {
+    part.build?.();
+    Object.assign(part, { stale: true, done: null });
+  }
+  emit("change");
+}
+
+function notice(text) {
+  byId("notice").textContent = text;
+  byId("notice").hidden = false;
+}
+
+let waiting = 0;
+on("change", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => runNow(), 0);
+});
+on("run", () => {
+  for (const part of sections.values()) part.stale = true;
+  refresh();
+});
+on("look", () => {
+  if (!current) return;
+  for (const part of sections.values()) if (part.near && part.stale === false) part.look?.(current);
+    else if (part.look) part.stale = true;
+});
+
+async function begin() {
+  try {
+    const weights = await inflate(byId("weights").textContent);
+    const opened = await Model.of(chapter.config, packedTensors(chapter.tensors, weights), wasmBytes());
+    const [tokenizer, config] = JSON.parse(byId("tokenizer").textContent);
+    state.text = chapter.text;
+    buildBar();
+    start(opened, new Words(tokenizer, config));
+    if (chapter.packaged) Object.assign(state, { layer: 2, head: 1 });
+    state.query = Math.floor(LONGEST / 3);
+    if (!startsPlain && !readAddress()) notice(WORDS.oddAddress);
+    if (byId("text").value !== state.text) byId("text").value = state.text;
+    drawAll = watchSections();
+    readKeys();
+    const first = new Promise((go) => (listeners.run ??= []).push(go));
+    await first;
+    document.documentElement.dataset.ready = "true";
+  } catch (error) {
+    notice(WORDS.failed + error.message);
+    throw error;
+  }
+}
+
+// For the console, and for the tests: the parts of the engine, nothing that could change the page.
+window.headwise = Object.freeze({
+  counts, LONGEST,
+  ids: (text) => words.ids(text),
+  piece: (id) => words.piece(id),
+  forward: (ids, options, more) => model.forward(ids, { ...plainOptions(), ...options }, more),
+  model: () => model,
+  losses, Memory, plainProduct, readSafetensors, randomTwice, packedTensors,
+  state: () => ({ ...snapshot(), changes: changes() }),
+  drawAll: () => drawAll(),
+});
+
+begin();

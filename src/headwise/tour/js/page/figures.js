@@ -1,0 +1,99 @@
+// Figures that several sections use.
+
+// A row of cells, a dimension each: orange above 0, blue below, clear at 0; the same in light and dark.
+function strip(label, about, values, most = Math.max(...values.map(Math.abs), 1e-9)) {
+  const canvas = el("canvas", { width: values.length, height: 1 });
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(values.length, 1);
+  values.forEach((value, d) => image.data.set([...(value < 0 ? [0, 114, 178] : [213, 94, 0]), Math.round((255 * Math.abs(value)) / most)], 4 * d));
+  context.putImageData(image, 0, 0);
+  return el("div", { className: "strip" }, el("b", {}, label), el("span", { className: "who" }, about), canvas);
+}
+
+// Bars above and below a line, one for each number.
+function signedBars(values, height = 44) {
+  const most = Math.max(...values.map(Math.abs), 1e-9);
+  const half = height / 2;
+  const svg = drawing("100%", height).attr("viewBox", `0 0 ${values.length} ${height}`).attr("preserveAspectRatio", "none").attr("aria-hidden", "true");
+  values.forEach((value, d) => {
+    const size = ((half - 1) * Math.abs(value)) / most;
+    svg.append("rect").attr("class", value < 0 ? "minus" : "plus").attr("x", d + 0.1).attr("width", 0.8).attr("y", value < 0 ? half : half - size).attr("height", size);
+  });
+  return el("div", { className: "strip" }, el("b"), el("span", { className: "who" }), svg.node());
+}
+
+// Horizontal bars with a name and a number each: [[name, value, text]].
+function barList(rows, most = Math.max(...rows.map(([, value]) => Math.abs(value)), 1e-9)) {
+  return el("ol", { className: "bars" }, ...rows.map(([name, value, text]) => {
+    const bar = el("span", { className: value < 0 ? "bar-of less" : "bar-of" });
+    bar.style.setProperty("--share", `${(100 * Math.min(Math.abs(value) / most, 1)).toFixed(1)}%`);
+    return el("li", {}, el("bdi", { className: "who" }, name), bar, el("b", {}, text));
+  }));
+}
+
+// A table of rows; the first cell of each is its heading.
+function tableOf(head, rows, caption) {
+  const line = (cells, tag) => el("tr", {}, ...cells.map((cell, n) => el(n && tag === "td" ? "td" : "th", { scope: tag === "th" ? "col" : "row" }, cell)));
+  return el("table", {}, ...(caption ? [el("caption", {}, caption)] : []), el("thead", {}, line(head, "th")), el("tbody", {}, ...rows.map((row) => line(row, "td"))));
+}
+
+// The numbers of a figure, folded away.
+function numbersOf(head, rows, caption = "The numbers of this figure") {
+  return el("details", { className: "numbers" }, el("summary", {}, caption), el("div", { className: "scroll" }, tableOf(head, rows)));
+}
+
+// A name for a token by its place.
+function tokenName(place, limit = 16) {
+  const piece = current.pieces[place];
+  return piece ? plainText(piece.text, limit) : `#${place}`;
+}
+
+const tokenLabel = (place, limit) => `${place} \u201c${tokenName(place, limit)}\u201d`;
+
+// The text as tokens; `tint(t)` gives { share, title } of token t.
+function tokenBoxes(box, tint, pick) {
+  const nodes = current.pieces.map(({ text, hex }, t) => {
+    const { share, title, less } = tint(t);
+    const node = el("span", { className: hex ? "token bytes" : "token", title, "data-item": String(t), role: "option", "aria-selected": String(t === state.query) });
+    node.setAttribute("aria-label", `${t} ${plainText(text, 24)}: ${title}`);
+    appendText(node, text);
+    node.style.setProperty("--weight", `${(100 * Math.min(Math.max(share, 0), 1)).toFixed(1)}%`);
+    if (less) node.classList.add("less");
+    if (t === state.query) node.classList.add("chosen");
+    node.tabIndex = t === state.query ? 0 : -1;
+    return node;
+  });
+  box.replaceChildren(...nodes);
+  box.onclick = (event) => {
+    const node = event.target.closest?.("[data-item]");
+    if (node) pick(Number(node.dataset.item));
+  };
+}
+
+// Lines over an axis of numbers. `lines`: [{ name, points: [[x, y]], colour }].
+function lineChart({ lines, x, y, label, xName, yName, width = 560, height = 240, ticks }) {
+  const [left, right, top, bottom] = [44, 24, 24, 36];
+  const across = (x.log ? d3.scaleBand(x.values, [left, width - right]).padding(1) : d3.scaleLinear(x.range, [left, width - right]));
+  const upward = d3.scaleLinear(y, [height - bottom, top]);
+  const svg = picture(width, height, label);
+  svg.append("g").attr("class", "grid").attr("transform", `translate(${left},0)`).call(d3.axisLeft(upward).ticks(5).tickSize(left + right - width));
+  const axis = d3.axisBottom(across).tickSize(3).tickPadding(5);
+  if (!x.log) axis.ticks(ticks ?? 6);
+  svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(axis);
+  svg.append("text").attr("class", "name").attr("x", width - right).attr("y", height - 4).attr("text-anchor", "end").text(xName);
+  svg.append("text").attr("class", "name").attr("x", 4).attr("y", 9).text(yName);
+  lines.forEach(({ name, points, colour, dots }) => {
+    const places = points.map(([px, py]) => [across(px), upward(py)]);
+    svg.append("path").attr("class", "line").attr("stroke", `var(--role-${colour})`).attr("d", `M${places.map((p) => p.map((v) => v.toFixed(1)).join(",")).join("L")}`);
+    if (dots !== false) places.forEach(([px, py], n) => svg.append("circle").attr("class", "point").attr("fill", `var(--role-${colour})`).attr("cx", px).attr("cy", py).attr("r", 3).append("title").text(`${name}: ${points[n][0]}, ${points[n][1]}`));
+  });
+  return svg.node();
+}
+
+function keyOf(lines) {
+  return el("p", { className: "key" }, ...lines.map(({ name, colour }) => {
+    const mark = el("i");
+    mark.style.setProperty("background", `var(--role-${colour})`);
+    return el("span", {}, mark, name);
+  }));
+}

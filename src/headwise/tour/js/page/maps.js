@@ -1,0 +1,84 @@
+// Attention maps: a pixel a cell, colour by the square root of the weight; cells that may not be attended stay bare.
+
+function drawMap(canvas, weights, from, T, S, causal) {
+  canvas.width = S;
+  canvas.height = T;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(S, T);
+  for (let i = 0; i < T; i++) {
+    const end = causal ? i + 1 + S - T : S;
+    for (let j = 0; j < end; j++) paint(image.data, 4 * (i * S + j), Math.round(255 * Math.sqrt(weights[from + i * S + j])));
+  }
+  context.putImageData(image, 0, 0);
+}
+
+const mapOf = (run, layer, head) => ({ weights: run.layers[layer].weights, from: head * run.ids.length ** 2 });
+const weightOf = (run, layer, head, i, j) => run.layers[layer].weights[(head * run.ids.length + i) * run.ids.length + j];
+
+// For each role the cells where an ideal head would look on these ids: cells[i] is a list of keys j.
+function idealCells(role, ids, pieces) {
+  const before = new Map(); // token -> places so far
+  const marks = pieces.map(({ text }, j) => j > 0 && /^(?:[.,;:!?]|\n)$/u.test(text.replace(/^ +| +$/g, "")));
+  const firstMark = marks.indexOf(true);
+  return ids.map((id, i) => {
+    const copies = before.get(id) ?? [];
+    before.set(id, [...copies, i]);
+    switch (role) {
+      case "previous-token": return i > 0 ? [i - 1] : [];
+      case "self": return [i];
+      case "first-token sink": return i > 0 ? [0] : [];
+      case "duplicate-token": return copies;
+      case "induction": return copies.map((j) => j + 1).filter((j) => j < i);
+      default: return firstMark < 0 || i < firstMark ? [] : marks.flatMap((mark, j) => (mark && j <= i ? [j] : []));
+    }
+  });
+}
+
+// The mean mass of each head on the ideal cells, over queries that have one; and what uniform attention gives.
+function roleScores(run, cells) {
+  const T = run.ids.length;
+  const queries = cells.flatMap((keys, i) => (keys.length ? [i] : []));
+  const chance = mean(queries.map((i) => cells[i].length / (i + 1)));
+  const values = run.layers.map(({ weights }) => Array.from({ length: weights.length / (T * T) }, (_, h) => mean(queries.map((i) => cells[i].reduce((sum, j) => sum + weights[(h * T + i) * T + j], 0)))));
+  return { values, chance, queries: queries.length };
+}
+
+const playsRole = (role, value, chance) => value > role.threshold && value > 2 * chance;
+
+// The roles that each head plays on this text: plays[layer][head] = [{ role, value }].
+function rolesPlayed(run, pieces) {
+  const plays = run.layers.map(() => Array.from({ length: model.H }, () => []));
+  for (const role of chapter.roles) {
+    const { values, chance, queries } = roleScores(run, idealCells(role.name, run.ids, pieces));
+    if (!queries) continue;
+    values.forEach((row, l) => row.forEach((value, h) => playsRole(role, value, chance) && plays[l][h].push({ role, value })));
+  }
+  return plays;
+}
+
+// A grid of all heads, a row a layer: a button each. `fill(button, layer, head)` draws one.
+function headGrid(box, label, { press, pick, make }) {
+  box.setAttribute("role", "grid");
+  box.style.setProperty("--heads", model.H);
+  const rows = Array.from({ length: model.L }, (_, l) => el("div", { className: "row", role: "row" }, el("span", { className: "row-name", role: "rowheader" }, `layer ${l}`), ...Array.from({ length: model.H }, (_, h) => {
+    const cell = el("button", { type: "button", className: "head", "data-item": nameOfHead(l, h) });
+    make(cell, l, h);
+    cell.addEventListener("click", () => {
+      lookAt({ layer: l, head: h });
+      press?.(l, h);
+    });
+    return el("span", { role: "gridcell" }, cell);
+  })));
+  box.replaceChildren(...rows);
+  rove(box, () => model.H, { label, pick: (node) => {
+    const [l, h] = node.dataset.item.split(".").map(Number);
+    lookAt({ layer: l, head: h });
+    pick?.(l, h);
+  } });
+}
+
+function markHead(box) {
+  const chosen = box.querySelector(`[data-item="${nameOfHead(state.layer, state.head)}"]`);
+  for (const item of box.querySelectorAll("[data-item]")) item.toggleAttribute("aria-current", item === chosen);
+  settle(box, chosen);
+}

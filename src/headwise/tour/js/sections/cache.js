@@ -1,0 +1,120 @@
+// 10. One token at a time, with a cache; and cross-attention, where queries and keys come from two texts.
+
+const DTYPE = 2; // bytes a number in a cache, as most models keep it
+const stepper = { key: "", cache: null, at: 0, gap: 0, passes: 0, made: [] };
+
+const cacheBytes = (kv) => model.L * 2 * kv * model.D * DTYPE;
+
+const stepKey = () => (current ? JSON.stringify([current.ids, state.kv]) : "");
+
+function restartSteps() {
+  Object.assign(stepper, { key: stepKey(), cache: model.newCache(LONGEST + 1, state.kv), at: 0, gap: 0, passes: 0, made: [] });
+}
+
+// Runs the next token through the model, its keys and values into the cache; gives its logits.
+function stepOnce() {
+  const ids = current.ids;
+  const known = stepper.at < ids.length;
+  const id = known ? ids[stepper.at] : stepper.made[stepper.at - ids.length];
+  const logits = model.forward([id], { ...plainOptions(), kv: state.kv }, { cache: stepper.cache });
+  stepper.at++;
+  stepper.passes++;
+  if (known && state.kv === model.K) {
+    const from = (stepper.at - 1) * model.vocab;
+    stepper.gap = Math.max(stepper.gap, largestDifference(logits, current.plain.logits.subarray(from, from + model.vocab)));
+  }
+  if (stepper.at >= ids.length) stepper.made.push(likeliest(logits, 0, model.vocab, 1)[0].id);
+}
+
+section("cache", {
+  build() {
+    restartSteps();
+    byId("step").onclick = () => this.step(1);
+    byId("step-text").onclick = () => this.step(LONGEST, true);
+    byId("step-again").onclick = () => {
+      restartSteps();
+      if (current) this.draw(current);
+    };
+    byId("cross-text").value = "with open(path) as file:\n    return file.read()";
+    byId("cross-text").oninput = () => current && this.cross(current);
+  },
+  // So many tokens; `known`: no further than the text goes.
+  async step(count, known = false) {
+    if (!current) return;
+    if (stepper.key !== stepKey()) restartSteps();
+    const key = stepper.key;
+    for (let n = 0; n < count && stepper.key === key && stepper.at < (known ? current.ids.length : Math.min(LONGEST, model.positions)); n++) {
+      stepOnce();
+      if (n % 4 === 3) {
+        this.steps();
+        await rest();
+      }
+    }
+    this.steps();
+  },
+  draw(run) {
+    if (stepper.key !== stepKey()) restartSteps();
+    this.steps();
+    this.cross(run);
+  },
+  look(run) {
+    this.cross(run);
+  },
+  steps() {
+    const { at, made } = stepper;
+    const T = current.ids.length;
+    const full = (at * (at + 1)) / 2;
+    byId("step-said").textContent = at === 0 ? "The cache is empty. Press Step: the first token is read, and its keys and values are kept." : `${plural(at, "token")} read, ${plural(stepper.passes, "token pass").replace("passs", "passes")}; without a cache it would have been ${thousands(full)}. In the cache: ${thousands(at * cacheBytes(state.kv))} bytes, ${thousands(cacheBytes(state.kv))} a token.${state.kv === model.K ? ` Largest difference to one whole pass: ${tiny(stepper.gap)}.` : ""}`;
+    const svg = picture(640, 20 + 22 * model.L, `The cache: ${at} tokens in ${model.L} layers`);
+    const wide = 590 / Math.max(T + 8, at + 1);
+    for (let l = 0; l < model.L; l++) {
+      svg.append("text").attr("x", 0).attr("y", 24 + 22 * l).text(`layer ${l}`);
+      for (let t = 0; t < at; t++) for (const [n, part] of ["k", "v"].entries()) svg.append("rect").attr("class", t === at - 1 ? "new" : part).attr("x", 46 + t * wide).attr("y", 12 + 22 * l + 9 * n).attr("width", Math.max(wide - 0.5, 0.4)).attr("height", 8);
+    }
+    svg.append("text").attr("x", 46).attr("y", 9).text("upper: keys, lower: values; the newest is orange");
+    byId("cache-drawing").replaceChildren(svg.node());
+    const out = byId("made");
+    out.replaceChildren();
+    if (made.length) {
+      out.append("The model goes on: ");
+      for (const id of made) {
+        const node = el("span", { className: "token" });
+        appendText(node, words.piece(id).text);
+        out.append(node);
+      }
+    }
+  },
+  cross(run) {
+    const other = words.ids(byId("cross-text").value).slice(0, 64);
+    if (!other.length) return;
+    const { T, S, weights } = crossMap(run.plain, other);
+    drawMap(byId("cross-map"), weights, state.head * T * S, T, S, false);
+    byId("cross-said").textContent = `Head ${nameOfHead(state.layer, state.head)}: ${T} queries of the text above, ${S} keys of the other. Each row still sums to 1. This model was never trained for it, so the map shows the shape, not a skill.`;
+  },
+});
+
+// Queries of one run, keys of another text, at the layer looked at; no mask, for neither text is the other's future.
+function crossMap(run, other) {
+  const [T, S] = [run.ids.length, other.length];
+  const x = model.embedded(other);
+  for (let l = 0; l < state.layer; l++) model.layer(l, x, S, plainOptions(), null, null);
+  const { norm1 } = model.layers[state.layer];
+  const { k, K } = model.project(state.layer, rmsNorm(x, S, model.width, norm1, model.eps), S, { ...plainOptions(), rotary: false });
+  const { q } = model.project(state.layer, rmsNorm(run.layers[state.layer].before, T, model.width, norm1, model.eps), T, { ...plainOptions(), rotary: false });
+  return { T, S, ...model.weigh(q, k, T, S, K, { causal: false }) };
+}
+
+claim("kv-cache", () => thousands(cacheBytes(model.K)));
+claim("same-steps", async (run) => {
+  const cache = model.newCache(LONGEST);
+  let most = 0;
+  for (let t = 0; t < run.ids.length; t++) {
+    most = Math.max(most, largestDifference(model.forward([run.ids[t]], plainOptions(), { cache }), run.logits.subarray(t * model.vocab, (t + 1) * model.vocab)));
+    if (t % 8 === 7) await rest();
+  }
+  return tiny(most);
+});
+claim("cross", (run) => {
+  const { T, S } = crossMap(run, words.ids(byId("cross-text").value).slice(0, 64));
+  return `${T} \u00d7 ${S}`;
+});

@@ -1,0 +1,111 @@
+// 7. Concatenation and W_O: what each slice holds before and after, the parts that sum to the output, shuffled heads.
+
+// Each head's part of a layer's output: head_i times its rows of W_O. Heads by T x width numbers.
+function partsOf(layer, seen, T) {
+  const { H, D, width } = model;
+  const { o } = model.layers[layer];
+  const { floats } = model.memory;
+  return Array.from({ length: H }, (_, h) => {
+    const head = new Float32Array(T * D);
+    for (let t = 0; t < T; t++) head.set(seen.concat.subarray((t * H + h) * D, (t * H + h + 1) * D), t * D);
+    const rows = floats.slice(o.from + h * D * o.stride, o.from + (h + 1) * D * o.stride);
+    const part = model.memory.product(head, T, D, rows, o.stride);
+    const out = new Float32Array(T * width);
+    for (let t = 0; t < T; t++) out.set(part.subarray(t * o.stride, t * o.stride + width), t * width);
+    return out;
+  });
+}
+
+// As `headwise.nn.measure_mixing`: shares of the output, energy of each slice by head, cosine of before and after.
+function mixingOf(layer, seen, T) {
+  const { H, D, width } = model;
+  const parts = partsOf(layer, seen, T);
+  const total = new Float64Array(T * width);
+  for (const part of parts) part.forEach((value, n) => (total[n] += value));
+  const whole = total.reduce((sum, value) => sum + value * value, 0) || Number.MIN_VALUE;
+  const shares = parts.map((part) => part.reduce((sum, value, n) => sum + value * total[n], 0) / whole);
+  const slice = (c) => Math.floor((c * H) / width);
+  const energy = parts.map((part) => {
+    const row = new Float64Array(H);
+    part.forEach((value, n) => (row[slice(n % width)] += value * value));
+    return row;
+  });
+  const sums = Array.from({ length: H }, (_, s) => energy.reduce((sum, row) => sum + row[s], 0) || Number.MIN_VALUE);
+  let cosine = null;
+  if (H * D === width) {
+    cosine = mean(Array.from({ length: T }, (_, t) => {
+      let [ab, aa, bb] = [0, 0, 0];
+      for (let c = 0; c < width; c++) {
+        const [a, b] = [seen.concat[t * width + c], total[t * width + c]];
+        ab += a * b;
+        aa += a * a;
+        bb += b * b;
+      }
+      return ab / Math.max(Math.sqrt(aa * bb), 1e-16);
+    }));
+  }
+  return { shares, energy: energy.map((row) => [...row].map((value, s) => value / sums[s])), cosine, gap: largestDifference(total, seen.output) };
+}
+
+const shuffleOrder = () => {
+  const order = Array.from({ length: model.H }, (_, h) => h);
+  const mixed = shuffle(order, 3);
+  return mixed.some((h, slot) => h !== slot) ? mixed : [...order.slice(1), 0];
+};
+
+function shuffleHeads(run) {
+  const order = shuffleOrder();
+  const before = forwardOf(run);
+  const both = forwardOf(run, { shuffle: order, outputToo: true });
+  const alone = forwardOf(run, { shuffle: order });
+  return { order, both: largestDifference(before, both), alone: largestDifference(before, alone), loss: mean(losses(alone, run.ids, model.vocab)) };
+}
+
+section("join", {
+  build() {
+    byId("join-layer").replaceChildren(...Array.from({ length: model.L }, (_, l) => el("option", { value: l }, `layer ${l}`)));
+    byId("join-layer").onchange = (event) => lookAt({ layer: Number(event.target.value) });
+    byId("join-shuffle").onclick = () => {
+      if (!current) return;
+      const { order, both, alone, loss } = shuffleHeads(current.plain);
+      byId("join-shuffled").textContent = `New order ${order.join(" ")}. With W_O's columns: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${current.plain.loss.toFixed(2)} to ${loss.toFixed(2)}.`;
+    };
+  },
+  draw(run) {
+    this.look(run);
+  },
+  look(run) {
+    byId("join-layer").value = String(state.layer);
+    const T = run.ids.length;
+    const { shares, energy, cosine } = mixingOf(state.layer, run.now.layers[state.layer], T);
+    const H = model.H;
+    const matrix = (name, value) => {
+      const svg = picture(20 + 22 * H, 20 + 22 * H, `${name}: share of each head in each slice`).attr("class", "shares");
+      for (let s = 0; s < H; s++) {
+        svg.append("text").attr("x", 31 + 22 * s).attr("y", 12).attr("text-anchor", "middle").text(s);
+        svg.append("text").attr("x", 12).attr("y", 35 + 22 * s).attr("text-anchor", "middle").text(s);
+        for (let h = 0; h < H; h++) {
+          svg.append("rect").attr("x", 21 + 22 * s).attr("y", 20 + 22 * h).attr("width", 20).attr("height", 20).attr("rx", 3).attr("class", "track");
+          svg.append("rect").attr("x", 21 + 22 * s).attr("y", 20 + 22 * h).attr("width", 20).attr("height", 20).attr("rx", 3).attr("fill", `var(--role-${h % 12})`).attr("opacity", Math.sqrt(value(h, s)).toFixed(3)).append("title").text(`head ${h}, slice ${s}: ${value(h, s).toFixed(2)}`);
+        }
+      }
+      return el("figure", {}, svg.node(), el("figcaption", {}, name));
+    };
+    byId("join-before").replaceChildren(matrix("before W_O: slice by head", (h, s) => Number(h === s)), matrix("after W_O", (h, s) => energy[h][s]));
+    byId("join-shares").replaceChildren(barList(shares.map((share, h) => [nameOfHead(state.layer, h), share, share.toFixed(2)])));
+    byId("join-said").textContent = `Layer ${state.layer}: how much of the output each head makes; the shares sum to 1.${cosine === null ? "" : ` Cosine between concatenation and output: ${cosine.toFixed(2)}.`}`;
+    byId("join-numbers").replaceChildren(numbersOf(["head", ...Array.from({ length: H }, (_, s) => `slice ${s}`)], energy.map((row, h) => [String(h), ...row.map((value) => value.toFixed(2))]), "Shares after W_O"));
+  },
+});
+
+claim("concat", (run) => {
+  const T = run.ids.length;
+  const { concat, weights, v, K } = run.layers[0];
+  return largestDifference(concat, model.mix(weights, v, T, T, K, null)) === 0 ? "1.00" : "not 1";
+});
+claim("w-o", (run) => run.layers.map((seen, l) => mixingOf(l, seen, run.ids.length).cosine?.toFixed(2) ?? "\u2013").join(" "));
+claim("w-o-only", (run) => tiny(Math.max(...run.layers.map((seen, l) => mixingOf(l, seen, run.ids.length).gap))));
+claim("order-of-heads", (run) => {
+  const { both, alone, loss } = shuffleHeads(run);
+  return `${tiny(both)}, ${alone.toFixed(1)}; ${loss.toFixed(2)}`;
+});

@@ -1,0 +1,75 @@
+// 9. Mask and positions: switched off, tested by permuting the tokens, and two bugs of textbook code.
+
+// The same tokens in another order, computed, and put back in their places: the largest difference of logits.
+function permuted(run, options) {
+  const T = run.ids.length;
+  const order = shuffle(Array.from({ length: T }, (_, t) => t), 5);
+  const before = forwardOf(run, options);
+  const after = model.forward(order.map((t) => run.ids[t]), { ...plainOptions(), ...options });
+  let most = 0;
+  order.forEach((t, place) => {
+    most = Math.max(most, largestDifference(before.subarray(t * model.vocab, (t + 1) * model.vocab), after.subarray(place * model.vocab, (place + 1) * model.vocab)));
+  });
+  return most;
+}
+
+const softmax = (row) => {
+  const most = Math.max(...row);
+  const powers = row.map((value) => Math.exp(value - most));
+  const sum = powers.reduce((a, b) => a + b, 0);
+  return powers.map((value) => value / sum);
+};
+
+// scores[query][head][key] with a mask of (seq, seq) broadcast onto (heads, seq): head h gets the mask's row h.
+function leak(size, seed = 11) {
+  const draw = generator(seed);
+  const scores = Array.from({ length: size }, () => Array.from({ length: size }, () => Array.from({ length: size }, () => 8 * draw() - 4)));
+  const weights = scores.map((heads) => heads.map((row, h) => softmax(row.map((value, j) => (j > h ? -Infinity : value)))));
+  let most = 0;
+  weights.forEach((heads, i) => heads.forEach((row) => row.forEach((weight, j) => j > i && (most = Math.max(most, weight)))));
+  return { weights, most };
+}
+
+// A row with nothing allowed: by the textbook, and as headwise defines it.
+const textbookRow = () => softmax([-Infinity, -Infinity, -Infinity]);
+
+section("order", {
+  build() {
+    byId("order-mask").onclick = () => change({ causal: !state.causal });
+    byId("order-positions").onclick = () => change({ rotary: !state.rotary });
+    const { weights, most } = leak(4);
+    byId("leak").replaceChildren(el("div", { className: "scroll" }, tableOf(["query", "head", "key 0", "key 1", "key 2", "key 3"], [0, 1].flatMap((i) => weights[i].map((row, h) => [String(i), String(h), ...row.map((weight, j) => `${weight.toFixed(2)}${j > i && weight > 0 ? " leaks" : ""}`)])), `4 tokens, 4 heads: weights of queries 0 and 1. Most on a later key: ${most.toFixed(2)}`)));
+    byId("nan").textContent = `softmax of (\u2212\u221e, \u2212\u221e, \u2212\u221e) = (${textbookRow().map((value) => (Number.isNaN(value) ? "NaN" : value)).join(", ")})`;
+    byId("permute").onclick = () => {
+      if (!current) return;
+      const run = current.plain;
+      const rows = [["neither mask nor positions", { causal: false, rotary: false }], ["the causal mask alone", { rotary: false }], ["positions alone", { causal: false }], ["both, as trained", {}]];
+      byId("permuted").replaceChildren(tableOf(["what tells the order", "largest difference of logits"], rows.map(([name, options]) => [name, tiny(permuted(run, options))])));
+    };
+  },
+  draw(run) {
+    byId("order-mask").setAttribute("aria-pressed", String(!state.causal));
+    byId("order-positions").setAttribute("aria-pressed", String(!state.rotary));
+    byId("order-said").textContent = `Mask ${state.causal ? "on" : "off"}, positions ${state.rotary ? "on" : "off"}: loss ${run.now.loss.toFixed(2)}; untouched ${run.plain.loss.toFixed(2)}.${state.causal ? "" : " A low loss without the mask is no merit: the answer stands in the text that is read."}`;
+    const T = run.ids.length;
+    const canvas = byId("order-map");
+    const { weights, from } = mapOf(run.now, state.layer, state.head);
+    drawMap(canvas, weights, from, T, T, state.causal);
+    byId("order-head").textContent = `Head ${nameOfHead(state.layer, state.head)} now`;
+  },
+  look(run) {
+    this.draw(run);
+  },
+});
+
+claim("bag", async (run) => {
+  const out = [];
+  for (const options of [{ causal: false, rotary: false }, { rotary: false }, { causal: false }]) {
+    out.push(tiny(permuted(run, options)));
+    await rest();
+  }
+  return out.join("; ");
+});
+claim("causal-mask-code", () => leak(4).most.toFixed(2));
+claim("nan-row", () => `${textbookRow().every(Number.isNaN) ? "NaN" : "a number"} and 0`);
+claim("no-mask-code", (run) => `${run.loss.toFixed(2)} \u2192 ${lossOf(run, { causal: false }).toFixed(2)}`);

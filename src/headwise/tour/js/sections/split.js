@@ -1,0 +1,122 @@
+// 4. How one matrix serves eight heads: the bands of W_Q, the view and the transpose, and both ways of computing it.
+
+const STEPS = ["x", "project", "view", "transpose"];
+const split = { step: 0, which: "q" };
+
+function drawBands() {
+  const place = model.layers[state.layer][split.which];
+  const { N, K } = place;
+  const canvas = byId("split-weights");
+  canvas.width = K;
+  canvas.height = N;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(K, N);
+  let square = 0;
+  for (let n = 0; n < N; n++) for (let k = 0; k < K; k++) square += model.weight(place, n, k) ** 2;
+  const most = 2.5 * Math.sqrt(square / (N * K)) || 1;
+  for (let n = 0; n < N; n++) for (let k = 0; k < K; k++) {
+    const value = model.weight(place, n, k) / most;
+    image.data.set([...(value < 0 ? [0, 114, 178] : [213, 94, 0]), Math.min(255, Math.round(255 * Math.abs(value)))], 4 * (n * K + k));
+  }
+  context.putImageData(image, 0, 0);
+  const count = N / model.D;
+  byId("split-bands").replaceChildren(...Array.from({ length: count }, (_, h) => el("span", {}, `head ${h}`)));
+  byId("split-caption").textContent = `W_${split.which.toUpperCase()} of layer ${state.layer}: ${N} rows by ${K} columns, cut into ${count} bands of ${model.D} rows. Each band reads all ${K} columns.`;
+}
+
+function drawStep(run) {
+  const T = run.ids.length;
+  const row = Math.min(state.query, T - 1);
+  const { before, q } = run.plain.layers[state.layer];
+  const x = rmsNorm(before.subarray(row * model.width, (row + 1) * model.width), 1, model.width, model.layers[state.layer].norm1, model.eps);
+  const query = [...q.subarray(row * model.H * model.D, (row + 1) * model.H * model.D)];
+  const cut = Array.from({ length: model.H }, (_, h) => query.slice(h * model.D, (h + 1) * model.D));
+  const most = Math.max(...query.map(Math.abs));
+  const said = [
+    `Token ${row}: its ${model.width} numbers, normalised. Shape of the whole text: (B, T, d) = (1, ${T}, ${model.width}).`,
+    `Times W_Q: ${model.H * model.D} numbers again, all computed from all ${model.width}. Shape (1, ${T}, ${model.H * model.D}).`,
+    `View: the same ${model.H * model.D} numbers, read as ${model.H} rows of ${model.D}. Nothing is computed. Shape (1, ${T}, ${model.H}, ${model.D}).`,
+    `Transpose: heads before tokens, so that each head's tokens stand together. Shape (1, ${model.H}, ${T}, ${model.D}).`,
+  ];
+  const rows = [
+    [strip("x", `token ${tokenName(row)}`, [...x])],
+    [strip("q", "x times W_Q", query)],
+    cut.map((part, h) => strip(`${h}`, `head ${h}`, part, most)),
+    [0, 1].flatMap((h) => [Math.max(row - 1, 0), row].map((t) => strip(`${h}, ${t}`, `head ${h}, token ${tokenName(t, 8)}`, [...q.subarray((t * model.H + h) * model.D, (t * model.H + h + 1) * model.D)]))),
+  ];
+  byId("split-said").textContent = said[split.step];
+  byId("split-rows").replaceChildren(...rows[split.step]);
+  [...byId("split-steps").children].forEach((node, n) => node.setAttribute("aria-pressed", String(n === split.step)));
+}
+
+// Many small products against one large one, on this text: the largest difference, and how long each took.
+function bothWays(run) {
+  const T = run.ids.length;
+  const place = model.layers[state.layer].q;
+  const x = rmsNorm(run.layers[state.layer].before, T, model.width, model.layers[state.layer].norm1, model.eps);
+  const { floats } = model.memory;
+  const wide = up(model.D, 8);
+  const bands = Array.from({ length: model.H }, (_, h) => {
+    const band = new Float32Array(model.width * wide);
+    for (let k = 0; k < model.width; k++) for (let d = 0; d < model.D; d++) band[k * wide + d] = floats[place.from + k * place.stride + h * model.D + d];
+    return band;
+  });
+  const time = (work) => {
+    let [least, out] = [Infinity, null];
+    for (let n = 0; n < 5; n++) {
+      const from = performance.now();
+      out = work();
+      least = Math.min(least, performance.now() - from);
+    }
+    return [least, out];
+  };
+  const [large, whole] = time(() => model.linear(x, T, place));
+  const [small, parts] = time(() => bands.map((band) => model.memory.product(x, T, model.width, band, wide).slice()));
+  let most = 0;
+  parts.forEach((part, h) => {
+    for (let t = 0; t < T; t++) for (let d = 0; d < model.D; d++) most = Math.max(most, Math.abs(part[t * wide + d] - whole[(t * model.H + h) * model.D + d]));
+  });
+  return { most, large, small };
+}
+
+function shapesSaid() {
+  const [B, T, d, h] = ["split-B", "split-T", "split-d", "split-h"].map((id) => Number(byId(id).value));
+  const whole = [B, T, d, h].every((n) => Number.isInteger(n) && n > 0);
+  byId("split-shapes").textContent = !whole ? "Give whole numbers above 0." : d % h ? `${d} is not a multiple of ${h}: with d_k = d / h the width cannot be cut evenly.` : `[${B}, ${T}, ${d}] \u2192 [${B}, ${T}, ${h}, ${d / h}] \u2192 [${B}, ${h}, ${T}, ${d / h}]`;
+}
+
+section("split", {
+  build() {
+    byId("split-which").onchange = (event) => {
+      split.which = event.target.value;
+      drawBands();
+    };
+    byId("split-steps").replaceChildren(...STEPS.map((name, n) => button(`${n + 1}. ${name}`, () => {
+      split.step = n;
+      if (current) drawStep(current);
+    })));
+    for (const id of ["split-B", "split-T", "split-d", "split-h"]) byId(id).oninput = shapesSaid;
+    byId("split-both").onclick = () => {
+      if (!current) return;
+      const { most, large, small } = bothWays(current.plain);
+      byId("split-timed").textContent = `Largest difference ${tiny(most)}. One large product: ${large.toFixed(2)} ms; ${model.H} small ones: ${small.toFixed(2)} ms, on this machine, the best of five.`;
+    };
+    shapesSaid();
+  },
+  draw(run) {
+    drawBands();
+    drawStep(run);
+  },
+  look(run) {
+    drawBands();
+    drawStep(run);
+  },
+});
+
+claim("two-ways", (run) => tiny(bothWays(run).most));
+claim("own-slice", () => {
+  const place = model.layers[0].q;
+  let reached = 0;
+  for (let k = 0; k < model.width; k++) if (Array.from({ length: model.D }, (_, n) => model.weight(place, n, k)).some((value) => value !== 0)) reached++;
+  return `${reached} of ${model.width}`;
+});
