@@ -18,7 +18,7 @@ import headwise
 from headwise.cache import PagedCache, PagePool, Quantized, RollingCache, StaticCache
 from headwise.cache.base import KVCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary, yarn_frequencies
-from headwise.ops.native.library import trouble
+from headwise.ops.native.library import error_for
 from headwise.ops.storage.paged import Paged
 from headwise.testing import assert_same_bits
 
@@ -29,7 +29,7 @@ KINDS = ("static", "rolling", "rolling, first", "paged", "static int8", "rolling
 
 @pytest.fixture(autouse=True)
 def loaded() -> None:
-    assert trouble() is None
+    assert error_for() is None
 
 
 def a_cache(kind: str, B: int, K: int, D: int, V: int, dtype: torch.dtype, **shared: bool) -> Any:

@@ -185,7 +185,7 @@ def test_version_at_length() -> None:
     )
     assert versions["headwise"] == headwise.__version__ and versions["torch"].startswith(f"{torch.__version__}, ")
     assert versions["numpy"] == importlib.metadata.version("numpy") and versions["python"] == platform.python_version()
-    trouble = library.trouble()
+    trouble = library.error_for()
     if trouble:
         assert versions["backend"] == f"sdpa; not native: {trouble}"
     else:

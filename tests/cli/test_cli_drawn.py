@@ -88,7 +88,7 @@ def without_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
     worth = tuple(look.HeadImportance("a", 0, *place, 0, 1.0, 1.0, 0.0, 0.0, 0.0) for place in places)
     importance = look.Importance("a", 1, 3, 1.0, ("gradient", "zero", "mean", "contribution"), worth, (), 0.0)
     writes = tuple(look.HeadWrites("a", *place, *[0.5] * 6) for place in places)
-    twins = tuple(look.Twin(*place, 0.5, (0, 0), 0.5, (0, 0)) for place in places)
+    twins = tuple(look.SimilarHead(*place, 0.5, (0, 0), 0.5, (0, 0)) for place in places)
     monkeypatch.setattr(look, "at", lambda *_, **__: seen)
     monkeypatch.setattr(look, "over", functools.partial(looked_over, seen))
     monkeypatch.setattr(look, "importance", lambda *_, **__: importance)

@@ -25,7 +25,7 @@ from headwise.testing import assert_same_bits
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
-pytestmark = pytest.mark.skipif(native_library.trouble() is not None, reason=str(native_library.trouble()))
+pytestmark = pytest.mark.skipif(native_library.error_for() is not None, reason=str(native_library.error_for()))
 
 
 def qkv(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

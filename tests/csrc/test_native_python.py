@@ -310,7 +310,7 @@ SHORT_WAY: dict[str, dict[str, Any]] = {
 def test_the_short_way_is_taken_and_is_the_long_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, and without a single question of the full path."""
     qkv, options = make_qkv(*SHORT), SHORT_WAY[name]
-    assert native_library.trouble() is None
+    assert native_library.error_for() is None
     with monkeypatch.context() as change:
         change.setattr(native_library, "attend", None)
         long = headwise.attention(*qkv, **options)

@@ -290,7 +290,7 @@ def test_these_tests_can_fail() -> None:
 
 def test_an_index_of_other_axes_has_no_form() -> None:
     """Masks refuse it where they are made; a rule made by hand is not computed by the kernel."""
-    with pytest.raises(lowering.NoForm, match="one number a row of the batch"):
+    with pytest.raises(lowering.UnsupportedMask, match="one number a row of the batch"):
         lowering._bounds((None, 0, 0, None, None), ([], [torch.ones(2, 3, dtype=torch.int64)], [], [], []))
-    with pytest.raises(lowering.NoForm, match="an index has an axis"):
+    with pytest.raises(lowering.UnsupportedMask, match="an index has an axis"):
         lowering._int64(torch.tensor(3))

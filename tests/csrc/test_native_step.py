@@ -12,7 +12,7 @@ from test_native_refusals import of_other_dtypes, of_other_sizes, of_other_stora
 from torch import Tensor
 
 from headwise.nn import rotate
-from headwise.ops.native.library import trouble
+from headwise.ops.native.library import error_for
 from headwise.testing import assert_same_bits
 
 pytestmark = needs_native
@@ -23,7 +23,7 @@ WRITTEN = ("keys", "values", "key_scale", "value_scale")
 
 @pytest.fixture(autouse=True)
 def loaded() -> None:
-    assert trouble() is None
+    assert error_for() is None
 
 
 def call(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from headwise.look import Passage, Vocabulary
-from headwise.look.roles.call_tokens import Scene
+from headwise.look.roles.call_tokens import CallTokens
 
 Matrix = npt.NDArray[np.float64]
 
@@ -36,10 +36,12 @@ class Call:
         self.even = self.seen / np.maximum(self.seen.sum(-1, keepdims=True), 1)
 
     @property
-    def scene(self) -> Scene:
+    def scene(self) -> CallTokens:
         """For the draws of the controls."""
         ahead = {"cross": None, "encoder": True, "decoder": False}[self.part]
-        return Scene(torch.tensor(self.queries), torch.tensor(self.keys), ahead, Vocabulary(), tuple(self.passages))
+        return CallTokens(
+            torch.tensor(self.queries), torch.tensor(self.keys), ahead, Vocabulary(), tuple(self.passages)
+        )
 
     def linked(self, name: str) -> list[list[list[int]]] | None:
         """Of each text and query the keys that the passages link it to; those ahead are none of a decoder's."""

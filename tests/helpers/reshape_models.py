@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from headwise import hf
 from headwise.hf.load import verify_process as proving
-from headwise.reshape.prune.checkpoint import Pruning
+from headwise.reshape.prune.pruned_checkpoint import Pruning
 
 DEEPSEEK = BY_NAME["DeepSeek-V3"]
 FAMILIES: dict[str, Row] = {

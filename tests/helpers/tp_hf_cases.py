@@ -18,7 +18,7 @@ import headwise
 import headwise.hf as hf
 from headwise.hf.distributed.tensor_parallel import own_part
 from headwise.hf.models.architectures import CACHE
-from headwise.nn.sharding.heads import Dealt
+from headwise.nn.sharding.heads import HeadShards
 from headwise.ops.sharding.heads import Group, Share
 
 OUT = 2e-6  # of logits, behind two layers of sums that are rounded in another order
@@ -152,7 +152,7 @@ def refusals() -> dict[str, str]:
 def own_parts() -> dict[str, str]:
     """What of sinks and biases of all six heads a rank of two takes, and their gradients; what is off."""
     group = Group(mesh())
-    here = Dealt(group, Share(6, 3, 2, group.rank))
+    here = HeadShards(group, Share(6, 3, 2, group.rank))
     wrong = {}
     for shape, axis in (((6,), 0), ((6, 4, 5), 0), ((2, 6, 4, 5), 1), ((1,), None), ((2, 1, 4, 5), None), ((3,), None)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).requires_grad_()

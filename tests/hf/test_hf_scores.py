@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import headwise.hf as hf
 from headwise.cache import quantize
 from headwise.hf.attention.lazy_tensors import LazyKeys, LazyView
-from headwise.hf.own_code.tracer import Seam
+from headwise.hf.own_code.tracer import OwnAttention
 
 
 class Written(nn.Module):
@@ -64,7 +64,7 @@ def test_scores_are_told_what_happens_to_them(name: str) -> None:
     q, k, v = (torch.randn(2, 3, n, 11, generator=generator, requires_grad=True) for n in (5, 7, 7))
     module = Written(CODES[name])
     theirs = module(q, k, v)
-    ours = Seam(module).run(module, q, k, v)
+    ours = OwnAttention(module).run(module, q, k, v)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (ours, theirs)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
@@ -86,7 +86,7 @@ def test_what_is_not_understood_is_computed_as_written_and_refused(name: str) ->
     q, k, v = (torch.randn(2, 3, n, 11) for n in (5, 7, 7))
     module, made = Written(UNREAD[name]), []
     with pytest.raises(hf.ModelError, match="Written ran without a product of queries and keys that headwise can read"):
-        Seam(module).run(lambda *tensors: made.append(module(*tensors)), q, k, v)
+        OwnAttention(module).run(lambda *tensors: made.append(module(*tensors)), q, k, v)
     torch.testing.assert_close(made[0], module(q, k, v), rtol=0, atol=0)
 
 
@@ -100,7 +100,7 @@ def test_the_dtype_of_weights_is_that_of_their_softmax() -> None:
         dtypes.append(weights.dtype)
         return weights.to(v.dtype) @ v
 
-    Seam(module := Written(code)).run(module, q, k, v)
+    OwnAttention(module := Written(code)).run(module, q, k, v)
     assert dtypes == [torch.float64]
 
 
@@ -116,7 +116,7 @@ def test_what_is_done_in_place_is_done_once_where_scores_are_made() -> None:
         return scores.softmax(-1) @ v
 
     module = Written(code)
-    Seam(module).run(module, q, k, v)
+    OwnAttention(module).run(module, q, k, v)
     module(q, k, v)
     assert torch.equal(made[0], made[1])
 
@@ -135,5 +135,5 @@ def test_keys_of_a_cache_that_a_model_writes_to_are_its_own() -> None:
     q, keys = torch.randn(2, 3, 5, 11), LazyKeys(quantize(torch.randn(2, 3, 7, 11)), torch.float32)
     keys.mul_(2.0)
     module = Written(lambda q, k, v: (q @ k.transpose(2, 3)).softmax(-1) @ v)
-    ours = Seam(module).run(module, q, keys, keys)
+    ours = OwnAttention(module).run(module, q, keys, keys)
     torch.testing.assert_close(ours, module(q, keys.plain(), keys.plain()), rtol=1e-5, atol=1e-5)

@@ -17,18 +17,18 @@ from headwise.look import Passage, Vocabulary
 from headwise.look.collect.reduce import Uniform, add_roles, measure
 from headwise.look.collect.sums import LayerTally
 from headwise.look.records.axes import MIXED, NOWHERE, Axis
-from headwise.look.roles.call_tokens import Scene
+from headwise.look.roles.call_tokens import CallTokens
 from headwise.look.roles.catalog import ROLES, Role
 from headwise.look.roles.controls import other_queries, shuffled
-from headwise.look.roles.measures import NOTHING, Asks, Got, OnLinks, Sums
+from headwise.look.roles.measures import NOTHING, CallStatistics, OnLinks, ScoreSums, StatisticsRequest
 from headwise.nn import AttentionCall
 
 BY_NAME = {role.name: role for role in ROLES}
 
 
-def scene(T: int, texts: int, *, ahead: bool, **more: Any) -> Scene:
+def scene(T: int, texts: int, *, ahead: bool, **more: Any) -> CallTokens:
     ids = torch.full((texts, T), 5)
-    return Scene(ids, ids, ahead, Vocabulary(), tuple(Passage([5] * T, text=b) for b in range(texts)), **more)
+    return CallTokens(ids, ids, ahead, Vocabulary(), tuple(Passage([5] * T, text=b) for b in range(texts)), **more)
 
 
 def linked(T: int, texts: int, *, ahead: bool) -> Tensor:
@@ -71,7 +71,7 @@ def test_shuffled_links_are_as_many_and_lie_where_the_query_may_look(ahead: bool
 def test_shuffled_links_of_cross_attention_lie_anywhere_among_its_keys(T: int, S: int) -> None:
     """Positions of two texts have no order, also where they are as many."""
     queries, keys = (torch.full((400, n), 5) for n in (T, S))
-    across = Scene(queries, keys, None, Vocabulary(), tuple(Passage([5] * S, text=b) for b in range(400)))
+    across = CallTokens(queries, keys, None, Vocabulary(), tuple(Passage([5] * S, text=b) for b in range(400)))
     drawn = shuffled(torch.zeros(400, T, 1, dtype=torch.long), across)
     assert [{*drawn[:, i, 0].tolist()} for i in range(T)] == [{*range(S)}] * T
 
@@ -96,18 +96,18 @@ def test_evidence_comes_from_texts_above_the_threshold(value: float, shown: bool
     """As a head plays a role above its threshold, and not at it."""
 
     class Given:
-        def asks(self, name: str, scene: Scene) -> Asks:
+        def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
             return NOTHING
 
-        def read(self, name: str, got: Any) -> Sums:
-            return Sums(torch.tensor([[value * 64]]).double(), torch.tensor([[64.0]]).double(), None)
+        def read(self, name: str, got: Any) -> ScoreSums:
+            return ScoreSums(torch.tensor([[value * 64]]).double(), torch.tensor([[64.0]]).double(), None)
 
         def hits(self, name: str, got: Any) -> Tensor:
             return torch.tensor([[[0, 1, -1]]])
 
     role = Role("given", "", 0.5, "", "", Given())
     tally = LayerTally({"module": "a", "call": 0, "part": "decoder"}, 1)
-    got = object.__new__(Got)  # of which this reads the texts and the largest weights alone
+    got = object.__new__(CallStatistics)  # of which this reads the texts and the largest weights alone
     rows = SimpleNamespace(largest=torch.tensor([[[0.75, 0.25, 0.5]]]), largest_key=torch.tensor([[[0, 1, 0]]]))
     got.__dict__.update(scene=scene(3, 1, ahead=False), rows=rows, kept={})
     add_roles(got, [role], tally)
@@ -129,7 +129,7 @@ def test_of_text_among_pictures_each_role_counts_the_text_that_may_attend(reach:
     cells = tuple(NOWHERE if word else (0, 0, i - 3) for i, word in enumerate(words))
     axis = Axis(MIXED, T, cells=cells, grids=((1, 12),))
     ids = torch.tensor([[7 if i in (2, 16) else 5 for i in range(T)]])
-    here = Scene(
+    here = CallTokens(
         ids, ids, False, Vocabulary(frozenset({7})), (Passage(ids[0].tolist()),), axes=(axis, axis), among=among
     )
     names = ["previous-token", *(f"offset-{k}" for k in range(2, 9)), "self", "local band", "delimiter"]
@@ -172,7 +172,7 @@ def test_the_control_of_links_is_a_mean_over_the_queries_that_may_attend_them(re
     mask = headwise.causal() if reach is None else headwise.window(reach)
     lists = [[j for j in (i - 1, i - 3) if j >= 0] if i % 4 else [] for i in range(T)]
     passage = Passage(list(range(T)), links={"name mover": lists})
-    here = Scene(torch.arange(T)[None], torch.arange(T)[None], False, Vocabulary(), (passage,))
+    here = CallTokens(torch.arange(T)[None], torch.arange(T)[None], False, Vocabulary(), (passage,))
     one = OnLinks(lambda scene: scene.links("name mover"))
     role = replace(BY_NAME["name mover"], name="linked", measure=one)
     _, got = measure(AttentionCall("a", 0, query, key, mask=mask), here, [role], 1, Uniform())

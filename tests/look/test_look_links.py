@@ -13,7 +13,7 @@ from planted import Tiny, text
 
 from headwise import look
 from headwise.look import annotate
-from headwise.look.roles.call_tokens import Scene, Vocabulary
+from headwise.look.roles.call_tokens import CallTokens, Vocabulary
 from headwise.look.roles.catalog import SENTENCES
 from headwise.look.roles.controls import shuffled
 from headwise.testing.constructed import random_model
@@ -35,7 +35,7 @@ def test_links_ahead_are_an_encoders() -> None:
     passage = look.Passage([5, 6, 7], links={"det to head": [[1], [], []], "head to det": [[], [0], []]})
     ids = torch.tensor([[5, 6, 7]])
     for ahead, wanted in ((False, None), (True, [[[1], [-1], [-1]]])):
-        scene = Scene(ids, ids, ahead, Vocabulary(), (passage,))
+        scene = CallTokens(ids, ids, ahead, Vocabulary(), (passage,))
         links = scene.links("det to head")
         assert (None if links is None else links.tolist()) in (wanted, [[[-1], [-1], [-1]]])
         back = scene.links("head to det")
@@ -45,7 +45,7 @@ def test_links_ahead_are_an_encoders() -> None:
 @pytest.mark.parametrize("ahead", [False, True], ids=["decoder", "encoder"])
 def test_shuffled_links_are_drawn_from_all_that_a_query_may_attend(ahead: bool) -> None:
     ids = torch.arange(7)[None]
-    scene = Scene(ids, ids, ahead, Vocabulary(), ())
+    scene = CallTokens(ids, ids, ahead, Vocabulary(), ())
     linked = torch.zeros(1, 7, 900, dtype=torch.long)
     linked[:, :, 0] = -1
     [rows] = shuffled(linked, scene)

@@ -18,7 +18,7 @@ from headwise import look
 from headwise.look import Repeats, Vocabulary
 from headwise.look.collect.reduce import Uniform, looks_ahead
 from headwise.look.inputs.repeated_tokens import draw, targets
-from headwise.look.roles.call_tokens import Scene
+from headwise.look.roles.call_tokens import CallTokens
 from headwise.look.views.tables import rows as rows_of
 from headwise.nn import AttentionCall, probe
 from headwise.ops.reference import reference_weights
@@ -113,7 +113,7 @@ def test_rows_that_see_nothing_count_nowhere() -> None:
 def test_uniform_attention_is_measured_once_a_mask() -> None:
     uniform = Uniform()
     ids = torch.zeros(1, 5, dtype=torch.long)
-    scene = Scene(ids, ids, False, Vocabulary(), ())
+    scene = CallTokens(ids, ids, False, Vocabulary(), ())
     q = torch.zeros(1, 2, 5, 3)
     biased = headwise.causal() & headwise.bias(torch.randn(5, 5))  # forbids nothing more
     first, same, again, other = (

@@ -17,7 +17,7 @@ from headwise.look.records.axes import NOWHERE
 from headwise.look.records.head import HeadRecord
 from headwise.look.roles import spatial_measures as placed
 from headwise.look.roles import text_measures as links
-from headwise.look.roles.measures import FAR, Got
+from headwise.look.roles.measures import FAR, CallStatistics
 
 T = 97
 
@@ -105,9 +105,9 @@ def test_a_link_counts_the_queries_that_may_attend_it(name: str) -> None:
         )
 
 
-def got(keys: list[int], largest: list[float], **scene: Any) -> Got:
+def got(keys: list[int], largest: list[float], **scene: Any) -> CallStatistics:
     """What a pass gives, of which these functions read the largest weights alone."""
-    made = object.__new__(Got)
+    made = object.__new__(CallStatistics)
     rows = SimpleNamespace(largest_key=torch.tensor([[keys]]), largest=torch.tensor([[largest]]))
     made.__dict__.update(rows=rows, scene=SimpleNamespace(**scene), kept={})
     return made

@@ -15,7 +15,7 @@ import pytest
 from pages import FENCE, run_fresh, run_page
 
 import headwise.hf  # what a test imports must not reach a page
-from headwise.ops.native.library import trouble
+from headwise.ops.native.library import error_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.unchecked  # pages show what a user sees
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_shows_is_true(page: Path, tmp_path: Path) -> None:
-    if page.name == "backends.md" and trouble():
-        pytest.skip(f"it shows the native kernel: {trouble()}")
+    if page.name == "backends.md" and error_for():
+        pytest.skip(f"it shows the native kernel: {error_for()}")
     text = page.read_text("utf8")
     if RUNS.search(text):
         run_fresh(page.relative_to(ROOT).as_posix(), text, tmp_path)

@@ -43,8 +43,8 @@ def test_a_name_of_a_type_has_one_meaning() -> None:
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("class Mask: ...", "Mask is defined in nn/planted.py and ops/masks/compose.py"),
-        ("LatentForm = int | None", "LatentForm is defined in nn/latent_form.py and nn/planted.py"),
+        ("class Mask: ...", "Mask is defined in nn/planted.py and ops/masks/mask.py"),
+        ("LatentForm = int | None", "LatentForm is defined in nn/latent_costs.py and nn/planted.py"),
     ],
 )
 def test_a_second_meaning_is_reported(source: str, fault: str) -> None:

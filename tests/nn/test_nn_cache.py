@@ -13,7 +13,7 @@ import headwise
 from headwise import LatentAttention, MultiHeadAttention
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from headwise.nn import InnerAttention, Rotary
-from headwise.nn.decode.cache_protocol import ModuleCache, Traits, traits_of
+from headwise.nn.decode.cache_protocol import ModuleCache, Traits, cache_traits
 
 B, T, M, H, K, D = 3, 23, 28, 6, 2, 8
 WINDOW = 5
@@ -200,7 +200,7 @@ def test_the_caches_are_what_modules_ask_for(name: str) -> None:
     cache = CACHES[name]()
     assert isinstance(cache, ModuleCache)
     rolling = name.startswith("rolling")
-    assert traits_of(cache) == Traits(True, 4 if rolling else None, not rolling, D)
+    assert cache_traits(cache) == Traits(True, 4 if rolling else None, not rolling, D)
 
 
 @pytest.mark.unchecked
@@ -210,13 +210,13 @@ def test_what_a_cache_may_leave_out() -> None:
 
     least: Any = Least()
     keys: Any = Keys()
-    assert traits_of(least) == Traits(True, None, False, None)
-    assert traits_of(keys).has_keys
+    assert cache_traits(least) == Traits(True, None, False, None)
+    assert cache_traits(keys).has_keys
     least.keys = torch.zeros(1)
-    assert traits_of(least).has_keys
+    assert cache_traits(least).has_keys
     least.keys = None
-    assert not traits_of(least).has_keys
-    assert not traits_of(StaticCache(B, K, D, capacity=7, causal=False)).causal
+    assert not cache_traits(least).has_keys
+    assert not cache_traits(StaticCache(B, K, D, capacity=7, causal=False)).causal
 
 
 @pytest.mark.unchecked

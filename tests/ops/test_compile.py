@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headwise
-from headwise.ops.native.library import trouble
+from headwise.ops.native.library import error_for
 from headwise.testing import assert_same_bits, make_qkv
 
 
@@ -117,7 +117,7 @@ def test_fake_tensors_under_masks_that_are_maps_of_tiles(name: str) -> None:
     with FakeTensorMode():
         fakes = [torch.empty(x.shape) for x in qkv]
         fake = jobs(*fakes, {"x": torch.zeros(SHORT.B, SHORT.T, 1, dtype=torch.long)})
-        if trouble() is None:
+        if error_for() is None:
             with pytest.raises(ValueError, match="by a map of tiles, which is not made while tracing"):
                 headwise.attention(*fakes, mask=mask, backend="native")
     for x, y in zip(jobs(*qkv, targets), fake, strict=True):

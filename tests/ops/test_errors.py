@@ -212,8 +212,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """What is wrong is said in the same words where the native kernel is called at once, before any check of ours."""
     if request.param == "the long way":
         monkeypatch.setattr(native_library, "attend", None)
-    elif native_library.trouble():
-        pytest.skip(f"there is no short way: {native_library.trouble()}")
+    elif native_library.error_for():
+        pytest.skip(f"there is no short way: {native_library.error_for()}")
 
 
 @pytest.mark.usefixtures("way")

@@ -15,7 +15,7 @@ import first_calls
 import fresh
 import pytest
 
-from headwise.ops.native.library import trouble
+from headwise.ops.native.library import error_for
 
 HERE = Path(__file__).parent
 CASES = [(way, place) for way in first_calls.WAYS for place in first_calls.PLACES]
@@ -85,7 +85,9 @@ for grad in (True, False):
 """
 
 
-@pytest.mark.skipif(trouble() is not None, reason="without the native kernel a program holds operators of torch alone")
+@pytest.mark.skipif(
+    error_for() is not None, reason="without the native kernel a program holds operators of torch alone"
+)
 def test_a_saved_program_runs_where_headwise_is_imported(tmp_path: Path) -> None:
     """Whichever of headwise and torch is imported first, and on a machine that has no native library."""
     said = fresh.run(SAVE, str(tmp_path))

@@ -268,7 +268,7 @@ def test_autocast_leaves_scores_and_statistics_alone(number: int, monkeypatch: p
         fields = [x for one in (result, rows) for x in vars(one).values() if isinstance(x, Tensor)]
         return [headwise.weights(q, k, **options), *headwise.top_keys(q, k, 3, **options), *fields]
 
-    for trouble in (native_library.trouble(), "the library is not there"):
+    for trouble in (native_library.error_for(), "the library is not there"):
         monkeypatch.setattr(native_library, "_trouble", trouble)
         outside = numbers()
         with torch.autocast("cpu", torch.bfloat16):

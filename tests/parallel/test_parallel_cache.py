@@ -10,7 +10,7 @@ import torch
 from shard_cases import Case
 
 from headwise.cache import KVCache
-from headwise.parallel.cache.ownership import Deal
+from headwise.parallel.cache.ownership import TokenOwnership
 
 pytestmark = pytest.mark.unchecked
 
@@ -51,7 +51,7 @@ def test_memory_that_was_never_written_is_not_read(kind: type[KVCache], dtype: t
 def test_every_token_has_one_rank(ranks_: int, block: int) -> None:
     """By the definition, token by token."""
     n = 3 * ranks_ * block + 7
-    deals = [Deal(rank, ranks_, block) for rank in range(ranks_)]
+    deals = [TokenOwnership(rank, ranks_, block) for rank in range(ranks_)]
     for deal in deals:
         own = [place for place in range(n) if (place // block) % ranks_ == deal.rank]
         assert [place for place in range(n) if deal.owns(place)] == own
@@ -101,7 +101,7 @@ def test_what_cannot_be_is_said_on_every_rank_and_changes_nothing(which: str) ->
         assert REFUSALS[which] in text, said
         kept = KEPT.get(which, 5)
         if kept is not None:
-            assert (lengths, own) == ([kept], [Deal(rank, 2).count(kept)]), said
+            assert (lengths, own) == ([kept], [TokenOwnership(rank, 2).count(kept)]), said
 
 
 def test_modules_take_it_as_any_cache() -> None:

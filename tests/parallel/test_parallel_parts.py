@@ -6,11 +6,11 @@ from mask_cases import MASKS, Sizes
 from torch import Tensor
 
 import headwise
-from headwise.ops.native.library import trouble
+from headwise.ops.native.library import error_for
 from headwise.parallel import Comm
 from headwise.parallel.context.agreement import mask_text
-from headwise.parallel.context.block import Partial, Rectangle, attend, gradient
-from headwise.parallel.context.call import Job, Numbers
+from headwise.parallel.context.block import Block, Partial, attend, gradient
+from headwise.parallel.context.call import CallOptions, ContextCall
 from headwise.parallel.context.merge import Merged, sink_gradient
 
 N = Sizes(2, 6, 3, 23, 31, 5, 7)
@@ -18,11 +18,11 @@ STRETCHES = ((0, 3), (3, 17), (17, 18), (18, 31))
 NAMES = ("causal", "window 3", "lengths start", "segments (B,)", "relative 2", "window 1 first 3", "window far")
 
 
-def job(mask: headwise.Mask, dropout: float = 0.0) -> Job:
+def job(mask: headwise.Mask, dropout: float = 0.0) -> ContextCall:
     comm = object.__new__(Comm)  # of no group: nothing is sent here
     comm.rank, comm.world = 0, 1
-    numbers = Numbers(N.D**-0.5, None, dropout, 91)
-    return Job(comm, (((0, N.T),),), (((0, N.S),),), mask.sized(N.B, N.H), numbers, N.H, N.K, N.V)
+    numbers = CallOptions(N.D**-0.5, None, dropout, 91)
+    return ContextCall(comm, (((0, N.T),),), (((0, N.S),),), mask.sized(N.B, N.H), numbers, N.H, N.K, N.V)
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,10 +32,10 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 SHAPES = ((N.H, N.T, N.D), (N.K, N.S, N.D), (N.K, N.S, N.V))
 
 
-def in_parts(made: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Partial:
+def in_parts(made: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Partial:
     merged = Merged(query, N.V)
     for a, b in STRETCHES:
-        place = Rectangle((0, N.T), (a, b), (0, N.H))
+        place = Block((0, N.T), (a, b), (0, N.H))
         merged.add(slice(0, N.T), attend(made, place, query, key[:, :, a:b], value[:, :, a:b]))
     merged.finish(sinks)
     return merged.result(query.dtype)
@@ -57,7 +57,7 @@ def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> 
     torch.testing.assert_close(whole.lse, lse, atol=2e-6, rtol=0)
     dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
     for a, b in STRETCHES:
-        place, some = Rectangle((0, N.T), (a, b), (0, N.H)), (query, key[:, :, a:b], value[:, :, a:b])
+        place, some = Block((0, N.T), (a, b), (0, N.H)), (query, key[:, :, a:b], value[:, :, a:b])
         part = gradient(made, place, some, whole, grad_out, grad_lse, [])
         dq += part.query
         dk[:, :, a:b], dv[:, :, a:b] = part.key, part.value
@@ -84,21 +84,21 @@ def test_parts_of_a_row_may_come_with_different_heads(cuts: tuple[tuple[int, int
     for n, (a, b) in enumerate(STRETCHES):
         for first, last in turns[n % 2]:
             of_keys = slice(first // 2, last // 2)
-            place, keys = Rectangle((0, N.T), (a, b), (first, last)), (key[:, of_keys, a:b], value[:, of_keys, a:b])
+            place, keys = Block((0, N.T), (a, b), (first, last)), (key[:, of_keys, a:b], value[:, of_keys, a:b])
             merged.add(slice(0, N.T), attend(made, place, query[:, first:last], *keys), slice(first, last))
     whole = merged.result(query.dtype)
     torch.testing.assert_close(whole.out, out, atol=2e-6, rtol=0)
     torch.testing.assert_close(whole.lse, lse, atol=2e-6, rtol=0)
 
 
-@pytest.mark.skipif(trouble() is not None, reason="the native kernel draws dropout")
+@pytest.mark.skipif(error_for() is not None, reason="the native kernel draws dropout")
 def test_dropout_in_parts_keeps_what_one_call_keeps() -> None:
     query, key, value = tensors()
     made = job(headwise.causal(), dropout=0.4)
-    one = attend(made, Rectangle((0, N.T), (0, N.S), (0, N.H)), query, key, value)
+    one = attend(made, Block((0, N.T), (0, N.S), (0, N.H)), query, key, value)
     torch.testing.assert_close(in_parts(made, query, key, value, None).out, one.out, atol=2e-6, rtol=0)
     heads, rows = slice(2, 4), slice(5, 19)
-    place = Rectangle((5, 19), (0, N.S), (2, 4))
+    place = Block((5, 19), (0, N.S), (2, 4))
     some = attend(made, place, query[:, heads, rows], key[:, 1:2], value[:, 1:2])
     torch.testing.assert_close(some.out, one.out[:, heads, rows], atol=2e-6, rtol=0)
     seed = torch.tensor([91, N.H, 2, 5, 3])

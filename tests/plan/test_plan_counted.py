@@ -17,7 +17,7 @@ from headwise.plan.costs import totals as costs
 from headwise.plan.model.layer import AttentionLayer, QkNorm
 from headwise.plan.model.model import model_of
 from headwise.plan.ranks.communication import Link, price
-from headwise.plan.ranks.result import over
+from headwise.plan.ranks.rank_plan import over
 from headwise.plan.ranks.sharding import MeshCall
 
 pytestmark = pytest.mark.unchecked

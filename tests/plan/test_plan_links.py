@@ -15,17 +15,17 @@ import torch
 from headwise import Mask, blocks, causal, window
 from headwise.parallel.context.layout_costs import call_of, explain
 from headwise.plan.ranks import communication as links
-from headwise.plan.ranks.communication import LAYOUTS, Link, decode_sent, price, prices, sent
+from headwise.plan.ranks.communication import LAYOUTS, Link, decode_sent, layout_costs, price, sent
 from headwise.plan.ranks.sharding import (
     MeshCall,
     head_shares,
     keys_by_rank,
-    needed,
+    keys_sent,
     order_of,
     places,
+    remote_keys,
+    shard_ranges,
     shares,
-    shown,
-    stretches,
 )
 
 pytestmark = pytest.mark.unchecked
@@ -67,7 +67,7 @@ def owners(call: MeshCall, ranks: int, order: Any) -> tuple[list[int], list[int]
     for r, part in enumerate(places(call.queries, ranks, order)):
         for start, stop in part:
             of_query[start:stop] = [r] * (stop - start)
-    old = [r for r, (a, b) in enumerate(stretches(call.cached, ranks)) for _ in range(a, b)]
+    old = [r for r, (a, b) in enumerate(shard_ranges(call.cached, ranks)) for _ in range(a, b)]
     return of_query, old + of_query
 
 
@@ -86,7 +86,7 @@ def test_keys_that_others_see_are_counted_one_at_a_time() -> None:
         of_query, of_key = owners(call, ranks, order)
         seen = {(r, j) for i, r in enumerate(of_query) for j, k in enumerate(of_key) if k != r and sees(call, i, j)}
         counts = Counter(r for r, _ in seen)
-        return needed(call, ranks, order), tuple(counts[r] for r in range(ranks))
+        return remote_keys(call, ranks, order), tuple(counts[r] for r in range(ranks))
 
     assert differences(both) == []
 
@@ -97,7 +97,7 @@ def test_keys_go_to_each_rank_that_sees_them() -> None:
         counts = [0] * ranks
         for j, owner in enumerate(of_key):
             counts[owner] += len({r for i, r in enumerate(of_query) if r != owner and sees(call, i, j)})
-        return shown(call, ranks, order), tuple(counts)
+        return keys_sent(call, ranks, order), tuple(counts)
 
     assert differences(both) == []
 
@@ -160,9 +160,9 @@ def test_heads_are_cut_into_whole_groups_or_into_parts_of_one() -> None:
 def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
     call = MeshCall(31, 31, **SIZES, batch=3)
     kv = 3 * (5 + 7)
-    ring = shown(call, 4)
+    ring = keys_sent(call, 4)
     assert sent(call, "ring", 4) == tuple(3 * 2 * kv * n for n in ring)
-    home = needed(call, 4)
+    home = remote_keys(call, 4)
     assert sent(call, "ring", 4, backward=True) == tuple(
         3 * kv * (2 * n + 4 * back) for n, back in zip(ring, home, strict=True)
     )
@@ -204,7 +204,7 @@ def test_a_decoded_token_merges_partial_outputs() -> None:
 
 def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     call = MeshCall(8192, 8192, 32, 8, 128, 128)
-    costs = prices(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14)
+    costs = layout_costs(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14)
     assert [cost.seconds for cost in costs] == sorted(cost.seconds or 0 for cost in costs)
     assert {cost.layout for cost in costs} == set(LAYOUTS)
     ring = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14)
@@ -217,7 +217,7 @@ def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     back = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14, backward=True)
     assert back.compute_seconds == 2 * back.pairs * 5 * 128 / 1e14
     assert price(call, "ring", 4).seconds is None and price(call, "ring", 1).bytes == 0
-    assert prices(call, 4)[0].bytes == min(cost.bytes for cost in prices(call, 4))
+    assert layout_costs(call, 4)[0].bytes == min(cost.bytes for cost in layout_costs(call, 4))
 
 
 def test_explained_layouts_are_sorted_by_time_where_there_is_a_link() -> None:
@@ -291,7 +291,7 @@ def test_shares_of_nothing_and_of_less_than_one_each() -> None:
     assert shares(0, 3) == (0, 0, 0) and shares(2, 3) == (1, 1, 0)
     call = MeshCall(2, 2, **SIZES)
     assert order_of(call, 3) == "contiguous"
-    assert shown(call, 3) == (1, 0, 0) and needed(call, 3) == (0, 1, 0)
+    assert keys_sent(call, 3) == (1, 0, 0) and remote_keys(call, 3) == (0, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from headwise.plan.model.model import Model, model_of
 from headwise.plan.ranks import communication as links
 from headwise.plan.ranks.communication import Link
 from headwise.plan.ranks.mesh import Grid, call_of, local, spread
-from headwise.plan.ranks.result import FAR
+from headwise.plan.ranks.rank_plan import FAR
 from headwise.plan.ranks.sharding import MeshCall
 from headwise.plan.units import link as read_link
 from headwise.plan.units import show_seconds

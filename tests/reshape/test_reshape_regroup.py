@@ -21,9 +21,9 @@ from headwise.plan import of
 from headwise.reshape.layout.head_axes import Sizes, form
 from headwise.reshape.layout.layer_weights import head_weights, layer_tensors
 from headwise.reshape.layout.target_class import Target
-from headwise.reshape.prune.checkpoint import as_stored
-from headwise.reshape.regroup.checkpoint import plan_regroup
+from headwise.reshape.prune.pruned_checkpoint import as_stored
 from headwise.reshape.regroup.merge import METHODS
+from headwise.reshape.regroup.regrouped_checkpoint import plan_regroup
 from headwise.reshape.repair.calibration import family_in_memory, rows_of
 from headwise.reshape.repair.reconstruct import reconstruct
 from headwise.reshape.write.writer import Planned

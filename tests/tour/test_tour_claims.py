@@ -232,7 +232,7 @@ def test_mixing_is_that_of_nn(page: Any) -> None:
         mha = nn.MultiHeadAttention(WIDTH, HEADS, bias=False)
         with torch.no_grad():
             mha.o_proj.weight.copy_(Reference(torch.float32).tensors[f"model.layers.{layer}.self_attn.o_proj.weight"])
-        mixing = nn.mixing.measure_mixing(mha, run.joined[layer][None])
+        mixing = nn.hooks.head_mixing.measure_mixing(mha, run.joined[layer][None])
         cosines.append(mixing.cosine)
         if layer == 2:
             got = page.eval_on_selector_all("#join-shares b", "(nodes) => nodes.map((n) => Number(n.textContent))")

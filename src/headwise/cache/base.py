@@ -15,7 +15,7 @@ from ..ops.attention import attention
 from ..ops.compiled_calls import methods_outside_graphs
 from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
-from ..ops.native.decode_step import Held, Scores, Seen, Turn, decode_step, runs_plain
+from ..ops.native.decode_step import CacheStep, RotaryStep, Scores, VisibleKeys, decode_step, runs_plain
 from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
 from ..shapes.arguments import FAR, check_tensor
@@ -261,7 +261,7 @@ class KVCache(Saved, ABC):
         key: Tensor,
         value: Tensor | None = None,
         *,
-        turn: Turn | None = None,
+        turn: RotaryStep | None = None,
         mask: Mask | None = None,
         scores: Scores = Scores(),  # noqa: B008  # immutable
         checked: bool = False,
@@ -325,7 +325,7 @@ class KVCache(Saved, ABC):
             and (sinks is None or (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()))
         )
 
-    def _reserve_step(self) -> Held:
+    def _reserve_step(self) -> CacheStep:
         """Makes room for one token more of each row, and tells where it goes."""
         raise NotImplementedError
 
@@ -337,19 +337,19 @@ class KVCache(Saved, ABC):
         """How many keys a query sees, self included (None for all), and how many of the first ones besides."""
         return None, 0
 
-    def _in_sight(self, places: list[int], mask: Mask) -> Seen:
+    def _in_sight(self, places: list[int], mask: Mask) -> VisibleKeys:
         """What the queries of the tokens at these columns see, by the cache's rule and the caller's."""
         window, first = self._sight()
         if len(places) > 1:
             rows = [[-FAR if window is None else n + 1 - window, n + 1, 0, n + 1] for n in places]
-            return Seen(bounds=torch.tensor(rows, device="cpu"))
+            return VisibleKeys(bounds=torch.tensor(rows, device="cpu"))
         band = mask.simple_band
         if band is None or first:
-            return Seen(mask=self._rule(None) & mask)
+            return VisibleKeys(mask=self._rule(None) & mask)
         low, high, at_end = band
         shift = places[0] if at_end else 0
         lows = [-FAR if low is None else low + shift, -FAR if window is None else places[0] + 1 - window]
-        return Seen(max(lows), FAR if high is None else high + shift)
+        return VisibleKeys(max(lows), FAR if high is None else high + shift)
 
     def check_query(self, query: Tensor) -> int:
         """T of queries that fit a cache to which tokens came; raises TypeError or ValueError for others."""

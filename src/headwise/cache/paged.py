@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ..ops.compiled_calls import methods_outside_graphs
 from ..ops.native.append import Span
-from ..ops.native.decode_step import Held
+from ..ops.native.decode_step import CacheStep
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
 from ..shapes.arguments import check_counts, check_flags, shown
@@ -315,7 +315,7 @@ class PagedCache(KVCache):
         return sum(self._lacking(b, 1) for b in range(self.batch)) <= self.pool.free
 
     @override
-    def _reserve_step(self) -> Held:
+    def _reserve_step(self) -> CacheStep:
         for b in range(self.batch):
             self._prepare(b, 1)
         columns = self.columns

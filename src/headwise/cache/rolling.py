@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..ops.masks.constructors import window
 from ..ops.masks.mask import Mask
-from ..ops.native.decode_step import Held
+from ..ops.native.decode_step import CacheStep
 from ..ops.storage.paged import PAGE
 from ..shapes.arguments import check_counts
 from .checks import check_cache_sizes, check_rows, check_truncate
@@ -133,7 +133,9 @@ class RollingCache(PagedCache):
         return window(self.window, offset=offset, first=self.first)
 
     @override
-    def _reserve_step(self) -> Held:  # here again: `takes_steps` asks the class itself, not those that it derives from
+    def _reserve_step(
+        self,
+    ) -> CacheStep:  # here again: `takes_steps` asks the class itself, not those that it derives from
         return super()._reserve_step()
 
     @override

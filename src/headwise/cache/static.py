@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..ops.masks.mask import Mask
 from ..ops.native.append import Span
-from ..ops.native.decode_step import Held
+from ..ops.native.decode_step import CacheStep
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
@@ -143,7 +143,7 @@ class StaticCache(KVCache):
         return max(self._lengths) < self.capacity
 
     @override
-    def _reserve_step(self) -> Held:
+    def _reserve_step(self) -> CacheStep:
         longest = max(self._lengths)
         self._widen(longest + 1)
         self._spare_saved()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.native.append import Span, append_int8
-from ..ops.native.decode_step import Held
+from ..ops.native.decode_step import CacheStep
 from ..ops.storage.int8 import Quantized
 from .huge_pages import on_huge_pages, reserve
 from .quantize import rounded
@@ -54,9 +54,9 @@ class Store(Saved):
             return False
         return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
 
-    def storage(self, table: Tensor | None, places: list[int]) -> Held:
+    def storage(self, table: Tensor | None, places: list[int]) -> CacheStep:
         """The same for a decode step, whose tokens go to these columns."""
-        return Held(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
+        return CacheStep(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
 
     def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
         """Writes at an index of (N, K, L)."""

@@ -58,7 +58,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
             raise typer.BadParameter(
                 "--link plans one model over ranks; leave out --compare, --heads-plan, --svg and --csv"
             )
-        from headwise.plan.ranks.result import check_grid
+        from headwise.plan.ranks.rank_plan import check_grid
 
         check_grid(tensor, context_ranks, lengths[-1], batch, names=("tensor", "context-ranks", "context", "batch"))
         over_ranks = planning.over(

@@ -63,7 +63,7 @@ def _regroup(
         show("loading the libraries")
         hf = libraries("headwise regroup")
         from headwise import reshape
-        from headwise.reshape.regroup.checkpoint import checked
+        from headwise.reshape.regroup.regrouped_checkpoint import checked
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:

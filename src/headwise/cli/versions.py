@@ -17,7 +17,7 @@ def versions() -> str:
 
     from headwise.ops.native import library
 
-    trouble = library.trouble()
+    trouble = library.error_for()
     if trouble:
         backend = f"sdpa; not native: {trouble}"
     else:

@@ -16,7 +16,7 @@ from .inputs.needles import needles
 from .inputs.repeated_tokens import Repeats
 from .interventions.ablation import Ablation, ablate
 from .interventions.importance import HeadImportance, Importance, importance
-from .interventions.similarity import Redundancy, Twin, redundancy
+from .interventions.similarity import Redundancy, SimilarHead, redundancy
 from .records.axes import Axis
 from .records.head import HeadMap, HeadRecord
 from .records.images import Picture
@@ -51,7 +51,7 @@ __all__ = [
     "Repeats",
     "Role",
     "Score",
-    "Twin",
+    "SimilarHead",
     "Vocabulary",
     "Watch",
     "ablate",

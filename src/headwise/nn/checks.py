@@ -12,7 +12,7 @@ from ..ops.masks.mask import as_mask
 from ..plan.shape import AttentionShape, check_size
 from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_tensor, shown, whole_numbers
-from .decode.cache_protocol import rows_of, traits_of
+from .decode.cache_protocol import cache_traits, rows_of
 from .latent_costs import check_form
 from .sharding.tokens import check_uncached
 
@@ -181,7 +181,7 @@ def check_latent_call(x: Tensor, cache: Any, lengths: Any, form: str, mask: Any)
     """`check_cache` for `LatentAttention`; raises before the cache has changed."""
     check_form(form)
     as_mask(mask)
-    if cache is not None and not traits_of(cache).causal:
+    if cache is not None and not cache_traits(cache).causal:
         raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
     return check_cache(x, cache, lengths)
 

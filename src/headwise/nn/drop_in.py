@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import Mask, as_mask
-from ..ops.nonfinite import fence, show, surely_tame
+from ..ops.nonfinite import is_finite_hint, mask_nonfinite, show
 from ..ops.statistics.weights import weights
 from ..ops.storage.layout import Cache
 from ..shapes import describe
@@ -104,9 +104,9 @@ class WeighedAttention(InnerAttention):
         matrix = weights(query, key, mask=mask).to(query.dtype)
         matrix = F.dropout(matrix, self.dropout, self.training)
         kept.append(matrix)
-        if surely_tame(key, value):
+        if is_finite_hint(key, value):
             return matrix @ value
-        *_, value, shown = fence(query, key, value, as_mask(mask))  # 0 * NaN would let hidden values through
+        *_, value, shown = mask_nonfinite(query, key, value, as_mask(mask))  # 0 * NaN would let hidden values through
         return show(matrix @ value, shown[..., None])
 
 

@@ -15,14 +15,14 @@ from ..ops.masks.mask import Mask
 from ..shapes import check_options
 from ..shapes.arguments import check_counts, check_flags, check_span, whole_numbers
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
-from .decode.cache_protocol import ModuleCache, keys_held, positions_of, step, traits_of
+from .decode.cache_protocol import ModuleCache, cache_traits, keys_held, positions_of, step
 from .decode.fused_step import latent_step, projected
 from .hooks.projections import plain_weight
 from .inner_attention import Inner, InnerAttention
 from .latent_costs import Choice, FormCosts, LatentForm, latent_layer, no_matrix, why_absorbed
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
-from .sharding.heads import Dealt, dealt
+from .sharding.heads import HeadShards, dealt
 from .sharding.tokens import check_splits, check_uncached, current, placed
 
 RowLengths = Sequence[int] | Tensor | None
@@ -291,7 +291,7 @@ class LatentAttention(nn.Module):
         return up_key, up_value
 
     @property
-    def dealt(self) -> Dealt | None:
+    def dealt(self) -> HeadShards | None:
         """Which of its heads this process computes, where they are split over several; None where it has all."""
         return dealt(self, self.kv_b_proj)
 
@@ -374,7 +374,7 @@ class LatentAttention(nn.Module):
             del options["dropout"]
         if (here := self.dealt) is not None and "sinks" in options:
             options["sinks"] = here.parameter(options["sinks"])
-        check_latent_values(traits_of(cache).value_dim, self.kv_lora_rank)
+        check_latent_values(cache_traits(cache).value_dim, self.kv_lora_rank)
         mixed = step(
             lambda part, held, _, *, mask: held.attend(part, mask=mask, **options),
             cache, query, new, None, lengths=lengths, mask=mask,

@@ -11,7 +11,7 @@ from torch import nn
 from ..plan.model.layer import AttentionLayer, Latent
 from ..plan.shape import check_size
 from ..shapes.arguments import check_counts, shown
-from .decode.cache_protocol import ModuleCache, traits_of
+from .decode.cache_protocol import ModuleCache, cache_traits
 from .hooks.projections import description
 
 LatentForm = Literal["expanded", "absorbed"]
@@ -114,7 +114,7 @@ class FormCosts:
 
 def why_absorbed(cache: ModuleCache, new: int, stored: Sequence[int], *, masked: bool, padded: bool) -> str:
     """Why `new` tokens over a cache whose rows hold `stored` cannot be expanded; empty where they can."""
-    traits = traits_of(cache)
+    traits = cache_traits(cache)
     if not traits.has_keys:
         return f"{type(cache).__name__} has no keys to read"
     if traits.chunk is not None and new > traits.chunk:

@@ -20,13 +20,13 @@ from .checks import (
     check_vectors,
     check_width,
 )
-from .decode.cache_protocol import ModuleCache, positions_of, step, traits_of
+from .decode.cache_protocol import ModuleCache, cache_traits, positions_of, step
 from .decode.fused_step import multihead_step, projected
 from .head_views import Head, check_heads, fill_heads, rows_of
 from .hooks.projections import weight_of
 from .inner_attention import as_inner
 from .rotary import Positions
-from .sharding.heads import Dealt, dealt
+from .sharding.heads import HeadShards, dealt
 from .sharding.tokens import check_splits, placed
 from .torch_keywords import refuse_inputs, refuse_options
 from .torch_multihead import converted_from_torch, converted_to_torch
@@ -177,7 +177,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
         as_mask(options["mask"])  # refused before the cache has changed
-        causal = traits_of(cache).causal
+        causal = cache_traits(cache).causal
         if not causal and any(cache.lengths):  # a memory that is there already
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
@@ -194,7 +194,7 @@ class MultiHeadAttention(nn.Module):
         return step(self._inner, cache, query, key, value, lengths=lengths, **options)
 
     @property
-    def dealt(self) -> Dealt | None:
+    def dealt(self) -> HeadShards | None:
         """Which of its heads this process computes, where they are split over several; None where it has all."""
         return dealt(self, self.q_proj, self.num_kv_heads)
 

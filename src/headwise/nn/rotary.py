@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.native.decode_step import Turn
+from ..ops.native.decode_step import RotaryStep
 from ..shapes import DTYPES, INTEGERS, describe
 from ..shapes.arguments import (
     check_counts,
@@ -212,7 +212,7 @@ class Rotary(nn.Module):
         angle = positions.to(dtype)[..., None] * frequencies
         return angle.cos(), angle.sin()
 
-    def turn(self, positions: Sequence[int]) -> Turn:
+    def turn(self, positions: Sequence[int]) -> RotaryStep:
         """How the one new token of each row turns, at its position, for `step` of a cache: the angles of `forward`.
 
         Example:
@@ -223,7 +223,7 @@ class Rotary(nn.Module):
         frequencies = _frequencies(self.base, self.rotary_dim, self.frequencies)
         alike = len(set(positions)) == 1
         angle = frequencies * (float(positions[0]) if alike else torch.tensor(positions, device="cpu").float()[:, None])
-        return Turn(angle.cos(), angle.sin(), self.rotary_dim, interleaved=self.interleaved)
+        return RotaryStep(angle.cos(), angle.sin(), self.rotary_dim, interleaved=self.interleaved)
 
     def _turn(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
         check_tensor("positions", positions, "a tensor (T,) or (B, T), or a pair of them")

@@ -271,8 +271,10 @@ _PREFERENCES = (
     _Preference(
         "native", lambda c: True, "headwise's own kernel, and so its gradient; a gradient of that by the definition"
     ),
-    _Preference("flex", flex.pays, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
-    _Preference("blocks", sdpa.loses, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"),
+    _Preference("flex", flex.is_worthwhile, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
+    _Preference(
+        "blocks", sdpa.is_slower, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"
+    ),
     _Preference(
         "sdpa",
         lambda c: c.needs_grad and c.device_type == "cpu",

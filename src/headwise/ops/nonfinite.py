@@ -23,7 +23,7 @@ from .row_blocks import row_blocks
 from .tracing import without_numbers
 
 
-def surely_tame(*tensors: Tensor) -> bool:
+def is_finite_hint(*tensors: Tensor) -> bool:
     """True where one cheap pass shows that nothing is NaN or Inf and no product overflows, so that no fence is needed.
 
     Only where looking at data is free of harm: eager, on the CPU. Where the sum of squares is finite, so is the product
@@ -37,7 +37,7 @@ def surely_tame(*tensors: Tensor) -> bool:
         return all(math.isfinite(torch.linalg.vector_norm(x, dtype=compute_dtype(x))) for x in tensors)
 
 
-def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mask_nonfinite(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, key, value without what may spoil a kernel, and the rows to show as NaN: bool (B, H, T)."""
     bad_BKS = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     bad_BHT = ~query.isfinite().all(-1)
@@ -48,7 +48,7 @@ def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor
 
 
 def fence_pairs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `fence`, of scores: query and key without NaN and Inf, and the pairs (B, H, T, S) that one is part of."""
+    """Return query and key without NaN and Inf, and the pairs (B, H, T, S) whose query or key had one."""
     bad_BHT, bad_BHS = ~query.isfinite().all(-1), ~key.isfinite().all(-1)
     return clean(query, bad_BHT), clean(key, bad_BHS), bad_BHT[..., None] | bad_BHS[:, :, None]
 

@@ -12,7 +12,7 @@ from ..nn.hooks.projections import HOOKS
 from ..nn.inner_attention import InnerAttention
 from ..nn.latent import LatentAttention
 from ..nn.multihead import MultiHeadAttention
-from ..nn.sharding.heads import OwnHeads, ReplicatedLinear, SumOfHeads, WholeNorm
+from ..nn.sharding.heads import GatheredNorm, RankHeads, ReplicatedLinear, SumOfHeads
 from ..ops.sharding.heads import Group, Share
 from ..shapes.arguments import shown
 
@@ -176,9 +176,9 @@ def _deal_inner(inner: nn.Module, group: Group) -> None:
         _place(inner, "sinks", group, Shard(0))
 
 
-def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> OwnHeads:
+def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> RankHeads:
     """A projection to heads: cut by rows, or whole where several processes need the same head."""
-    own = _like(OwnHeads, linear)
+    own = _like(RankHeads, linear)
     own.group, own.keys, own.size = group, keys, size
     place: Placement = Shard(0) if keys is None else Replicate()
     for name in ("weight", "bias"):
@@ -206,8 +206,8 @@ def _like(kind: type[Linear], linear: nn.Linear) -> Linear:
     return layer.train(linear.training)
 
 
-def _whole_norm(norm: nn.RMSNorm) -> WholeNorm:
-    layer = WholeNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=True, device="meta")
+def _whole_norm(norm: nn.RMSNorm) -> GatheredNorm:
+    layer = GatheredNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=True, device="meta")
     layer.weight = norm.weight
     return layer.train(norm.training)
 

@@ -2,7 +2,7 @@
 
 from .costs.formulas import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
 from .costs.plan_data import ContextCost
-from .ranks.result import ModelOverRanks, over
+from .ranks.rank_plan import ModelOverRanks, over
 from .result import AttentionPlan, of
 from .shape import AttentionShape
 from .show.chart import svg

@@ -11,6 +11,6 @@ The page fetches nothing. The scripts are read in this order: `js/engine` comput
 """
 
 from .page import render
-from .weights import Checkpoint, read
+from .weights import TourCheckpoint, read
 
-__all__ = ["Checkpoint", "read", "render"]
+__all__ = ["TourCheckpoint", "read", "render"]

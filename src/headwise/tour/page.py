@@ -13,7 +13,7 @@ from headwise.report.escape import json_for_html
 from headwise.report.policy import hash_of
 
 from .facts import cards, formation, read_json
-from .weights import Checkpoint
+from .weights import TourCheckpoint
 
 SCRIPTS = (
     *(f"engine/{name}.js" for name in ("memory", "weights", "tokens", "parts", "model", "session")),
@@ -46,7 +46,7 @@ VERDICTS = {
 }
 
 
-def render(checkpoint: Checkpoint, text: str, *, packaged: bool) -> str:
+def render(checkpoint: TourCheckpoint, text: str, *, packaged: bool) -> str:
     """Return the tour of a model as one HTML text; the same arguments give the same text.
 
     Args:
@@ -111,7 +111,7 @@ def claims() -> dict[str, dict[str, Any]]:
     return {claim["id"]: claim for claim in read_json("claims.json")}
 
 
-def _chapter(checkpoint: Checkpoint, text: str, packaged: bool) -> dict[str, Any]:
+def _chapter(checkpoint: TourCheckpoint, text: str, packaged: bool) -> dict[str, Any]:
     facts = read_json("facts.json")
     return {
         "name": checkpoint.name,

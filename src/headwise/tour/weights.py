@@ -23,7 +23,7 @@ NEEDED = ("config.json", "tokenizer.json", "model.safetensors")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TourCheckpoint:
     """What the page needs of a model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Checkpoint:
         return base64.b64encode(squeezer.compress(self.numbers) + squeezer.flush()).decode("ascii")
 
 
-def read(folder: Path) -> Checkpoint:
+def read(folder: Path) -> TourCheckpoint:
     """Read a checkpoint for the page.
 
     Args:
@@ -81,7 +81,7 @@ def read(folder: Path) -> Checkpoint:
             "headwise look takes any model"
         )
     own, curve = folder / "tokenizer_config.json", folder / "loss_curve.json"
-    return Checkpoint(
+    return TourCheckpoint(
         name=folder.resolve().name,
         config=config,
         tokenizer=_object(folder / "tokenizer.json"),

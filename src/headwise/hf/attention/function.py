@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.base import Stored
-from ...nn.sharding.heads import Dealt
+from ...nn.sharding.heads import HeadShards
 from ...nn.sharding.tokens import current
 from ...ops.attention import attention_of_part
 from ...ops.masks.constructors import bias, causal, keep, lengths, segments
@@ -130,7 +130,7 @@ def headwise_attention(
 
 def _recorded(
     module: nn.Module,
-    here: Dealt | None,
+    here: HeadShards | None,
     triple: tuple[Tensor, Tensor, Tensor],
     without: Mask,
     position_bias: Tensor | None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...nn.hooks.projections import is_linear
-from ...nn.sharding.heads import Dealt, as_replica
+from ...nn.sharding.heads import HeadShards, as_replica
 from ...ops.sharding.heads import Group, Share, as_dtensor, pick_heads
 from ...shapes.arguments import check_counts, shown
 from ..errors import ModelError
@@ -27,7 +27,7 @@ KEYS = ("k_proj", "v_proj")
 class RankHeads(NamedTuple):
     """What a call has of all heads, and whether it has keys and values of all."""
 
-    dealt: Dealt
+    dealt: HeadShards
     gathered: bool
 
 
@@ -62,10 +62,10 @@ def heads_here(module: nn.Module, query: Tensor, key: Any) -> RankHeads | None:
             f"{group.size} processes, so queries would read the wrong keys; headwise.hf.tensor_parallel splits models "
             "by whole heads, any number of key-value heads included"
         )
-    return RankHeads(Dealt(group, share), gathered)
+    return RankHeads(HeadShards(group, share), gathered)
 
 
-def own_keys(module: nn.Module, here: Dealt, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def own_keys(module: nn.Module, here: HeadShards, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Of the keys and values of all heads those that the queries here read; gradients are summed.
 
     Raises:
@@ -86,7 +86,7 @@ def own_keys(module: nn.Module, here: Dealt, key: Tensor, value: Tensor) -> tupl
     return here.share.pick(here.group.shared(key)), here.share.pick(here.group.shared(value))
 
 
-def together(here: Dealt, tensors: tuple[Tensor, Tensor, Tensor], **by_head: Tensor | None) -> dict[str, Any]:
+def together(here: HeadShards, tensors: tuple[Tensor, Tensor, Tensor], **by_head: Tensor | None) -> dict[str, Any]:
     """The call with the heads of all processes, for a probe; `by_head` have the heads on their axis -3, or 0."""
     query, key, value = (here.group.gathered(x, 1) for x in tensors)
     key, value = (pick_heads(x, here.share.places) for x in (key, value))
@@ -98,7 +98,7 @@ def together(here: Dealt, tensors: tuple[Tensor, Tensor, Tensor], **by_head: Ten
     return whole
 
 
-def own_part(here: Dealt, x: Tensor | None) -> Tensor | None:
+def own_part(here: HeadShards, x: Tensor | None) -> Tensor | None:
     """Of something with one entry a head, on its axis -3 or 0, that of the heads here."""
     if x is None:
         return None

@@ -17,7 +17,7 @@ from ..attention.lazy_tensors import Lazy
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class RecordedScores:
     """What has happened to a product of query (B, H, T, D) and key (B, K, S, D) so far, as `attention` takes it."""
 
     query: Tensor
@@ -44,17 +44,17 @@ class Chain:
 class LazyScores(Lazy):
     """Scores, or weights after the softmax, (B, H, T, S) or (B * H, T, S) as the model's code has them."""
 
-    chain: Chain
+    chain: RecordedScores
     replay: Callable[[], Tensor]
     """Makes them by the model's own operations, with gradients."""
 
-    def __new__(cls, chain: Chain, shape: Any, dtype: torch.dtype, replay: Callable[[], Tensor]) -> LazyScores:
+    def __new__(cls, chain: RecordedScores, shape: Any, dtype: torch.dtype, replay: Callable[[], Tensor]) -> LazyScores:
         """`shape`: one of the two."""
         scores: LazyScores = cls._of(replay, shape, dtype, chain.query.device)
         scores.chain, scores.replay = chain, replay
         return scores
 
-    def next(self, op: Callable[[Tensor], Tensor], chain: Chain | None = None, **changes: Any) -> LazyScores:
+    def next(self, op: Callable[[Tensor], Tensor], chain: RecordedScores | None = None, **changes: Any) -> LazyScores:
         """The scores after an operation; `op` is that operation on the scores themselves."""
         before = self.replay  # as it is now: an operation in place makes these scores the next ones
         shape, dtype = changes.get("shape", self.shape), changes.get("dtype", self.dtype)

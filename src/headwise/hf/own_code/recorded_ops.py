@@ -17,13 +17,13 @@ from ..attention.function import attend, mask_of
 from ..attention.lazy_tensors import LazyKeys, LazyView
 from ..attention.mask import Hidden, StructuralMask
 from ..returned import Returned
-from .lazy_scores import Added, Chain, LazyScores
+from .lazy_scores import Added, LazyScores, RecordedScores
 
 HIDDEN = -1e4
 """Scores filled with this number or less are hidden: models write finite numbers for minus infinity."""
 
 
-class Running:
+class Tracer:
     """The module that runs.
 
     Attributes:
@@ -36,13 +36,13 @@ class Running:
 
     def __init__(self, module: nn.Module, heads: int | None, wanted: bool = False) -> None:
         self.module, self.heads, self.wanted, self.calls = module, heads, wanted, 0
-        self.weights: dict[Chain, Tensor] = {}
+        self.weights: dict[RecordedScores, Tensor] = {}
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(seam: Running, a: Any, b: Any) -> Any:
+def _product(seam: Tracer, a: Any, b: Any) -> Any:
     """The product of queries and keys, which begins scores; and that of weights and values, which ends them."""
     if isinstance(a, LazyScores):
         return _attended(seam, a, b) if a.chain.weighted else NotImplemented
@@ -53,7 +53,7 @@ def _product(seam: Running, a: Any, b: Any) -> Any:
     return LazyScores(chain, shape, torch.result_type(a, b), partial(torch.matmul, a, b))
 
 
-def _begun(seam: Running, a: Any, b: Any) -> Chain | None:
+def _begun(seam: Tracer, a: Any, b: Any) -> RecordedScores | None:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or isinstance(b, LazyScores):
         return None
     if a.ndim != b.ndim or a.ndim not in (3, 4) or a.shape[-1] != b.shape[-2]:
@@ -67,10 +67,10 @@ def _begun(seam: Running, a: Any, b: Any) -> Chain | None:
         a = a.unflatten(0, (-1, seam.heads))
         key = key if key.ndim == 4 else key.unflatten(0, (-1, seam.heads))
     heads_fit = a.shape[1] == (seam.heads or a.shape[1]) and key.shape[1] in (1, a.shape[1])
-    return Chain(a, key) if heads_fit and a.shape[0] == key.shape[0] else None
+    return RecordedScores(a, key) if heads_fit and a.shape[0] == key.shape[0] else None
 
 
-def _einsum(seam: Running, equation: Any, *operands: Any) -> Any:
+def _einsum(seam: Tracer, equation: Any, *operands: Any) -> Any:
     """Products of two, of any order of axes: heads beside the batch, then as `_product`."""
     if len(operands) != 2 or not isinstance(equation, str) or equation.count("->") != 1 or equation.count(",") != 1:
         return NotImplemented
@@ -91,7 +91,7 @@ def _einsum(seam: Running, equation: Any, *operands: Any) -> Any:
     return result if result is NotImplemented else result.permute([order.index(x) for x in out])
 
 
-def _attended(seam: Running, scores: LazyScores, value: Tensor) -> Any:
+def _attended(seam: Tracer, scores: LazyScores, value: Tensor) -> Any:
     chain, dtype = scores.chain, value.dtype
     flat = scores.ndim == 3
     if isinstance(value, LazyView):
@@ -113,7 +113,7 @@ def _attended(seam: Running, scores: LazyScores, value: Tensor) -> Any:
 
 
 def _added_product(
-    seam: Running, x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+    seam: Tracer, x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Any:
     scores = _product(seam, batch1, batch2)
     if not isinstance(scores, LazyScores):
@@ -131,7 +131,7 @@ def _number(x: Any) -> float | None:
     return float(x) if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad else None
 
 
-def _scale(seam: Running, scores: Any, by: Any, divide: bool = False) -> Any:
+def _scale(seam: Tracer, scores: Any, by: Any, divide: bool = False) -> Any:
     """Times a number, or times one for each head or query, which is the same as a query times that."""
     if isinstance(by, LazyScores) and not divide:
         scores, by = by, scores
@@ -151,11 +151,11 @@ def _scale(seam: Running, scores: Any, by: Any, divide: bool = False) -> Any:
     return scores.next(again, chain)
 
 
-def _divide(seam: Running, scores: Any, by: Any) -> Any:
+def _divide(seam: Tracer, scores: Any, by: Any) -> Any:
     return _scale(seam, scores, by, divide=True) if isinstance(scores, LazyScores) else NotImplemented
 
 
-def _add(seam: Running, scores: Any, other: Any) -> Any:
+def _add(seam: Tracer, scores: Any, other: Any) -> Any:
     if isinstance(other, LazyScores):
         scores, other = other, scores
     if not isinstance(scores, LazyScores) or isinstance(other, LazyScores) or scores.chain.weighted:
@@ -175,12 +175,12 @@ def _add(seam: Running, scores: Any, other: Any) -> Any:
     return scores.next(lambda x: x + other, chain)
 
 
-def _subtract(seam: Running, scores: Any, other: Any) -> Any:
+def _subtract(seam: Tracer, scores: Any, other: Any) -> Any:
     takes = isinstance(scores, LazyScores) and isinstance(other, Tensor) and not isinstance(other, LazyScores)
     return _add(seam, scores, -other) if takes else NotImplemented
 
 
-def _fill(seam: Running, scores: Any, hidden: Any, value: Any) -> Any:
+def _fill(seam: Tracer, scores: Any, hidden: Any, value: Any) -> Any:
     """masked_fill."""
     number = _number(value)
     if not isinstance(scores, LazyScores) or scores.chain.weighted or number is None or number > HIDDEN:
@@ -191,7 +191,7 @@ def _fill(seam: Running, scores: Any, hidden: Any, value: Any) -> Any:
     return scores.next(lambda x: x.masked_fill(hidden, value), chain)
 
 
-def _where(seam: Running, seen: Any, scores: Any, other: Any) -> Any:
+def _where(seam: Tracer, seen: Any, scores: Any, other: Any) -> Any:
     if not isinstance(scores, LazyScores) or not isinstance(seen, Tensor) or isinstance(other, LazyScores):
         return NotImplemented
     number = _number(other)
@@ -201,7 +201,7 @@ def _where(seam: Running, seen: Any, scores: Any, other: Any) -> Any:
     return scores.next(lambda x: torch.where(seen, x, other), chain)
 
 
-def _at_least(seam: Running, scores: Any, other: Any = None, *args: Any) -> Any:
+def _at_least(seam: Tracer, scores: Any, other: Any = None, *args: Any) -> Any:
     """The larger of scores and the lowest number: what guards against overflow leaves them as they are."""
     number = _number(other)
     if args or not isinstance(scores, LazyScores) or number is None or number > torch.finfo(scores.dtype).min:
@@ -210,7 +210,7 @@ def _at_least(seam: Running, scores: Any, other: Any = None, *args: Any) -> Any:
 
 
 def _softmax(
-    seam: Running, scores: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    seam: Tracer, scores: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Any:
     if not isinstance(scores, LazyScores) or scores.chain.weighted or dim not in (-1, scores.ndim - 1):
         return NotImplemented
@@ -218,7 +218,7 @@ def _softmax(
     return scores.next(lambda x: x.softmax(-1, dtype=dtype), chain, dtype=dtype or scores.dtype)
 
 
-def _dropout(seam: Running, scores: Any, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(seam: Tracer, scores: Any, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not isinstance(scores, LazyScores) or (scores.chain.dropout and training and p):
         return NotImplemented
     if not training or not p:
@@ -228,7 +228,7 @@ def _dropout(seam: Running, scores: Any, p: Any = 0.5, training: bool = True, in
     return scores.next(partial(F.dropout, p=p), replace(scores.chain, dropout=p))
 
 
-def _cast(seam: Running, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _cast(seam: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
     """To another dtype: of scores it says what weights are returned in; keys of a cache are read as they are stored."""
     if not isinstance(x, (LazyScores, LazyKeys)):
         return NotImplemented
@@ -245,7 +245,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda seam, x: _cast(seam, x, dtype)
 
 
-def _view(seam: Running, x: Any, *shape: Any) -> Any:
+def _view(seam: Tracer, x: Any, *shape: Any) -> Any:
     """Heads beside the batch or within it."""
     if not isinstance(x, (LazyScores, LazyKeys)):
         return NotImplemented
@@ -261,7 +261,7 @@ def _view(seam: Running, x: Any, *shape: Any) -> Any:
     return x if len(sizes) == 4 else LazyView(x, turned=False, flat=True)
 
 
-def _turn(seam: Running, x: Any, a: int, b: int) -> Any:
+def _turn(seam: Tracer, x: Any, a: int, b: int) -> Any:
     """transpose, of keys that a cache keeps in a form of its own."""
     if not isinstance(x, (LazyKeys, LazyView)) or x.exposed or {a % x.ndim, b % x.ndim} != {x.ndim - 1, x.ndim - 2}:
         return NotImplemented
@@ -269,7 +269,7 @@ def _turn(seam: Running, x: Any, a: int, b: int) -> Any:
     return LazyView(x.keys if isinstance(x, LazyView) else x, not (isinstance(x, LazyView) and x.turned), flat)
 
 
-def _same(seam: Running, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _same(seam: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x if isinstance(x, LazyScores) else NotImplemented
 
 

@@ -1,8 +1,8 @@
 """Models that compute attention in code of their own are switched to headwise, and back.
 
-Their classes keep their code. Once a model was switched, calls of the modules that `architectures.SEAMS` names go
-through `Seam` (`running.py`), and a few methods have another form (`positions.py`), for as long as the model's config
-says so; under any other name they are what they were.
+Their classes keep their code. While the config of a switched model names headwise, calls of the modules that
+`architectures.SEAMS` names go through `OwnAttention` (`tracer.py`), and a few methods are replaced (`replacements.py`).
+Under any other name they run as before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..models.own_attention import Switched, family_of, is_seam, is_switched, methods_of
 from . import replacements as positions
-from .tracer import Seam, asks_for_weights
+from .tracer import OwnAttention, asks_for_weights
 
 _CONFIG = "_headwise_config"
 _PREPARED = "_prepared_for_headwise"
@@ -66,7 +66,7 @@ def _prepare(cls: type[nn.Module]) -> None:
 def _run(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A module's own code on headwise's attention; compiled code calls it as it is."""
     wanted = asks_for_weights(type(module).forward, args, kwargs)
-    return Seam(module, wanted).run(partial(call, module), *args, **kwargs)
+    return OwnAttention(module, wanted).run(partial(call, module), *args, **kwargs)
 
 
 def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

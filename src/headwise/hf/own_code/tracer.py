@@ -25,7 +25,7 @@ from ..attention.function import attentions_are_collected
 from ..attention.lazy_tensors import Lazy, LazyKeys
 from ..errors import ModelError
 from .lazy_scores import LazyScores
-from .recorded_ops import IN_PLACE, STEPS, Running
+from .recorded_ops import IN_PLACE, STEPS, Tracer
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 """What modules call the number of their heads."""
@@ -47,13 +47,13 @@ def weights_are_wanted() -> bool:
     return attentions_are_collected() or _asked_for.get()
 
 
-class Seam(TorchFunctionMode):
+class OwnAttention(TorchFunctionMode):
     """Runs a module of attention, with every product of queries and keys in it as `Scores`."""
 
     def __init__(self, module: nn.Module, wanted: bool = False) -> None:
         counts = [getattr(module, name, None) for name in HEADS]
         heads = next((n for n in counts if isinstance(n, int)), None)
-        self.running = Running(module, heads, wanted)
+        self.running = Tracer(module, heads, wanted)
         super().__init__()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

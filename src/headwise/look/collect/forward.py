@@ -19,7 +19,7 @@ from ..records import axes
 from ..records.axes import MIXED, NOWHERE, Axis
 from ..records.head import HeadMap
 from ..records.vectors import Neurons, vectors_of
-from ..roles.call_tokens import Passage, Scene, Vocabulary
+from ..roles.call_tokens import CallTokens, Passage, Vocabulary
 from ..roles.catalog import TEXT, Role
 from ..roles.spatial_measures import only
 from .reduce import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
@@ -103,7 +103,7 @@ class Reader:
     def pass_over(self, source: Source, reads: str, usual: Mapping[str, int] | None = None) -> None:
         """One forward pass over what a source reads."""
         roles = [role for role in self.roles if role.reads == reads]
-        scenes: dict[object, Scene] = {}
+        scenes: dict[object, CallTokens] = {}
         uniform, again, pair = Uniform(), Counter[str](), inputs.is_pair(self.model)
         self.maps, self.neurons = [], []
 
@@ -146,7 +146,7 @@ class Reader:
                     inputs.check_reads_nothing_else(self.model, error)
                 raise
 
-    def _of_text(self, call: AttentionCall, scene: Scene, roles: Sequence[Role], tally: LayerTally) -> None:
+    def _of_text(self, call: AttentionCall, scene: CallTokens, roles: Sequence[Role], tally: LayerTally) -> None:
         """The roles of a text, where a text holds pictures: of the queries that are no patches."""
         words = torch.tensor([cell == NOWHERE for cell in scene.axes[0].cells], device="cpu")[None]
         among = keep(words[:, None, :, None].to(call.query.device))
@@ -173,8 +173,8 @@ class Reader:
         return tally, first
 
 
-def _scene(view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str, int]) -> Scene:
-    return Scene(view.queries, view.keys, ahead, words, view.passages, view.moved, view.known, usual, view.axes)
+def _scene(view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str, int]) -> CallTokens:
+    return CallTokens(view.queries, view.keys, ahead, words, view.passages, view.moved, view.known, usual, view.axes)
 
 
 def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:

@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
-from ..inputs.nonfinite import way_out
+from ..inputs.nonfinite import remedy
 from ..records.head import HeadMap
-from ..roles.call_tokens import Scene
+from ..roles.call_tokens import CallTokens
 from ..roles.catalog import Role
-from ..roles.measures import FAR, OFFSETS, Asks, Got, forbidden
+from ..roles.measures import FAR, OFFSETS, CallStatistics, StatisticsRequest, forbidden
 from .sums import MOST_SHOWN, LayerTally
 
 
@@ -37,7 +37,7 @@ class Uniform:
     made: dict[tuple[int, str, int, int, int], RowStatistics] = field(default_factory=dict)
 
     def of(
-        self, call: AttentionCall, scene: Scene, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+        self, call: AttentionCall, scene: CallTokens, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
@@ -69,8 +69,8 @@ def looks_ahead(call: AttentionCall) -> bool | None:
 
 
 def measure(
-    call: AttentionCall, scene: Scene, roles: Sequence[Role], pool: int, uniform: Uniform
-) -> tuple[Tensor | None, Got]:
+    call: AttentionCall, scene: CallTokens, roles: Sequence[Role], pool: int, uniform: Uniform
+) -> tuple[Tensor | None, CallStatistics]:
     """One pass over the call's rows: the attention's own output where it came along, and what the roles asked for."""
     features, targets = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
     options: StatisticsOptions = {
@@ -86,29 +86,29 @@ def measure(
     else:
         out, rows = attention_statistics(call.query, call.key, call.value, **options)
         out = out if call.gate is None else out * call.gate.to(out.dtype)
-    return out, Got(call, scene, rows, uniform.of(call, scene, features, targets))
+    return out, CallStatistics(call, scene, rows, uniform.of(call, scene, features, targets))
 
 
-def check_finite(got: Got, model: nn.Module) -> None:
+def check_finite(got: CallStatistics, model: nn.Module) -> None:
     """Raise ValueError where numbers of a pass are not finite."""
     call = got.call
     if not bool(got.rows.entropy.isfinite().all()):
         raise ValueError(
             f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
-            f"{str(call.query.dtype).removeprefix('torch.')}; {way_out(model, call.query.dtype)}"
+            f"{str(call.query.dtype).removeprefix('torch.')}; {remedy(model, call.query.dtype)}"
         )
 
 
-def _asks(scene: Scene, roles: Sequence[Role]) -> Asks:
+def _asks(scene: CallTokens, roles: Sequence[Role]) -> StatisticsRequest:
     """Return what all roles together have the pass sum."""
     asks = [role.measure.asks(role.name, scene) for role in roles]
-    return Asks(
+    return StatisticsRequest(
         {name: one for ask in asks for name, one in ask.features.items()},
         {name: one for ask in asks for name, one in ask.targets.items()},
     )
 
 
-def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
+def add_roles(got: CallStatistics, roles: Sequence[Role], tally: LayerTally) -> None:
     """The sums of each role, text by text, with the evidence of the heads that are above its threshold."""
     heads = tally.heads
     for role in roles:
@@ -126,7 +126,7 @@ def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
                     tally.tell(role.name, h, sums.detail(b, h), int(count[b, h]))
 
 
-def _add_evidence(got: Got, role: Role, above: Tensor, tally: LayerTally) -> None:
+def _add_evidence(got: CallStatistics, role: Role, above: Tensor, tally: LayerTally) -> None:
     """For each text and head, the queries of largest weight among those that show the role."""
     hits = role.measure.hits(role.name, got)
     weights = got.weights_on(hits)
@@ -139,7 +139,7 @@ def _add_evidence(got: Got, role: Role, above: Tensor, tally: LayerTally) -> Non
         tally.show(role.name, h, [(-round(w, 4), text, i, j) for w, i, j in shown if w > 0])
 
 
-def add_numbers(got: Got, tally: LayerTally, size: int) -> None:
+def add_numbers(got: CallStatistics, tally: LayerTally, size: int) -> None:
     """What every head has: entropy and the like, the masses of offsets, the pooled map."""
     rows = got.rows
     (B, T), S = got.scene.queries.shape, got.scene.keys.shape[1]

@@ -15,7 +15,7 @@ def spoilt(model: nn.Module) -> str | None:
     return None
 
 
-def way_out(model: nn.Module, dtype: torch.dtype) -> str:
+def remedy(model: nn.Module, dtype: torch.dtype) -> str:
     """For an error text: which weight is to blame, or which dtype is wider."""
     wider = {torch.float64: "float64 is the widest there is", torch.float32: "load the model in float64"}
     return spoilt(model) or wider.get(dtype, "load the model in a wider dtype, such as float32")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...nn.hooks.eval_mode import resting
 from ...nn.hooks.probe import AttentionCall, probe
 from ...shapes.arguments import shown, whole_numbers
-from ..inputs.nonfinite import way_out
+from ..inputs.nonfinite import remedy
 from .losses import Reading
 
 ROWS, TOKENS, NUMBERS = 32, 8192, 1 << 26
@@ -122,7 +122,7 @@ def survey(
             result.tokens += text.tokens
     if not torch.tensor(result.losses, device="cpu").isfinite().all():
         dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
-        raise ValueError(f"the loss is {shown(result.losses)}; {way_out(model, dtype)}")
+        raise ValueError(f"the loss is {shown(result.losses)}; {remedy(model, dtype)}")
     return result
 
 

@@ -34,7 +34,7 @@ Distances = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Twin:
+class SimilarHead:
     """A head and the one that is nearest to it, by their patterns or their outputs; distances are 0 to 1.
 
     Attributes:
@@ -71,7 +71,7 @@ class Redundancy:
     tokens: int
     rows: int
     threshold: float
-    heads: tuple[Twin, ...]
+    heads: tuple[SimilarHead, ...]
     patterns: tuple[tuple[tuple[int, int], ...], ...]
     outputs: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -135,7 +135,7 @@ def redundancy(
         sizes = [len(text) for text in texts]
         raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
     [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
-    twins: list[Twin] = []
+    twins: list[SimilarHead] = []
     clusters: tuple[list[Any], list[Any]] = ([], [])
     kinds = kinds_of(model, text)
     tell = progress or (lambda done, total: None)
@@ -158,7 +158,7 @@ def redundancy(
 
 def _compared(
     calls: Sequence[tuple[AttentionCall, Tensor]], rows: int, threshold: float
-) -> tuple[list[Twin], list[Any], list[Any]]:
+) -> tuple[list[SimilarHead], list[Any], list[Any]]:
     """Of calls with as many queries and keys, and their outputs: each head with its nearest, and both clusterings."""
     here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
     outputs = [out for _, out in calls]
@@ -167,7 +167,7 @@ def _compared(
         output_distances(outputs) if outputs[0].shape[1] >= LEAST else None,
     )
     patterns, outs = ([(None, None)] * len(here) if one is None else _nearest(one, here) for one in distances)
-    twins = [Twin(*place, *patterns[n], *outs[n]) for n, place in enumerate(here)]
+    twins = [SimilarHead(*place, *patterns[n], *outs[n]) for n, place in enumerate(here)]
     alike, same = (
         [tuple(here[n] for n in group) for group in linked(one, threshold) if len(group) > 1] if one is not None else []
         for one in distances

@@ -113,7 +113,7 @@ def is_punctuation(token: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Scene:
+class CallTokens:
     """The tokens behind the queries (B, T) and keys (B, S) of a call.
 
     Attributes:

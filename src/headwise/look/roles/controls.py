@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call_tokens import Scene
+from .call_tokens import CallTokens
 
 
-def shuffled(links: Tensor, scene: Scene) -> Tensor:
+def shuffled(links: Tensor, scene: CallTokens) -> Tensor:
     """As many keys a query, drawn from those that it may attend by its position; seeded by the shape alone."""
     draw = torch.Generator().manual_seed(links.numel())
     last = torch.full((links.shape[1],), scene.keys.shape[1] - 1, device="cpu")
@@ -18,7 +18,7 @@ def shuffled(links: Tensor, scene: Scene) -> Tensor:
     return torch.where(links >= 0, drawn, -1)
 
 
-def other_queries(links: Tensor, scene: Scene) -> Tensor:
+def other_queries(links: Tensor, scene: CallTokens) -> Tensor:
     """(B, T): for each linked query another one of its text that may attend its links; itself where there is none."""
     draw = torch.Generator().manual_seed(links.numel())
     T = links.shape[1]

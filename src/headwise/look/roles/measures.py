@@ -20,7 +20,7 @@ from ...ops.masks import Mask
 from ...ops.options import Scoring
 from ...ops.row_blocks import softcapped
 from ...ops.statistics.api import RowStatistics
-from .call_tokens import Scene
+from .call_tokens import CallTokens
 from .controls import shuffled
 
 FAR = 8
@@ -31,14 +31,14 @@ OFFSETS = (*range(0, -FAR - 1, -1), *range(1, FAR + 1))
 _COLUMNS = {offset: column for column, offset in enumerate(OFFSETS)}
 
 
-class Asks(NamedTuple):
+class StatisticsRequest(NamedTuple):
     """What a pass has to sum: features (B, S) of keys and targets (B, T, n) of queries, by name."""
 
     features: Mapping[str, Tensor]
     targets: Mapping[str, Tensor]
 
 
-NOTHING = Asks({}, {})
+NOTHING = StatisticsRequest({}, {})
 
 
 def forbidden(call: AttentionCall) -> Mask | None:
@@ -48,7 +48,7 @@ def forbidden(call: AttentionCall) -> Mask | None:
 
 
 @dataclass(frozen=True)
-class Got:
+class CallStatistics:
     """What a pass gave.
 
     Attributes:
@@ -59,7 +59,7 @@ class Got:
     """
 
     call: AttentionCall
-    scene: Scene
+    scene: CallTokens
     rows: RowStatistics
     uniform: RowStatistics
     kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -136,7 +136,7 @@ class Got:
 
 
 @dataclass(frozen=True)
-class Sums:
+class ScoreSums:
     """Of each text and head: sums over queries, and how many queries; a width of 1 stands for all heads.
 
     `null` and `against` are what chance gives by two controls, of which the larger counts; None where there is none.
@@ -154,15 +154,15 @@ class Sums:
 class Measure(Protocol):
     """One kind of score."""
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Return what the pass has to sum for the role of this name."""
         ...
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the score's sums on this call; None where it says nothing about the call."""
         ...
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """(B, H, T) long: the key of each query that shows the role; -1 of the other queries."""
         ...
 
@@ -173,18 +173,18 @@ class AtOffset:
 
     offset: int
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Offsets are always summed."""
         return NOTHING
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """In self-attention alone: positions of two texts have no distance."""
         if got.scene.cross:
             return None
         mass, level, count = _offset(got, self.offset)
-        return Sums(mass * count, count, level * count)
+        return ScoreSums(mass * count, count, level * count)
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """Return the largest weight, where it lies at the offset."""
         return got.largest_where(got.distance == -self.offset)
 
@@ -195,11 +195,11 @@ class BandShare:
 
     reach: int
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Offsets are always summed."""
         return NOTHING
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the masses of the offsets, each over the queries that have such a key."""
         if got.scene.cross:
             return None
@@ -207,14 +207,14 @@ class BandShare:
         total = sum((mass * count for mass, _, count in parts), torch.zeros((), device="cpu"))
         total = torch.where(torch.stack([mass for mass, _, _ in parts]).amax(0) > 0.5, 0.0, total)
         null = sum((level * count for _, level, count in parts), torch.zeros((), device="cpu"))
-        return Sums(total, got.uniform.rows.double().cpu(), null)
+        return ScoreSums(total, got.uniform.rows.double().cpu(), null)
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """Return the largest weight, where it lies in the band."""
         return got.largest_where(got.distance.abs() <= self.reach)
 
 
-def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
+def _offset(got: CallStatistics, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
     mass, level = (masses[..., _COLUMNS[offset]] for masses in got.offsets)
     return mass, level, got.able[:, _COLUMNS[offset], None].expand_as(level)
@@ -224,17 +224,17 @@ def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
 class OnKeys:
     """Mean of the sum of A[i, j] over the keys j of a class, from the first such key on; null: uniform attention."""
 
-    keys: Callable[[Scene], Tensor] = field(compare=False)
+    keys: Callable[[CallTokens], Tensor] = field(compare=False)
 
-    def _keys(self, name: str, scene: Scene) -> Tensor:
+    def _keys(self, name: str, scene: CallTokens) -> Tensor:
         return scene.once(name, lambda: self.keys(scene))
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Return one feature."""
         chosen = self._keys(name, scene)
-        return Asks({name: chosen}, {}) if bool(chosen.any()) else NOTHING
+        return StatisticsRequest({name: chosen}, {}) if bool(chosen.any()) else NOTHING
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the feature's mass."""
         if name not in got.rows.features:
             return None
@@ -245,9 +245,9 @@ class OnKeys:
         if got.scene.among is not None:
             seeing = torch.arange(got.scene.among.shape[1], device="cpu") >= before
             count = got.scene.count(seeing) * keys.any(-1, keepdim=True)
-        return Sums(mass * rows, count, level * rows)
+        return ScoreSums(mass * rows, count, level * rows)
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """Return the largest weight, where it lies on such a key."""
         chosen, keys = self._keys(name, got.scene)[:, None], got.largest_key
         return got.largest_where(chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)))
@@ -261,24 +261,24 @@ class OnLinks:
     link another key, drawn from those that the query may attend by its position); None asks uniform attention alone.
     """
 
-    links: Callable[[Scene], Tensor | None] = field(compare=False)
-    against: Callable[[Tensor, Scene], Tensor] | None = field(default=shuffled, compare=False)
+    links: Callable[[CallTokens], Tensor | None] = field(compare=False)
+    against: Callable[[Tensor, CallTokens], Tensor] | None = field(default=shuffled, compare=False)
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Return the links, and those they are held against."""
         return scene.once(("asks", name), lambda: self._asks(name, scene))
 
-    def _asks(self, name: str, scene: Scene) -> Asks:
+    def _asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         links = self._links(name, scene)
         if links is None or not bool((links >= 0).any()):
             return NOTHING
         other = {} if self.against is None else {_against(name): self.against(links, scene)}
-        return Asks({}, {name: links, **other})
+        return StatisticsRequest({}, {name: links, **other})
 
-    def _links(self, name: str, scene: Scene) -> Tensor | None:
+    def _links(self, name: str, scene: CallTokens) -> Tensor | None:
         return scene.once(name, lambda: self.links(scene))
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the mass on links, over the queries with one that they may attend."""
         if name not in got.rows.targets:
             return None
@@ -287,13 +287,13 @@ class OnLinks:
         count = got.seeing(links)
         total, null = (_mass(s, name) * _having(s, links) for s in (got.rows, got.uniform))
         if self.against is None:
-            return Sums(total, count, null)
+            return ScoreSums(total, count, null)
         against = _against(name)
         places = self.asks(name, got.scene).targets[against]
         mean = _mass(got.rows, against) * (_having(got.rows, places) / got.seeing(places).clamp(min=1))
-        return Sums(total, count, null, mean * count)
+        return ScoreSums(total, count, null, mean * count)
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """Return the largest weight, where it lies on a link."""
         links = self._links(name, got.scene)
         assert links is not None
@@ -319,18 +319,18 @@ def _against(name: str) -> str:
 class OfRows:
     """A score made of the statistics themselves."""
 
-    sums: Callable[[Got], Sums | None] = field(compare=False)
-    where: Callable[[Got], Tensor] | None = field(default=None, compare=False)
+    sums: Callable[[CallStatistics], ScoreSums | None] = field(compare=False)
+    where: Callable[[CallStatistics], Tensor] | None = field(default=None, compare=False)
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Nothing beyond what every pass gives."""
         return NOTHING
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the function's answer."""
         return self.sums(got)
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """Return the largest weight, where the function says; nowhere without one."""
         if self.where is None:
             return torch.full(got.largest_key.shape, -1, device="cpu")

@@ -12,8 +12,8 @@ from ...nn.hooks.probe import AttentionCall
 from ...ops.masks import keep
 from ...ops.statistics.api import StatisticsOptions, row_statistics
 from ..records.axes import NOWHERE
-from .call_tokens import Scene
-from .measures import NOTHING, Asks, Got, Sums, forbidden
+from .call_tokens import CallTokens
+from .measures import NOTHING, CallStatistics, ScoreSums, StatisticsRequest, forbidden
 
 Shift = tuple[int, int]
 """Rows down and columns to the right."""
@@ -23,16 +23,16 @@ NEAR = 1
 """How far apart two patches of a row are at most to be neighbours."""
 
 
-def shifted(shift: Shift) -> Callable[[Scene], Tensor | None]:
+def shifted(shift: Shift) -> Callable[[CallTokens], Tensor | None]:
     """Links of a patch to the patch so many rows and columns on, in the same picture."""
 
-    def links(scene: Scene) -> Tensor | None:
+    def links(scene: CallTokens) -> Tensor | None:
         return scene.once(("shifted", shift), lambda: _linked(scene, lambda p, r, c: [(p, r + shift[0], c + shift[1])]))
 
     return links
 
 
-def in_line(which: int) -> Callable[[Scene], Tensor | None]:
+def in_line(which: int) -> Callable[[CallTokens], Tensor | None]:
     """Links of a patch to those of its row (0) or column (1), itself and its neighbours left out."""
 
     def cells(p: int, r: int, c: int, grid: Shift) -> list[tuple[int, int, int]]:
@@ -40,24 +40,24 @@ def in_line(which: int) -> Callable[[Scene], Tensor | None]:
         others = (n for n in range(grid[1 - which]) if abs(n - own) > NEAR)
         return [(p, r, n) if which == 0 else (p, n, c) for n in others]
 
-    def links(scene: Scene) -> Tensor | None:
+    def links(scene: CallTokens) -> Tensor | None:
         grids = scene.axes[0].grids
         return _linked(scene, lambda p, r, c: cells(p, r, c, grids[p]))
 
     return links
 
 
-def to_apart(name: str) -> Callable[[Scene], Tensor | None]:
+def to_apart(name: str) -> Callable[[CallTokens], Tensor | None]:
     """Links of each patch to the places of that name: [CLS], registers."""
 
-    def links(scene: Scene) -> Tensor | None:
+    def links(scene: CallTokens) -> Tensor | None:
         places = scene.axes[1].apart.get(name, ())
         return None if not places else _linked(scene, lambda p, r, c: places)
 
     return links
 
 
-def _linked(scene: Scene, wanted: Callable[[int, int, int], object]) -> Tensor | None:
+def _linked(scene: CallTokens, wanted: Callable[[int, int, int], object]) -> Tensor | None:
     """(1, T, n): of each place that is a patch, the places that stand for what is `wanted`; None without patches."""
     queries, keys = scene.axes
     if not queries.known or not keys.known:
@@ -79,15 +79,15 @@ class NeighbourShare:
 
     shifts: tuple[Shift, ...] = AROUND
 
-    def _links(self, scene: Scene) -> dict[str, Tensor]:
+    def _links(self, scene: CallTokens) -> dict[str, Tensor]:
         named = {f"patch {r:+} {c:+}": shifted((r, c))(scene) for r, c in self.shifts}
         return {name: links for name, links in named.items() if links is not None and bool((links >= 0).any())}
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Return a target for each direction."""
-        return Asks({}, self._links(scene))
+        return StatisticsRequest({}, self._links(scene))
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the masses of the directions, each over the patches that have such a neighbour."""
         links = self._links(got.scene)
         if not links:
@@ -100,9 +100,9 @@ class NeighbourShare:
             total, null, most = total + mass * count, null + level * count, torch.maximum(most, mass)
         patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[0].cells], device="cpu")[None]
         count = got.scene.count(patches).expand(got.largest_key.shape[0], 1)
-        return Sums(torch.where(most > 0.5, 0.0, total), count, null)
+        return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """Return the largest weight, where it lies around the patch."""
         hit = torch.zeros(got.largest_key.shape, dtype=torch.bool, device="cpu")
         for places in self._links(got.scene).values():
@@ -117,14 +117,14 @@ class FromTo:
     A pass of its own over these queries: all others may attend nothing in it, and so count for nothing.
     """
 
-    queries: Callable[[Scene], Tensor] = field(compare=False)
-    keys: Callable[[Scene], Tensor] = field(compare=False)
+    queries: Callable[[CallTokens], Tensor] = field(compare=False)
+    keys: Callable[[CallTokens], Tensor] = field(compare=False)
 
-    def asks(self, name: str, scene: Scene) -> Asks:
+    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Nothing of the pass over all queries."""
         return NOTHING
 
-    def read(self, name: str, got: Got) -> Sums | None:
+    def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the mass of the keys under a mask that leaves these queries alone."""
         if got.scene.cross:
             return None
@@ -133,16 +133,16 @@ class FromTo:
             return None
         mass, count = only(got, rows, keys)
         level, _ = only(replace(got, call=_even(got)), rows, keys)
-        return Sums(mass * count, count[:, :1], level[:, :1] * count[:, :1])
+        return ScoreSums(mass * count, count[:, :1], level[:, :1] * count[:, :1])
 
-    def hits(self, name: str, got: Got) -> Tensor:
+    def hits(self, name: str, got: CallStatistics) -> Tensor:
         """Return the largest weight of such a query, where it lies on such a key."""
         rows, keys = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
         chosen, best = keys[:, None].expand(*got.largest_key.shape[:2], -1), got.largest_key
         return got.largest_where(chosen.gather(2, best.clamp(min=0)) & rows[:, None])
 
 
-def only(got: Got, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def only(got: CallStatistics, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """(B, H) each: the mean mass on the keys, (B, S) bool, of the queries in `rows`, (B, T) bool; and their number."""
     call = got.call
     device = call.query.device
@@ -154,14 +154,14 @@ def only(got: Got, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return one.features["mass"].double().cpu(), one.rows.double().cpu()
 
 
-def _even(got: Got) -> AttentionCall:
+def _even(got: CallStatistics) -> AttentionCall:
     """Return the call with scores that are all 0, and what its mask forbids."""
     call = got.call
     query, key = torch.zeros_like(call.query), torch.zeros_like(call.key)
     return replace(call, query=query, key=key, mask=forbidden(call), softcap=None, sinks=None)
 
 
-def patch_sink(got: Got) -> Sums | None:
+def patch_sink(got: CallStatistics) -> ScoreSums | None:
     """Of all patches, the one on which most weight of the others lies, from the rows whose largest weight it has."""
     queries, keys = got.scene.axes
     patches = torch.tensor([cell != NOWHERE for cell in keys.cells], device="cpu")
@@ -176,19 +176,19 @@ def patch_sink(got: Got) -> Sums | None:
         where = f"row {row}, column {column}"
         return where if len(keys.grids) < 2 else f"{where} of picture {picture}"
 
-    return Sums(value, count.expand_as(value), chance, detail=detail)
+    return ScoreSums(value, count.expand_as(value), chance, detail=detail)
 
 
 LEAST_PATCHES = 9
 """Patches that a picture must have before one of them counts as a sink."""
 
 
-def on_patch_sink(got: Got) -> Tensor:
+def on_patch_sink(got: CallStatistics) -> Tensor:
     """(B, H, T) bool: whether a patch's largest weight lies on the head's own patch sink."""
     return _on_patches(got) & (got.largest_key == _masses(got).argmax(-1, keepdim=True))
 
 
-def _masses(got: Got) -> Tensor:
+def _masses(got: CallStatistics) -> Tensor:
     """(B, H, T): what patches have their largest weight on each patch but their own, summed."""
 
     def make() -> Tensor:
@@ -198,7 +198,7 @@ def _masses(got: Got) -> Tensor:
     return got.once("masses", make)
 
 
-def _on_patches(got: Got) -> Tensor:
+def _on_patches(got: CallStatistics) -> Tensor:
     """(B, H, T) bool: whether a patch's largest weight lies on another patch."""
     patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[1].cells], device="cpu")
     best = got.largest_key

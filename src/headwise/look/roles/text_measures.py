@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..inputs.repeated_tokens import as_tensors
-from .call_tokens import Scene
-from .measures import FAR, Got, Sums
+from .call_tokens import CallTokens
+from .measures import FAR, CallStatistics, ScoreSums
 
 FEW_KEYS = 8
 """Rows with fewer keys say nothing of broadness: two keys at 0.7 and 0.3 are already "88 % even"."""
@@ -19,17 +19,17 @@ CLARK_KEYS = 128
 """Length of the texts on which Clark et al. called an entropy above 3.8 nats broad."""
 
 
-def first(scene: Scene) -> Tensor:
+def first(scene: CallTokens) -> Tensor:
     """(1, T, 1): key 0 for every query but the first, which in self-attention has no choice."""
     links = torch.zeros(1, scene.queries.shape[1], 1, dtype=torch.long, device="cpu")
     links[:, 0] = -1
     return links
 
 
-def copies(name: str) -> Callable[[Scene], Tensor | None]:
+def copies(name: str) -> Callable[[CallTokens], Tensor | None]:
     """Links to earlier copies of a token, or to what followed them, by `repeats.targets`."""
 
-    def links(scene: Scene) -> Tensor | None:
+    def links(scene: CallTokens) -> Tensor | None:
         copies = [passage.copies for passage in scene.passages]
         if scene.ahead is None or not scene.known or None in copies:
             return None
@@ -39,10 +39,10 @@ def copies(name: str) -> Callable[[Scene], Tensor | None]:
     return links
 
 
-def aligned(shift: int) -> Callable[[Scene], Tensor | None]:
+def aligned(shift: int) -> Callable[[CallTokens], Tensor | None]:
     """Links of a decoder's query to the encoder's key of the same token, or `shift` tokens on."""
 
-    def links(scene: Scene) -> Tensor | None:
+    def links(scene: CallTokens) -> Tensor | None:
         if not scene.cross or not scene.known or scene.moved != (1, 0):
             return None
         T, S = scene.queries.shape[1], scene.keys.shape[1]
@@ -52,16 +52,16 @@ def aligned(shift: int) -> Callable[[Scene], Tensor | None]:
     return links
 
 
-def broad(got: Got) -> Sums:
+def broad(got: CallStatistics) -> ScoreSums:
     """Entropy over the logarithm of the number of choices, at most 128, over rows of 8 keys and more."""
     rows = got.rows
     choices = (rows.keys + int(got.call.sinks is not None)).clamp(max=CLARK_KEYS)
     enough = rows.keys >= FEW_KEYS
     ratio = (rows.entropy / choices.log()).clamp(max=1.0)
-    return Sums(torch.where(enough, ratio, 0.0).double().sum(-1).cpu(), enough.double().sum(-1).cpu(), None)
+    return ScoreSums(torch.where(enough, ratio, 0.0).double().sum(-1).cpu(), enough.double().sum(-1).cpu(), None)
 
 
-def far_offset(got: Got) -> Sums | None:
+def far_offset(got: CallStatistics) -> ScoreSums | None:
     """Return the offset beyond those with roles of their own at which most rows have their largest weight.
 
     Of the rows that may attend the key at that offset, but at least of half of all: of few rows one would be enough.
@@ -80,17 +80,17 @@ def far_offset(got: Got) -> Sums | None:
     def detail(b: int, h: int) -> str:
         return f"{T - int(place[b, h]):+}"
 
-    return Sums(most.double(), count.double(), chance.double().sum(-1), detail=detail)
+    return ScoreSums(most.double(), count.double(), chance.double().sum(-1), detail=detail)
 
 
-def on_far_offset(got: Got) -> Tensor:
+def on_far_offset(got: CallStatistics) -> Tensor:
     """(B, H, T) bool: whether the largest weight lies at the head's own far offset."""
     most, place = _far(got)
     T = got.largest_key.shape[2]
     return (got.largest_key >= 0) & (got.distance == (place - T)[..., None]) & (most > 0)[..., None]
 
 
-def _far(got: Got) -> tuple[Tensor, Tensor]:
+def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
     """(B, H) each: how many rows have their largest weight at the far offset of most of them, and T + that offset."""
 
     def make() -> Tensor:
@@ -107,7 +107,7 @@ LEAST_ROWS = 16
 """Queries that a text must have before one of its keys counts as a sink."""
 
 
-def other_sink(got: Got) -> Sums | None:
+def other_sink(got: CallStatistics) -> ScoreSums | None:
     """alpha_k of the key k > 0 on which most weight lies, from the rows whose largest weight it has.
 
     Keys in the first half alone: of a late key few queries decide, and they are its neighbours.
@@ -130,16 +130,16 @@ def other_sink(got: Got) -> Sums | None:
     def detail(b: int, h: int) -> str:
         return f"key {int(place[b, h])}"
 
-    return Sums(value * count, count, chance * count, detail=detail)
+    return ScoreSums(value * count, count, chance * count, detail=detail)
 
 
-def on_other_sink(got: Got) -> Tensor:
+def on_other_sink(got: CallStatistics) -> Tensor:
     """(B, H, T) bool: whether the largest weight lies on the head's own sink, at or before the query."""
     keys, rows = got.largest_key, torch.arange(got.largest_key.shape[2], device="cpu")
     return (keys > 0) & (keys <= rows) & (keys == _sinks(got).argmax(-1, keepdim=True))
 
 
-def _sinks(got: Got) -> Tensor:
+def _sinks(got: CallStatistics) -> Tensor:
     """(B, H, T): alpha_k of each key of the first half, from the rows whose largest weight it has."""
 
     def make() -> Tensor:
@@ -154,13 +154,13 @@ def _sinks(got: Got) -> Tensor:
     return got.once("sinks", make)
 
 
-def same_token(links: Tensor, scene: Scene) -> Tensor:
+def same_token(links: Tensor, scene: CallTokens) -> Tensor:
     """Return the links to copies of the query's own token."""
     keys = scene.keys[:, None].expand(-1, links.shape[1], -1).gather(2, links.clamp(min=0))
     return torch.where((keys == scene.queries[..., None]) & (links >= 0), links, -1)
 
 
-def other(scene: Scene) -> Tensor:
+def other(scene: CallTokens) -> Tensor:
     """Links to the name that does not come next."""
     links = scene.links("other name")
     return torch.full((*scene.queries.shape, 1), -1, device="cpu") if links is None else links

@@ -49,7 +49,7 @@ class Traits(NamedTuple):
     value_dim: int | None
 
 
-def traits_of(cache: ModuleCache) -> Traits:
+def cache_traits(cache: ModuleCache) -> Traits:
     """The optional members of a cache; `keys` is not fetched, for that may copy them."""
     return Traits(
         causal=getattr(cache, "causal", True),
@@ -117,7 +117,7 @@ def step(
     if gate is not None:  # refused before the cache has changed
         check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
     T = query.shape[2]
-    chunk = traits_of(cache).chunk
+    chunk = cache_traits(cache).chunk
     most = T if chunk is None else chunk
     whole = key is None or most >= T
     outs = []

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.masks.mask import Mask
-from ...ops.native.decode_step import Scores, Turn
-from ..hooks.projections import is_itself, plain_weight
+from ...ops.native.decode_step import RotaryStep, Scores
+from ..hooks.projections import is_unmodified, plain_weight
 from ..inner_attention import InnerAttention
 from ..rotary import Rotary
 from ..sharding.tokens import current
@@ -39,8 +39,8 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and type(inner) is InnerAttention
         and inner.backend in ("auto", "native")
         and not (inner.training and inner.dropout)
-        and is_itself(inner)
-        and ((type(rotary) is Rotary and is_itself(rotary)) or (rotary is None and module.rotary is None))
+        and is_unmodified(inner)
+        and ((type(rotary) is Rotary and is_unmodified(rotary)) or (rotary is None and module.rotary is None))
     )
 
 
@@ -59,12 +59,12 @@ def scores_of(inner: InnerAttention) -> Scores:
 def projected(part: nn.Module, x: Tensor) -> Any:
     """What a projection gives; of a plain one without the detour over its module."""
     own = vars(part)["_parameters"]
-    if type(part) is not nn.Linear or own.get("weight") is None or not is_itself(part):
+    if type(part) is not nn.Linear or own.get("weight") is None or not is_unmodified(part):
         return part(x)
     return torch._C._nn.linear(x, own["weight"], own.get("bias"))
 
 
-def turned(rotary: Rotary, lengths: list[int], first: int = 0) -> Turn:
+def turned(rotary: Rotary, lengths: list[int], first: int = 0) -> RotaryStep:
     """How the next token of each row turns. Layers one after another ask for the same: the last answers are kept."""
     return _turned(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths), first)
 
@@ -72,7 +72,7 @@ def turned(rotary: Rotary, lengths: list[int], first: int = 0) -> Turn:
 @lru_cache(maxsize=4)
 def _turned(
     base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...], first: int
-) -> Turn:
+) -> RotaryStep:
     rotary = Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved)
     return rotary.turn(at)._replace(first=first)
 
@@ -161,7 +161,7 @@ def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     """What a norm gives, in the dtype of `x`; of a plain one without the detour over its module."""
-    if type(norm) is not nn.RMSNorm or not is_itself(norm):
+    if type(norm) is not nn.RMSNorm or not is_unmodified(norm):
         return norm(x).to(x.dtype)
     out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)
     return out if out.dtype == x.dtype else out.to(x.dtype)

@@ -23,7 +23,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def is_itself(module: nn.Module) -> bool:
+def is_unmodified(module: nn.Module) -> bool:
     """Whether nothing listens to the calls of a part, or answers in its place."""
     return not (has_hooks(module) or "forward" in vars(module) or _has_any_global_hook())
 

@@ -20,7 +20,7 @@ from ..inner_attention import Inner
 from ..multihead import MultiHeadAttention, from_torch
 from ..rotary import Positions
 from .head_mixing import Mixing, measure_mixing
-from .projections import description, is_itself, plain_weight
+from .projections import description, is_unmodified, plain_weight
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -312,7 +312,7 @@ def _heads(
 
     Where hooks may change what the inner part gives, the weights say nothing of it and get no gradient.
     """
-    weighted = options is not None and last.tensor.requires_grad and is_itself(inner)
+    weighted = options is not None and last.tensor.requires_grad and is_unmodified(inner)
     if weighted and options is not None and options.get("dropout"):  # drawn here, for the inner part draws others
         return weighted_values(nn.functional.dropout(last.tensor, options["dropout"]), value, mask).to(query.dtype)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not weighted):

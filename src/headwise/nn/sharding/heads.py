@@ -21,7 +21,7 @@ from ..hooks.projections import HOOKS, description, has_hooks, is_linear
 from .tokens import LocalHeads, within_heads
 
 
-class OwnHeads(nn.Linear):
+class RankHeads(nn.Linear):
     """A projection to heads: gives those of its process alone.
 
     Attributes:
@@ -67,7 +67,7 @@ class ReplicatedLinear(nn.Linear):
         return nn.functional.linear(x, here_of(self.weight), None if self.bias is None else here_of(self.bias))
 
 
-class WholeNorm(nn.RMSNorm):
+class GatheredNorm(nn.RMSNorm):
     """A norm that every process has and computes alike."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class WholeNorm(nn.RMSNorm):
 
 
 @dataclass(frozen=True)
-class Dealt:
+class HeadShards:
     """The heads of a module that this process computes."""
 
     group: Group
@@ -84,7 +84,7 @@ class Dealt:
 
     def entering(self, projection: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The projections' inputs: where they give their own heads alone, an input's gradients are summed, once."""
-        if not isinstance(projection, OwnHeads):
+        if not isinstance(projection, RankHeads):
             return inputs
         shared = {id(x): self.group.shared(x) for x in inputs}
         return tuple(shared[id(x)] for x in inputs)
@@ -105,7 +105,7 @@ class Dealt:
         From keys of all heads, which every process has, it takes those; their gradients are summed.
         """
         fused, K = here_of(fused), self.share.num_kv_heads
-        own = isinstance(projection, OwnHeads)
+        own = isinstance(projection, RankHeads)
         here = len(self.share.keys) if own else K // self.group.size
         if fused.shape[-1] == here * size and (own or self.share.deals_keys):
             return _as_heads(fused, size)
@@ -163,7 +163,7 @@ class Dealt:
             TypeError: torch split the projection, and something else answers for it: then what a call of it gives, and
                 which of its gradients are summed, is not known.
         """
-        if type(projection) is OwnHeads:
+        if type(projection) is RankHeads:
             whole = projection.bias is None and not has_hooks(projection) and "forward" not in vars(projection)
             return self.parameter(projection.weight) if whole else None
         hooks = [hook for kind in HOOKS for hook in getattr(projection, kind).values()]
@@ -204,7 +204,7 @@ WAY_OUT = (
 )
 
 
-def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -> Dealt | None:
+def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -> HeadShards | None:
     """What of `module` this process computes, by how its query projection is cut; None where that is all.
 
     Raises:
@@ -224,7 +224,7 @@ def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -
         )
     group = Group(weight.device_mesh, cuts[0])
     K = module.num_heads if num_kv_heads is None else num_kv_heads
-    return Dealt(group, Share(module.num_heads, K, group.size, group.rank))
+    return HeadShards(group, Share(module.num_heads, K, group.size, group.rank))
 
 
 def as_replica(x: Any, dim: int) -> Tensor:

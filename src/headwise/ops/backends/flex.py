@@ -50,7 +50,7 @@ LIMITS = (
 )
 
 
-def pays(call: Call) -> bool:
+def is_worthwhile(call: Call) -> bool:
     """On CUDA, where it skips tiles that SDPA would compute, or serves what SDPA cannot."""
     _, _, _, T, S = call.sizes
     if call.device_type != "cuda" or T < TILE or S < TILE:

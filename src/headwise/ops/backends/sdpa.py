@@ -38,7 +38,7 @@ LIMITS = (
 )
 
 
-def loses(call: Call) -> bool:
+def is_slower(call: Call) -> bool:
     """Decoding without groups in float32 on the CPU, where the filled-up rows cost more than the kernel saves."""
     _, H, K, T, _ = call.sizes
     small = statically_true(T * (H // K) < ALIGNED_ROWS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Result, Run
-from ..nonfinite import alive_rows, fence, quiet, show, surely_tame
+from ..nonfinite import alive_rows, is_finite_hint, mask_nonfinite, quiet, show
 
 
 def dense_keys(run: Run) -> Run:
@@ -68,7 +68,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def fenced(run: Run) -> Run:
-    """NaN, Inf and the huge stay where they belong (`fence`)."""
+    """NaN, Inf and the huge stay where they belong (`mask_nonfinite`)."""
 
     @wraps(run)
     def behind_fence(call: Call) -> Result:
@@ -78,11 +78,11 @@ def fenced(run: Run) -> Run:
         # A bad value always shows in the output, 0 * NaN being NaN, so it is looked for there, where less is to be
         # read. Not so in a gradient; and a second run would draw another dropout.
         once = call.needs_grad or call.dropout > 0
-        if surely_tame(query, key, *([value] if once else [])):
+        if is_finite_hint(query, key, *([value] if once else [])):
             out, lse = run(call)
-            if once or surely_tame(out):
+            if once or is_finite_hint(out):
                 return out, lse
-        query, key, value, rows_BHT = fence(query, key, value, call.scoring.mask)
+        query, key, value, rows_BHT = mask_nonfinite(query, key, value, call.scoring.mask)
         out, lse = run(replace(call, query=query, key=key, value=value))
         return show(out, rows_BHT[..., None]), None if lse is None else show(lse, rows_BHT)
 

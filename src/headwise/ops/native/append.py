@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import library as native_library
-from .library import raise_unless_refused, trouble
+from .library import error_for, raise_unless_refused
 
 
 class Span(NamedTuple):
@@ -40,7 +40,7 @@ def append_int8(
         spans: no place twice.
     """
     if (
-        trouble() is not None
+        error_for() is not None
         or not all(x is None or (isinstance(x, Tensor) and x.is_cpu) for x in (key, value, *storage))
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0

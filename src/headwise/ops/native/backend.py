@@ -22,8 +22,8 @@ from ..masks.mask import Mask, as_mask
 from ..options import Scoring
 from ..storage.layout import StorageLayout
 from . import library as native_library
-from .library import raise_unless_refused, trouble
-from .mask_arguments import NoForm, lowered, trouble_with
+from .library import error_for, raise_unless_refused
+from .mask_arguments import UnsupportedMask, lowered, trouble_with
 
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
@@ -39,7 +39,7 @@ LIMITS = (
         lambda c: c.layout is not None and c.needs_grad,
         "headwise's own kernel has no gradient through int8 keys and values, or through pages",
     ),
-    Limit(lambda c: trouble() is not None, lambda c: trouble() or ""),
+    Limit(lambda c: error_for() is not None, lambda c: error_for() or ""),
 )
 
 
@@ -171,7 +171,10 @@ def _with_rules(
         gate = check_gate(gate, (B, H, T, value.shape[3]), query.device).expand(B, H, T, value.shape[3])
     try:
         rules = (*lowered(scoring, T, S), gate, 0.0, None)
-    except (NoForm, RuntimeError):  # a mask that does not fit: the full path says so, or meets the same error again
+    except (
+        UnsupportedMask,
+        RuntimeError,
+    ):  # a mask that does not fit: the full path says so, or meets the same error again
         return None
     try:
         if layout is None:

@@ -18,10 +18,10 @@ from ..masks.mask import Mask
 from ..options import Scoring
 from . import library as native_library
 from .library import raise_unless_refused
-from .mask_arguments import NoForm, lowered
+from .mask_arguments import UnsupportedMask, lowered
 
 
-class Turn(NamedTuple):
+class RotaryStep(NamedTuple):
     """How queries and keys turn before they meet.
 
     Attributes:
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
     interleaved: bool = False
 
 
-class Held(NamedTuple):
+class CacheStep(NamedTuple):
     """Where a cache keeps its keys and values, and where those of the new tokens go."""
 
     key: Tensor  # (B, K, capacity, D), or in pages (P, K, size, D)
@@ -60,7 +60,7 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """What the queries see: low <= j < high of the columns; `bounds`, a row for each, in their place; a mask of all."""
 
     low: int = -FAR
@@ -84,7 +84,13 @@ def runs_plain() -> bool:
 
 
 def decode_step(
-    query: Tensor, key: Tensor, value: Tensor | None, turn: Turn | None, storage: Held, scores: Scores, seen: Seen
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    turn: RotaryStep | None,
+    storage: CacheStep,
+    scores: Scores,
+    seen: VisibleKeys,
 ) -> Tensor | None:
     """(B, H, 1, V) of query (B, H, 1, D), key (B, K, 1, D), value (B, K, 1, V), which the cache then has.
 
@@ -101,7 +107,7 @@ def decode_step(
         sized = mask.sized(query.shape[0], query.shape[1])
         try:
             rules = lowered(Scoring(sized, scale, softcap, sinks), 1, max(storage.places) + 1)
-        except (NoForm, RuntimeError):
+        except (UnsupportedMask, RuntimeError):
             return None
     turned = (
         (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)

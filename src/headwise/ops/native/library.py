@@ -21,7 +21,7 @@ from .operators import register
 _trouble = register()
 
 
-def trouble() -> str | None:
+def error_for() -> str | None:
     """Return why there is no native kernel, in one line; None where there is one."""
     return _trouble
 
@@ -47,7 +47,7 @@ def raise_unless_refused(error: RuntimeError) -> None:
 
 def isas() -> tuple[str, ...]:
     """The instruction sets that this CPU can run, best first; none where there is no native kernel."""
-    return () if trouble() else tuple(torch.ops.headwise.isas().split(","))
+    return () if error_for() else tuple(torch.ops.headwise.isas().split(","))
 
 
 # bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.

@@ -85,7 +85,7 @@ class _Terms:
 _NOTHING = (-FAR, FAR, None, None, None, None, None, None)  # of a mask without parts
 
 
-class NoForm(TypeError):
+class UnsupportedMask(TypeError):
     """The operator has no form for a mask."""
 
 
@@ -102,11 +102,11 @@ def lowered(scoring: Scoring, T: int, S: int) -> Rules:
         return Rules(scoring.scale, softcap, sinks, *_NOTHING)
     terms = _Terms(T, S)
     if len(parts) > 1 and len(_firsts(scoring.mask)) > 1:
-        raise NoForm(FIRSTS)
+        raise UnsupportedMask(FIRSTS)
     for rule in parts:
         form = form_of(rule)
         if form is None:
-            raise NoForm(_without_form(rule))
+            raise UnsupportedMask(_without_form(rule))
         form.put(rule, terms)
     return terms.rules(scoring.scale, softcap, sinks)
 
@@ -218,7 +218,7 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
     (B|1, 5) where some keys stay in sight however far back: their end.
     """
     if any(x.ndim != 1 for terms in tensors for x in terms):
-        raise NoForm("an index has one number a row of the batch")
+        raise UnsupportedMask("an index has one number a row of the batch")
     n = next((x.shape[0] for terms in tensors for x in terms if x.shape[0] != 1), 1)
     columns: list[Tensor] = []
     if not tensors[4]:
@@ -251,9 +251,9 @@ def _indices(index: Tensor | int) -> Tensor:
 def _int64(index: Tensor) -> Tensor:
     """The index as the operator reads it; a float or a bool is no index, nor is a number without an axis."""
     if index.ndim == 0:
-        raise NoForm("an index has an axis, of the batch or of tokens")
+        raise UnsupportedMask("an index has an axis, of the batch or of tokens")
     if index.dtype == torch.int64:
         return index
     if index.dtype not in INTEGERS:
-        raise NoForm(f"an index is an integer tensor; got {index.dtype}")
+        raise UnsupportedMask(f"an index is an integer tensor; got {index.dtype}")
     return index.long()

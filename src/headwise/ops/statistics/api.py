@@ -28,7 +28,7 @@ from ..options import ScoringOptions
 from ..torch_keywords import refuse
 from . import blockwise as blocks
 from . import native
-from .request import Request, Tallies, checked
+from .request import Request, StatisticsSums, checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ def _measured(
     return None, fields
 
 
-class StatisticsOptions(ScoringOptions, Tallies, total=False):
+class StatisticsOptions(ScoringOptions, StatisticsSums, total=False):
     """The keywords of `statistics`."""
 
 

@@ -19,7 +19,7 @@ from ..tracing import without_numbers
 MOST_OFFSETS = 1 << 20  # each has a column of its own
 
 
-class Tallies(TypedDict, total=False):
+class StatisticsSums(TypedDict, total=False):
     """The keywords of `statistics` that say what is summed over the weights."""
 
     offsets: int | Iterable[int]

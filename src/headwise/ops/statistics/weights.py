@@ -11,7 +11,7 @@ from ...shapes import INTEGERS, check_query_key, describe
 from ...shapes.arguments import check_dense, shown
 from ..autocast import of_one_dtype, without_autocast
 from ..masks.mask import Mask, as_mask
-from ..nonfinite import clean, fence_pairs, show, surely_tame
+from ..nonfinite import clean, fence_pairs, is_finite_hint, show
 from ..options import Scoring
 from ..row_blocks import mask_scores, score_rows, softcapped, softmax_rows
 from ..tracing import without_numbers
@@ -67,7 +67,7 @@ def weights(
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, :, seen][:, head_index // (H // K)]
     bad: Tensor | None = None
-    if learns and stage in STAGES[2:] and not surely_tame(q_BhrD, k_BhSD):  # else 0 * NaN would be in the gradient
+    if learns and stage in STAGES[2:] and not is_finite_hint(q_BhrD, k_BhSD):  # else 0 * NaN would be in the gradient
         q_BhrD, k_BhSD, bad = fence_pairs(q_BhrD, k_BhSD)
     with without_autocast(query.device.type):
         scores = score_rows(q_BhrD, k_BhSD, scoring.scale)
@@ -105,7 +105,7 @@ def weighted_values(
     """
     H, T, S = weights.shape[1:]
     groups = H // value.shape[1]
-    bad = None if surely_tame(value) else ~value.isfinite().all(-1)
+    bad = None if is_finite_hint(value) else ~value.isfinite().all(-1)
     value = value.to(weights.dtype) if bad is None else clean(value, bad).to(weights.dtype)
     out = (weights.unflatten(1, (-1, groups)) @ value[:, :, None]).flatten(1, 2)
     if bad is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Deal:
+class TokenOwnership:
     """Blocks of `block` tokens go to ranks 0, 1, ... in turn; this is how `rank` of `ranks` sees it.
 
     A rank keeps its tokens in their order, so what is an interval of places is an interval of its own tokens.
@@ -49,21 +49,21 @@ class Deal:
         turns, rest = divmod(max(tokens, 0), self.ranks * self.block)
         return turns * self.block + min(rest, self.block)
 
-    def of(self, rank: int) -> Deal:
+    def of(self, rank: int) -> TokenOwnership:
         """The same as another rank sees it."""
-        return Deal(rank, self.ranks, self.block)
+        return TokenOwnership(rank, self.ranks, self.block)
 
 
 RowSpans = Sequence[tuple[int, int, int]]
 """Of each batch row: the tokens that it has, those that come, and the first of these in what is passed."""
 
 
-def owned(deal: Deal, rows: RowSpans) -> list[int]:
+def owned(deal: TokenOwnership, rows: RowSpans) -> list[int]:
     """How many of the tokens that come are a rank's, row by row."""
     return [deal.count(have + come) - deal.count(have) for have, come, _ in rows]
 
 
-def picks(deal: Deal, rows: RowSpans) -> list[list[int]]:
+def picks(deal: TokenOwnership, rows: RowSpans) -> list[list[int]]:
     """Which tokens of what is passed are a rank's, row by row; all as many as the most, filled up with the first."""
     chosen = [[start + k for k in range(come) if deal.owns(have + k)] for have, come, start in rows]
     most = max(map(len, chosen))

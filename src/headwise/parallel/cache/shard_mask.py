@@ -12,7 +12,7 @@ from ...ops.masks.constructors import bias, keep, lengths
 from ...ops.masks.indexing import rank4
 from ...ops.masks.mask import EVERYTHING, Mask
 from ...ops.masks.rules import Bounds, Rule
-from .ownership import Deal
+from .ownership import TokenOwnership
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class Between(Rule):
         return self.low, self.high
 
 
-def fallen_on(deal: Deal, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
+def shard_mask(deal: TokenOwnership, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
     """The mask on the tokens that a rank keeps: row b has columns[b] of them, its first in the order of places.
 
     `mask` is that of T queries and S tokens of all ranks, on the CPU. What rows may see is an interval for most rules,

@@ -27,8 +27,8 @@ from ...shapes import check_gate, check_options, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown, whole_numbers
 from ..context.agreement import digest, mask_text, sinks_text
 from .merge_outputs import HeadExchange, merged
-from .ownership import Deal, owned, picked, picks
-from .shard_mask import fallen_at, fallen_on, spans
+from .ownership import TokenOwnership, owned, picked, picks
+from .shard_mask import fallen_at, shard_mask, spans
 
 APPEND = "append to a ShardedCache"
 OPTIONS = ("scale", "softcap", "sinks", "gate", "return_lse", "backend", "dropout")
@@ -83,7 +83,7 @@ class ShardedCache(KVCache):
     ) -> None:
         self.comm = Comm.of(group, timeout)
         check_counts(1, block=block)
-        self.deal, self.own_heads = Deal(self.comm.rank, self.comm.world, block), own_heads
+        self.deal, self.own_heads = TokenOwnership(self.comm.rank, self.comm.world, block), own_heads
         self.capacity: int | None = None
         self.window: int | None = None
         self.first = 0
@@ -334,7 +334,7 @@ class ShardedCache(KVCache):
     def _local_mask(self, rules: Mask, T: int, S: int) -> Mask:
         columns = self.local.columns
         if self.window is None:
-            return fallen_on(self.deal, rules, T, S, columns)
+            return shard_mask(self.deal, rules, T, S, columns)
         kept = -(-self.local.first // PAGE) * PAGE
         column = torch.arange(max(columns), device="cpu")
         gone = torch.tensor(self.local.dropped, device="cpu")[:, None]

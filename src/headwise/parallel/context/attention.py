@@ -17,10 +17,10 @@ from ...plan.ranks.sharding import TokenOrder
 from ...shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown
 from .agreement import digest, mask_text
-from .call import Expansion, Job, Numbers, leaves_of
+from .call import CallOptions, ContextCall, Expansion, leaves_of
 from .gather import GATHER
-from .key_exchange import Stay
-from .layout_costs import cheapest
+from .key_exchange import KeyExchange
+from .layout_costs import fastest_layout
 from .ring import RING
 from .sequence import check_order, held_places
 from .ulysses import ulysses
@@ -97,13 +97,13 @@ def context_parallel(
     keys = held_places([one["S"] for one in ranks], order, "context_parallel", "keys")
     T, S = (sum(one[name] for one in ranks) for name in ("T", "S"))
     job = call.job(comm, queries, keys, T, S, ranks[0]["seed"])
-    chosen = cheapest(job, query) if layout == "auto" else layout
+    chosen = fastest_layout(job, query) if layout == "auto" else layout
     if chosen == "ulysses":
         out, lse = ulysses(job, query, key, value, call.sinks, return_lse)
     else:
         leaves = leaves_of(job.mask)
         run = RING if chosen == "ring" else GATHER
-        out, lse = Stay.apply(run, job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
+        out, lse = KeyExchange.apply(run, job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
     out = out if call.gate is None else out * call.gate.to(out.dtype)
     return (out, lse) if return_lse else out
 
@@ -179,15 +179,17 @@ class _Arguments:
             seed = drawn() if self.some is None else self.some.seed()
         self.own = {"T": T, "S": key.shape[2], "seed": seed}
 
-    def job(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> Job:
+    def job(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> ContextCall:
         """The call over all ranks."""
         self.mask.check(self.query.shape[0], self.heads, T, S, self.query.device)
         with torch.enable_grad():
             mask = self.mask.computed_in(compute_dtype(self.query))
         some = None if self.some is None else (self.some.total, self.some.first)
-        numbers = Numbers(self.scale, self.softcap, self.dropout, seed, some)
+        numbers = CallOptions(self.scale, self.softcap, self.dropout, seed, some)
         name = f"context_parallel, operation {comm.count}"
-        return Job(comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name)
+        return ContextCall(
+            comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name
+        )
 
 
 def _check_expansion(query: Tensor, key: Tensor, value: Tensor | None, expansion: Expansion) -> None:

@@ -21,12 +21,12 @@ from torch import Tensor
 from ...ops.attention import attention, attention_of_part
 from ...ops.masks.mask import Mask
 from ...ops.native.gradient import Training, leaves_of
-from ...ops.native.library import trouble
+from ...ops.native.library import error_for
 from ...ops.native.mask_arguments import lowered, trouble_with
 from ...ops.options import Scoring
 from ...ops.sharding.heads import seed_of_part
 from ...plan.ranks.sharding import Stretch
-from .call import Job
+from .call import ContextCall
 
 
 class Partial(NamedTuple):
@@ -43,7 +43,7 @@ class Partial(NamedTuple):
         return Partial(self.out[:, heads, rows], self.lse[:, heads, rows], ends)
 
 
-class Rectangle(NamedTuple):
+class Block(NamedTuple):
     """Queries, keys and query heads of a call: (start, stop) each, counted over all of them."""
 
     rows: Stretch
@@ -63,10 +63,10 @@ class Gradient(NamedTuple):
 def is_native(query: Tensor, mask: Mask) -> bool:
     """Whether the native kernel serves calls under this mask."""
     serves = query.device.type == "cpu" and query.dtype != torch.float64 and type(query) is Tensor and len(query) > 0
-    return serves and trouble() is None and trouble_with(mask) is None
+    return serves and error_for() is None and trouble_with(mask) is None
 
 
-def scoring_of(job: Job, at: Rectangle, sinks: Tensor | None = None) -> Scoring:
+def scoring_of(job: ContextCall, at: Block, sinks: Tensor | None = None) -> Scoring:
     """What happens to the scores of a rectangle."""
     if at not in job.scorings:  # kept for the backward: rules without a form in the kernel have their maps by then
         mask = job.mask.part(at.rows, at.cols, job.T, job.S, heads=at.heads)
@@ -75,7 +75,7 @@ def scoring_of(job: Job, at: Rectangle, sinks: Tensor | None = None) -> Scoring:
     return job.scorings[at]._replace(sinks=sinks)
 
 
-def seed_of(job: Job, at: Rectangle) -> Tensor | None:
+def seed_of(job: ContextCall, at: Block) -> Tensor | None:
     """What the native kernel draws dropout from, so that a weight is kept as in one process; None for no dropout."""
     if not job.numbers.dropout:
         return None
@@ -83,7 +83,9 @@ def seed_of(job: Job, at: Rectangle) -> Tensor | None:
     return seed_of_part(job.numbers.seed, total, first + at.heads[0], at.rows[0], at.cols[0])
 
 
-def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Partial:
+def attend(
+    job: ContextCall, at: Block, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+) -> Partial:
     """The partial result of a rectangle; without a graph."""
     with torch.no_grad():
         scoring = scoring_of(job, at, sinks)
@@ -91,11 +93,11 @@ def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, s
             rules = lowered(scoring, query.shape[2], key.shape[2])
             more = (job.numbers.dropout, seed_of(job, at))
             return Partial(*torch.ops.headwise.attend_kept.default(query, key, value, *rules, *more))
-        out, lse = as_one(job, at, scoring, query, key, value)
+        out, lse = merge_blocks(job, at, scoring, query, key, value)
         return Partial(out, lse, None)
 
 
-def as_one(job: Job, at: Rectangle, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Any:
+def merge_blocks(job: ContextCall, at: Block, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Any:
     """out and lse of a rectangle by `headwise.attention`, with the dropout of the whole."""
     rules: dict[str, Any] = {
         "mask": scoring.mask,
@@ -108,8 +110,8 @@ def as_one(job: Job, at: Rectangle, scoring: Scoring, query: Tensor, key: Tensor
 
 
 def gradient(
-    job: Job,
-    at: Rectangle,
+    job: ContextCall,
+    at: Block,
     tensors: tuple[Tensor, Tensor, Tensor],
     whole: Partial,
     grad_out: Tensor,

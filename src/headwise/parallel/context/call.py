@@ -37,7 +37,7 @@ class Expansion:
     width: int
 
 
-class Numbers(NamedTuple):
+class CallOptions(NamedTuple):
     """What happens to scores beside the mask."""
 
     scale: float
@@ -49,7 +49,7 @@ class Numbers(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class ContextCall:
     """A call over all ranks, as each of them knows it.
 
     Attributes:
@@ -69,7 +69,7 @@ class Job:
     queries: tuple[tuple[Stretch, ...], ...]
     keys: tuple[tuple[Stretch, ...], ...]
     mask: Mask
-    numbers: Numbers
+    numbers: CallOptions
     heads: int
     kv_heads: int
     value_dim: int
@@ -120,7 +120,7 @@ class Job:
                 return slice(at.start + part[0] - a, at.start + part[1] - a)
         raise ValueError(f"{part} is no part of {stretches}")
 
-    def with_leaves(self, query: Tensor, leaves: Sequence[Tensor]) -> Job:
+    def with_leaves(self, query: Tensor, leaves: Sequence[Tensor]) -> ContextCall:
         """The job with other tensors in its mask, in the order of `leaves_of`, in the precision of the query."""
         mask = self.mask
         if leaves:

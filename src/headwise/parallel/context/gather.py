@@ -22,8 +22,8 @@ from ...distributed.messages import Pending, ReceiveBuffer
 from ...plan.ranks.sharding import Stretch
 from ...shapes import compute_dtype
 from .block import Partial
-from .call import Job
-from .key_exchange import Came, GradientSums, Route, Travellers, attended, met
+from .call import ContextCall
+from .key_exchange import GradientSums, KVTensors, ReceivedKeys, Route, attended, met
 
 SPLIT = 1024
 """Keys that the native kernel sums on their own where rows are few: cut there, the sums are those of one process."""
@@ -32,7 +32,7 @@ SPLIT = 1024
 class Stages:
     """The gather of what travels, head by head, for one rank of a job."""
 
-    def __init__(self, job: Job, shards: Travellers) -> None:
+    def __init__(self, job: ContextCall, shards: KVTensors) -> None:
         self.job, self.shards = job, shards
         self.widths, self.batch = [x.shape[3] for x in shards], shards[0].shape[0]
         self.others = [rank for rank in range(job.comm.world) if rank != job.comm.rank]
@@ -44,20 +44,22 @@ class Stages:
         span = self.job.reach(rows, (0, self.job.S))
         return None if span is None else (span[0] // SPLIT * SPLIT, span[1])
 
-    def coming(self) -> Iterator[Came]:
+    def coming(self) -> Iterator[ReceivedKeys]:
         """All keys, head by head: the next is on its way meanwhile. Who takes a head clears its list."""
         following = self.bring(0)
         for stage in range(self.job.kv_heads):
             came, following = following, self.bring(stage + 1)
             yield self.taken(stage, came)
 
-    def taken(self, stage: int, came: list[Any]) -> Came:
+    def taken(self, stage: int, came: list[Any]) -> ReceivedKeys:
         """A head that has come; the list, which `bring` gave, is emptied, and nothing else keeps it."""
         whole, pending = came
         came.clear()
         for one in pending:
             one.wait()
-        return Came([x.permute(1, 2, 0, 3) for x in whole[:, :, None].split(self.widths, dim=3)], (stage, stage + 1), 0)
+        return ReceivedKeys(
+            [x.permute(1, 2, 0, 3) for x in whole[:, :, None].split(self.widths, dim=3)], (stage, stage + 1), 0
+        )
 
     def bring(self, stage: int) -> list[Any]:
         """Starts the messages of a head, to where all its keys lie: (S, B, widths), those of a stretch in a row."""
@@ -75,7 +77,7 @@ class Stages:
             pending.append(self.job.comm.exchange("gather", sends, parts, step=stage * self.strips + n))
         return [whole, pending]
 
-    def reduce(self, stage: int, low: int, grads: Travellers, total: Travellers) -> None:
+    def reduce(self, stage: int, low: int, grads: KVTensors, total: KVTensors) -> None:
         """Writes the gradients of a head of this rank's keys: of all ranks, added up, its own first.
 
         They go to one rank after another and come from one after another, the next on their way meanwhile: a rank
@@ -86,7 +88,7 @@ class Stages:
         to = [x[:, stage : stage + 1, at] for x in total for _, at in own]
         counts, step = [x.numel() for x in to], self.strips * self.job.kv_heads + stage
 
-        def share(rank: int) -> Travellers:
+        def share(rank: int) -> KVTensors:
             return [_from(x, a - low, b - low) for x in grads for a, b in self.job.keys[rank]]
 
         def start(away: int) -> tuple[int, Pending | None]:
@@ -118,7 +120,7 @@ def _from(x: Tensor, start: int, stop: int) -> Tensor:
     return keys
 
 
-def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) -> Partial:
+def _forward(job: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
     B, H, T, _ = query.shape
     out = query.new_zeros((B, T, H, job.value_dim)).transpose(1, 2)
     lse = query.new_full((B, H, T), -torch.inf, dtype=compute_dtype(query))
@@ -134,7 +136,7 @@ def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) 
     return Partial(out, lse, ends if native else None)
 
 
-def _backward(sums: GradientSums, shards: Travellers) -> Travellers:
+def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     stages = Stages(sums.job, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     for stage in range(sums.job.kv_heads):

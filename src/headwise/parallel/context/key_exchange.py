@@ -18,15 +18,15 @@ from torch.utils import _pytree as pytree
 
 from ...plan.ranks.sharding import Stretch
 from ...shapes import compute_dtype
-from .block import Partial, Rectangle, attend, gradient
-from .call import Job
+from .block import Block, Partial, attend, gradient
+from .call import ContextCall
 from .merge import sink_gradient
 
-Travellers = list[Tensor]
+KVTensors = list[Tensor]
 """Keys and values (B, k, n, width), or the vectors that they are made of: what goes from rank to rank."""
 
 
-class Came(NamedTuple):
+class ReceivedKeys(NamedTuple):
     """Keys that are here to be attended.
 
     Attributes:
@@ -35,12 +35,12 @@ class Came(NamedTuple):
         first: the place of the first of them among all.
     """
 
-    keys: Travellers
+    keys: KVTensors
     heads: Stretch
     first: int
 
 
-class Met(NamedTuple):
+class QueryBlock(NamedTuple):
     """Some of a rank's queries, and the keys that they may see of those that came."""
 
     rows: Stretch
@@ -52,17 +52,17 @@ class Met(NamedTuple):
 class Route(NamedTuple):
     """How keys travel: what is attended in which order, forward and backward."""
 
-    forward: Callable[[Job, Tensor, Travellers, Tensor | None], Partial]
-    backward: Callable[[GradientSums, Travellers], Travellers]
+    forward: Callable[[ContextCall, Tensor, KVTensors, Tensor | None], Partial]
+    backward: Callable[[GradientSums, KVTensors], KVTensors]
     has_all: bool
     """Whether queries meet all keys that they may see in one call: the kernel may do as in one process."""
 
 
-class Stay(torch.autograd.Function):
+class KeyExchange(torch.autograd.Function):
     """out and lse of this rank's queries over all ranks' keys."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Route, job: Job, *tensors: Any) -> Any:
+    def forward(ctx: Any, layout: Route, job: ContextCall, *tensors: Any) -> Any:
         """out and lse."""
         query, key, value, sinks, n, *rest = tensors
         with job.comm.telling():
@@ -82,7 +82,7 @@ class Stay(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         """The gradients of what `forward` took."""
         query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors[ctx.again :]
-        job: Job = ctx.job
+        job: ContextCall = ctx.job
         with job.comm.telling(), ctx.casting():
             job.comm.agree(f"backward of {job.name}", {})
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -101,15 +101,15 @@ def _casting(device: str) -> Callable[[], torch.autocast]:
     return partial(torch.autocast, device, dtype, on, cache_enabled=torch.is_autocast_cache_enabled())
 
 
-def met(job: Job, span_of: Callable[[Stretch], Stretch | None]) -> list[Met]:
+def met(job: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[QueryBlock]:
     """This rank's queries, a stretch at a time, and what they may see; the most keys first."""
     spans = [(rows, at, span_of(rows)) for rows, at in job.local(job.queries[job.comm.rank])]
-    pairs = [Met(rows, at, span) for rows, at, span in spans if span is not None]
+    pairs = [QueryBlock(rows, at, span) for rows, at, span in spans if span is not None]
     return sorted(pairs, key=lambda one: one.span[0] - one.span[1])
 
 
 def attended(
-    job: Job, query: Tensor, came: Came, spans: Sequence[Met], sinks: Tensor | None = None
+    job: ContextCall, query: Tensor, came: ReceivedKeys, spans: Sequence[QueryBlock], sinks: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Partial]]:
     """(heads, rows) of this rank's queries, and what these get from keys that came."""
     for heads in groups(job, came):
@@ -118,11 +118,11 @@ def attended(
         for rows, at, span in spans:
             keys = slice(span[0] - came.first, span[1] - came.first)
             logits = None if sinks is None else sinks[few]
-            place = Rectangle(rows, span, heads)
+            place = Block(rows, span, heads)
             yield few, at, attend(job, place, query[:, few, at], k[:, :, keys], v[:, :, keys], logits)
 
 
-def groups(job: Job, came: Came) -> list[Stretch]:
+def groups(job: ContextCall, came: ReceivedKeys) -> list[Stretch]:
     """The query heads that are attended together: those of the heads that came; of what expands, a few at a time."""
     if job.expansion is None:
         G = job.heads // job.kv_heads
@@ -137,7 +137,7 @@ class GradientSums:
     def __init__(
         self,
         layout: Route,
-        job: Job,
+        job: ContextCall,
         query: Tensor,
         leaves: Sequence[Tensor],
         sinks: Tensor | None,
@@ -153,17 +153,17 @@ class GradientSums:
         self.learning = [x for x in self.leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
 
-    def of_keys(self, came: Came, spans: Sequence[Met]) -> tuple[int, Travellers]:
+    def of_keys(self, came: ReceivedKeys, spans: Sequence[QueryBlock]) -> tuple[int, KVTensors]:
         """What this rank's queries add to the gradient of keys that came, in float32: of those that some may see.
 
         Returns:
             The place of the first of these, and the gradients. What they add to all other gradients is kept here.
         """
         low, high = (end(one.span[side] for one in spans) for side, end in ((0, min), (1, max)))
-        total: Travellers | None = None
+        total: KVTensors | None = None
         for heads in groups(self.job, came):
-            unfolded = Unfolded(self.job, [x[:, :, low - came.first : high - came.first] for x in came.keys], heads)
-            pair: Travellers | None = None
+            unfolded = ExpandedKeys(self.job, [x[:, :, low - came.first : high - came.first] for x in came.keys], heads)
+            pair: KVTensors | None = None
             for one in spans:
                 keys = slice(one.span[0] - low, one.span[1] - low)
                 some = self._of_rectangle(one, heads, [x[:, :, keys] for x in unfolded.pair])
@@ -175,11 +175,11 @@ class GradientSums:
         assert total is not None
         return low, total
 
-    def _of_rectangle(self, one: Met, heads: Stretch, pair: Travellers) -> Travellers:
+    def _of_rectangle(self, one: QueryBlock, heads: Stretch, pair: KVTensors) -> KVTensors:
         few, at = slice(*heads), one.at
         some = gradient(
             self.job,
-            Rectangle(one.rows, one.span, heads),
+            Block(one.rows, one.span, heads),
             (self.inputs[:, few, at], pair[0], pair[1]),
             self.whole.of(at, few),
             self.grad_out[:, few, at],
@@ -203,7 +203,7 @@ class GradientSums:
         return [self.sums.get(id(x)) for x in (*self.leaves, *self.job.read)]
 
 
-def _added(total: Travellers | None, some: Travellers, at: int, size: int, wide: torch.dtype) -> Travellers:
+def _added(total: KVTensors | None, some: KVTensors, at: int, size: int, wide: torch.dtype) -> KVTensors:
     """The sum with gradients of keys from `at` on, of `size`; the first that has all of them is the sum."""
     n = some[0].shape[2]
     if total is None:
@@ -215,10 +215,10 @@ def _added(total: Travellers | None, some: Travellers, at: int, size: int, wide:
     return total
 
 
-class Unfolded:
+class ExpandedKeys:
     """Keys and values of what travelled, with a graph back to it where they are made of it."""
 
-    def __init__(self, job: Job, part: Travellers, heads: Stretch) -> None:
+    def __init__(self, job: ContextCall, part: KVTensors, heads: Stretch) -> None:
         self.expansion, self.read = job.expansion, job.read
         if self.expansion is None:
             self.pair = part
@@ -228,7 +228,7 @@ class Unfolded:
             self.made = self.expansion.function(self.source, *heads)
         self.pair = [x.detach() for x in self.made]
 
-    def folded(self, pair: Travellers) -> tuple[Travellers, list[Tensor | None]]:
+    def folded(self, pair: KVTensors) -> tuple[KVTensors, list[Tensor | None]]:
         """The gradients of what travelled, and of the tensors that the expansion reads."""
         if self.expansion is None:
             return pair, []
@@ -239,7 +239,7 @@ class Unfolded:
         return [back[0].to(pair[0].dtype)], [of.get(id(x)) for x in self.read]
 
 
-def expanded(job: Job, part: Travellers, heads: Stretch) -> Travellers:
+def expanded(job: ContextCall, part: KVTensors, heads: Stretch) -> KVTensors:
     """Keys and values of what travelled; without a graph."""
     if job.expansion is None:
         return part

@@ -9,10 +9,10 @@ from torch import Tensor
 from ...ops.masks.mask import Mask, as_mask
 from ...ops.masks.positional_rules import Blocks
 from ...ops.masks.rules import Band
-from ...plan.ranks.communication import LAYOUTS, Cost, Link, price, prices
+from ...plan.ranks.communication import LAYOUTS, Cost, Link, layout_costs, price
 from ...plan.ranks.sharding import MeshCall
 from ...shapes import check_attention
-from .call import Job
+from .call import ContextCall
 
 
 def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
@@ -44,7 +44,7 @@ def _is_at_the_end(offset: int | Tensor | None, T: int, S: int) -> bool:
     return offset in (None, S - T)
 
 
-def cheapest(job: Job, query: Tensor) -> str:
+def fastest_layout(job: ContextCall, query: Tensor) -> str:
     """The layout that sends the fewest bytes from the rank that sends most, in the order that the planner takes."""
     T, S = job.T, job.S
     if not 0 < T <= S:
@@ -74,7 +74,7 @@ def _fewest_bytes(call: MeshCall, ranks: int) -> str:
 
 
 @dataclass(frozen=True)
-class Prices:
+class LayoutCosts:
     """What each layout sends and takes, the cheapest first: by time where a link is given. Prints as a table.
 
     Attributes:
@@ -113,7 +113,7 @@ def explain(
     link: Link | None = None,
     flop_rate: float | None = None,
     backward: bool = False,
-) -> Prices:
+) -> LayoutCosts:
     """What `context_parallel` would send in each layout, and the least time it takes. Sends and computes nothing.
 
     Args:
@@ -141,5 +141,5 @@ def explain(
     (B, H, T, D), (K, S), V = query.shape, key.shape[1:3], value.shape[3]
     sizes = {"heads": H, "kv_heads": K, "head_dim": D, "value_dim": V, "number_bytes": query.itemsize, "batch": B}
     call = call_of(as_mask(mask), T, S, **sizes)
-    costs = prices(call, ranks, link=link, flop_rate=flop_rate, backward=backward)
-    return Prices(ranks, costs, _fewest_bytes(call, ranks))
+    costs = layout_costs(call, ranks, link=link, flop_rate=flop_rate, backward=backward)
+    return LayoutCosts(ranks, costs, _fewest_bytes(call, ranks))

@@ -23,8 +23,8 @@ from ...distributed import messages
 from ...distributed.messages import Pending, ReceiveBuffer
 from ...plan.ranks.sharding import Stretch, heads_at_once
 from .block import Partial
-from .call import Job
-from .key_exchange import Came, GradientSums, Met, Route, Travellers, attended, met
+from .call import ContextCall
+from .key_exchange import GradientSums, KVTensors, QueryBlock, ReceivedKeys, Route, attended, met
 from .merge import Merged
 
 
@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 class Traffic:
     """Who sends which keys to whom in which order, for one rank of a job."""
 
-    def __init__(self, job: Job, shards: Travellers) -> None:
+    def __init__(self, job: ContextCall, shards: KVTensors) -> None:
         self.job, self.shards = job, shards
         self.widths, self.batch, self.dtype = [x.shape[3] for x in shards], shards[0].shape[0], shards[0].dtype
         self.device = shards[0].device
@@ -74,12 +74,12 @@ class Traffic:
         first, last = piece.heads
         return sum(b - a for a, b in piece.parts) * (last - first) * self.batch * sum(self.widths)
 
-    def own(self, piece: Piece, tensors: Travellers) -> list[Travellers]:
+    def own(self, piece: Piece, tensors: KVTensors) -> list[KVTensors]:
         """A piece of what this rank holds, stretch by stretch."""
         stretches = self.job.keys[self.job.comm.rank]
         return [[x[:, slice(*piece.heads), self.job.mine(stretches, part)] for x in tensors] for part in piece.parts]
 
-    def coming(self) -> Iterator[tuple[Exchange | None, Piece | None, list[Travellers]]]:
+    def coming(self) -> Iterator[tuple[Exchange | None, Piece | None, list[KVTensors]]]:
         """This rank's own keys, then those of others, turn by turn: those of the next are on their way meanwhile.
 
         Who takes them empties the list, and so lets go of them, before those after the next are on their way.
@@ -107,7 +107,7 @@ class Traffic:
         )
         return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
-    def home(self, turn: Exchange, grads: list[Travellers], wide: torch.dtype) -> Pending:
+    def home(self, turn: Exchange, grads: list[KVTensors], wide: torch.dtype) -> Pending:
         """Starts the gradients of a turn's keys on their way to their owner; those of own keys come."""
         sends = {} if turn.comes is None else {turn.source: _row(grads)}
         receives = (
@@ -115,7 +115,7 @@ class Traffic:
         )
         return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
-    def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[Travellers]:
+    def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[KVTensors]:
         """A message of a rank as it was before it was sent."""
         if piece is None:
             return []
@@ -125,18 +125,20 @@ class Traffic:
         return [[next(flat).view(shape) for shape in some] for some in shapes]
 
 
-def _row(parts: list[Travellers]) -> Tensor:
+def _row(parts: list[KVTensors]) -> Tensor:
     return torch.cat([x.reshape(-1) for part in parts for x in part])
 
 
-def _came(job: Job, piece: Piece | None, keys: list[Travellers]) -> Iterator[tuple[Came, list[Met]]]:
+def _came(
+    job: ContextCall, piece: Piece | None, keys: list[KVTensors]
+) -> Iterator[tuple[ReceivedKeys, list[QueryBlock]]]:
     """What came, stretch by stretch, and who meets it; what has been attended is let go."""
     if piece is not None:
         for cols in piece.parts:
-            yield Came(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
+            yield ReceivedKeys(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
 
 
-def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) -> Partial:
+def _forward(job: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
     merged = Merged(query, job.value_dim)
     for _, piece, keys in Traffic(job, shards).coming():
         for came, spans in _came(job, piece, keys):
@@ -147,12 +149,12 @@ def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) 
     return merged.result(query.dtype)
 
 
-def _backward(sums: GradientSums, shards: Travellers) -> Travellers:
+def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     traffic = Traffic(sums.job, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     home: tuple[Piece | None, int, Pending] | None = None  # of the turn before: with more, a rank would hold all sums
 
-    def add(piece: Piece, grads: list[Travellers]) -> None:
+    def add(piece: Piece, grads: list[KVTensors]) -> None:
         for to, part in zip(traffic.own(piece, total), grads, strict=True):
             for x, grad in zip(to, part, strict=True):
                 x += grad
@@ -165,7 +167,7 @@ def _backward(sums: GradientSums, shards: Travellers) -> Travellers:
                 add(piece, came)
 
     for turn, piece, keys in traffic.coming():
-        grads: list[Travellers] = []
+        grads: list[KVTensors] = []
         for came, spans in _came(sums.job, piece, keys):
             grads.append(sums.of_keys(came, spans)[1])
             came.keys.clear()

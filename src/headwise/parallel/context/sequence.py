@@ -13,7 +13,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ...distributed.comm import Comm, eager
 from ...distributed.errors import RankMismatch
 from ...ops.masks.mask import Mask, as_mask
-from ...plan.ranks.sharding import Stretch, TokenOrder, places, stretches
+from ...plan.ranks.sharding import Stretch, TokenOrder, places, shard_ranges
 from ...shapes.arguments import check_counts, check_tensor, shown
 
 ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
@@ -73,7 +73,7 @@ def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> TokenOrder
 
 def _work(mask: Mask, rows: Stretch, length: int, strips: int) -> int:
     total = 0
-    for a, b in stretches(rows[1] - rows[0], strips):
+    for a, b in shard_ranges(rows[1] - rows[0], strips):
         low, high = mask.reach(rows[0] + a, rows[0] + b, length, length)
         total += (high - low) * (b - a) if b > a else 0
     return total

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from ...distributed.messages import Pending, ReceiveBuffer
 from ...plan.ranks.sharding import HeadShare, Stretch, head_shares
 from ...shapes import compute_dtype
-from .block import Rectangle, as_one, scoring_of
-from .call import Job, leaves_of
+from .block import Block, merge_blocks, scoring_of
+from .call import ContextCall, leaves_of
 
 HeadRanges = tuple[Stretch, ...]
 """The heads of each rank."""
@@ -30,7 +30,7 @@ class HeadShares:
 
     def __init__(
         self,
-        job: Job,
+        job: ContextCall,
         stretches: tuple[tuple[Stretch, ...], ...],
         heads: HeadRanges,
         total: int,
@@ -73,7 +73,7 @@ class HeadShares:
         return whole
 
 
-def swap(job: Job, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list[Tensor]]:
+def swap(job: ContextCall, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list[Tensor]]:
     """All-to-alls of several tensors: of each what every rank has sent. The next is on its way meanwhile, but no more
     than that: a rank holds two tensors twice, not all of them.
     """
@@ -108,7 +108,7 @@ class ToHeads(torch.autograd.Function):
     """Own tokens of all heads become own heads of all tokens: of each tensor, by its deal."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, job: ContextCall, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
@@ -131,7 +131,7 @@ class ToTokens(torch.autograd.Function):
     """Own heads of all tokens become own tokens of all heads."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, job: ContextCall, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
@@ -150,7 +150,7 @@ class ToTokens(torch.autograd.Function):
 
 
 def ulysses(
-    job: Job, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None, return_lse: bool
+    job: ContextCall, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out and, where asked for, lse of this rank's queries over all ranks' keys."""
     world = job.comm.world
@@ -175,7 +175,7 @@ def ulysses(
 
 
 def _own_heads(
-    job: Job, share: HeadShare, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
+    job: ContextCall, share: HeadShare, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The attention of some heads over all tokens, with its graph."""
     first, last = share.query
@@ -187,8 +187,8 @@ def _own_heads(
     if job.expansion is not None:
         key, value = job.expansion.function(key, first, last)
     assert value is not None
-    at = Rectangle((0, job.T), (0, job.S), (first, last))
+    at = Block((0, job.T), (0, job.S), (first, last))
     job = job.with_leaves(query, [])
     scoring = scoring_of(job, at, None if sinks is None else sinks[first:last])
-    out, lse = as_one(job, at, scoring, query, key, value)
+    out, lse = merge_blocks(job, at, scoring, query, key, value)
     return out, lse

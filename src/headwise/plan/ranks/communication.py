@@ -16,9 +16,9 @@ cut by `shares`, too. Heads are cut by `head_shares`: each rank has whole groups
 **What is sent**, in numbers a token; e is `number_bytes`, p is `partial_bytes` (float32), KV is ``K (D + V)`` or the
 latent vector that stands for it:
 
-- ``ring``: in step s keys go from rank r to r + s, directly, and only those that it sees (`shown`): all others under no
-  mask, later ones under a causal one, a halo under a window or chunks. Backward: the same once more, and gradients in
-  float32 of each key that a rank has seen of others' (`needed`), directly home.
+- ``ring``: in step s keys go from rank r to r + s, directly, and only those that it sees (`keys_sent`): all others
+  under no mask, later ones under a causal one, a halo under a window or chunks. Backward: the same once more, and
+  gradients in float32 of each key that a rank has seen of others' (`remote_keys`), directly home.
 - ``gather``: an all-gather of KV; backward the same, and a reduce-scatter of float32 gradients.
 - ``ulysses``: all-to-all, queries and KV to the rank of their head, outputs back; backward output gradients there,
   gradients back. KV heads on several ranks go to each; their gradients return in float32, others' in e.
@@ -45,13 +45,13 @@ from .sharding import (
     TokenOrder,
     head_shares,
     keys_by_rank,
+    keys_sent,
     length,
-    needed,
     neighbours,
     order_of,
     places,
+    remote_keys,
     shares,
-    shown,
 )
 
 ContextLayout = Literal["ring", "gather", "ulysses"]
@@ -136,8 +136,8 @@ def sent(
 
 
 def _ring(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
-    keys, e, kv = shown(call, ranks, order), call.number_bytes, call.kv_numbers
-    home = needed(call, ranks, order) if backward else [0] * ranks
+    keys, e, kv = keys_sent(call, ranks, order), call.number_bytes, call.kv_numbers
+    home = remote_keys(call, ranks, order) if backward else [0] * ranks
     return [n * kv * e + back * kv * FLOAT32 for n, back in zip(keys, home, strict=True)]
 
 
@@ -312,7 +312,7 @@ def price(
     )
 
 
-def prices(
+def layout_costs(
     call: MeshCall, ranks: int, *, link: Link | None = None, flop_rate: float | None = None, backward: bool = False
 ) -> tuple[Cost, ...]:
     """Return the cost of each layout, the cheapest first: by time, then by bytes."""

@@ -16,7 +16,7 @@ from ..model.model import Model
 from ..model.parts import Part
 from . import communication as links
 from .communication import Cost, Link
-from .sharding import MeshCall, heads_at_once, keys_by_rank, needed, shares
+from .sharding import MeshCall, heads_at_once, keys_by_rank, remote_keys, shares
 from .weight_shards import WHOLE, parts_of, rank_bytes
 from .weight_shards import local as local
 
@@ -83,7 +83,7 @@ class LayerSpread:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class TimeEstimate:
     """The least time of a pass, by what takes it; None where a speed is not known.
 
     Attributes:
@@ -100,7 +100,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeshCost:
     """A model at one context over a grid of ranks. Made by `spread`.
 
     Attributes:
@@ -122,8 +122,8 @@ class Spread:
     weight_bytes: int
     cache_bytes: int
     layers: tuple[LayerSpread, ...]
-    prefill: Seconds
-    decode: Seconds | None
+    prefill: TimeEstimate
+    decode: TimeEstimate | None
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -151,7 +151,7 @@ class Spread:
         }
 
 
-def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: str = "bf16") -> Spread:
+def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: str = "bf16") -> MeshCost:
     """Return the model at that context over the ranks.
 
     Raises:
@@ -170,7 +170,7 @@ def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: s
     cache += state_bytes(model, batch=batch)
     prefill = _prefill(model, grid, layers, tokens, batch, weights)
     decode = None if model.is_encoder else _decode(model, grid, kinds, layers, tokens, batch, cache)
-    return Spread(model, grid, tokens, batch, weights, cache, layers, prefill, decode)
+    return MeshCost(model, grid, tokens, batch, weights, cache, layers, prefill, decode)
 
 
 def check_grid(model: Model, grid: Grid) -> None:
@@ -217,7 +217,7 @@ def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 
 def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: int, batch: int) -> LayerSpread:
     mine, e, n = local(layer, grid.tensor), model.number_bytes, grid.context
     call = call_of(mine, tokens, e, batch)
-    costs = links.prices(call, n, link=grid.link, flop_rate=grid.flop_rate)
+    costs = links.layout_costs(call, n, link=grid.link, flop_rate=grid.flop_rate)
     most = shares(tokens, n)[0] * batch
     reduced = 2 * max(links.all_reduce(most * layer.d_model, grid.tensor)) * e
     token = 2 * max(links.all_reduce(batch * layer.d_model, grid.tensor)) * e
@@ -271,7 +271,7 @@ def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall,
     one = call.kv_numbers // kv_heads  # of a token, of one head
     few = heads_at_once(kv_heads, call.batch * tokens * one * call.number_bytes)
     extra = {
-        "ring": 3 * few * one * (max(needed(call, n, cost.order)) if call.bounded else tokens * (n > 1)),
+        "ring": 3 * few * one * (max(remote_keys(call, n, cost.order)) if call.bounded else tokens * (n > 1)),
         "gather": min(2, kv_heads) * one * call.keys * (n > 1),
         "ulysses": (heads * call.queries + call.kv_numbers * call.keys) // n * (n > 1),
     }[cost.layout]
@@ -306,7 +306,7 @@ def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:
 
 def _prefill(
     model: Model, grid: Grid, layers: tuple[LayerSpread, ...], tokens: int, batch: int, weights: int
-) -> Seconds:
+) -> TimeEstimate:
     """Computing and what attention sends beside it overlap where the layout can; all-reduces do not."""
     stream = "encoder" if model.is_encoder else "decoder"
     most = shares(tokens, grid.context)[0]
@@ -336,7 +336,7 @@ def _decode(
     tokens: int,
     batch: int,
     cache: int,
-) -> Seconds:
+) -> TimeEstimate:
     """Return every context rank computes the dense layers of all texts; attention runs on its own keys."""
     macs = read = 0
     for part, whole in parts_of(model, grid.tensor):
@@ -358,6 +358,6 @@ def _decode(
     return _seconds(compute, memory, link)
 
 
-def _seconds(compute: float | None, memory: float | None, link: float) -> Seconds:
+def _seconds(compute: float | None, memory: float | None, link: float) -> TimeEstimate:
     known = [time for time in (compute, memory) if time is not None]
-    return Seconds(compute, memory, link, max(known) + link if known else None)
+    return TimeEstimate(compute, memory, link, max(known) + link if known else None)

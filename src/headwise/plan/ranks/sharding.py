@@ -123,7 +123,7 @@ def shares(total: int, parts: int) -> tuple[int, ...]:
 
 
 @cache
-def stretches(total: int, parts: int) -> tuple[Stretch, ...]:
+def shard_ranges(total: int, parts: int) -> tuple[Stretch, ...]:
     """Return the places of those shares: (start, stop) each.
 
     Example:
@@ -155,8 +155,8 @@ def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
     """
     if order == "contiguous":
-        return tuple((one,) for one in stretches(queries, ranks))
-    cut = stretches(queries, 2 * ranks)
+        return tuple((one,) for one in shard_ranges(queries, ranks))
+    cut = shard_ranges(queries, 2 * ranks)
     return tuple((cut[r], cut[2 * ranks - 1 - r]) for r in range(ranks))
 
 
@@ -195,10 +195,10 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
     """
     group = heads // kv_heads
     if ranks <= kv_heads:
-        return tuple(HeadShare((a * group, b * group), (a, b)) for a, b in stretches(kv_heads, ranks))
+        return tuple(HeadShare((a * group, b * group), (a, b)) for a, b in shard_ranges(kv_heads, ranks))
     result = []
     for kv, count in enumerate(shares(ranks, kv_heads)):
-        for a, b in stretches(group, count):
+        for a, b in shard_ranges(group, count):
             result.append(HeadShare((kv * group + a, kv * group + b), (kv, kv + 1) if b > a else (kv, kv)))
     return tuple(result)
 
@@ -217,7 +217,7 @@ def heads_at_once(heads: int, head_bytes: int) -> int:
 
 
 @cache
-def needed(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
+def remote_keys(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
     """Return keys of other ranks that each rank's queries see.
 
     Example:
@@ -244,7 +244,7 @@ def neighbours(call: MeshCall, ranks: int) -> int:
 
 def _halo(call: MeshCall, ranks: int, rank: int) -> list[tuple[int, Stretch]]:
     """(owner, keys) for all that a rank sees of others under a bounded mask, keys counted over all S."""
-    start, stop = stretches(call.queries, ranks)[rank]
+    start, stop = shard_ranges(call.queries, ranks)[rank]
     if start == stop:
         return []
     low, high = call.seen(start, stop)
@@ -262,12 +262,12 @@ def _halo(call: MeshCall, ranks: int, rank: int) -> list[tuple[int, Stretch]]:
 @cache
 def _key_starts(queries: int, cached: int, ranks: int) -> tuple[int, ...]:
     """Where each stretch of keys starts: the cached ones of ranks 0 to N - 1, then the new ones; and the end."""
-    old = [a for a, _ in stretches(cached, ranks)]
-    return (*old, *(cached + a for a, _ in stretches(queries, ranks)), cached + queries)
+    old = [a for a, _ in shard_ranges(cached, ranks)]
+    return (*old, *(cached + a for a, _ in shard_ranges(queries, ranks)), cached + queries)
 
 
 @cache
-def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
+def keys_sent(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
     """Return keys that each rank sends, its own, once to each other rank that sees them.
 
     Example:

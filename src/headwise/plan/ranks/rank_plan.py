@@ -13,7 +13,7 @@ from ..sources import find_config
 from ..units import link as read_link
 from ..units import rate, show_bytes, show_seconds
 from .communication import Link
-from .mesh import Grid, Seconds, Spread, spread
+from .mesh import Grid, MeshCost, TimeEstimate, spread
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -58,7 +58,7 @@ class ModelOverRanks:
     """
 
     name: str
-    spread: Spread
+    spread: MeshCost
     scaling: tuple[ScalingRow, ...]
     notes: tuple[str, ...]
 
@@ -148,7 +148,7 @@ def check_grid(
         raise ValueError(f"{names[1]} = {ranks} is more than the text has tokens, {tokens}")
 
 
-def _scaling(model: Model, at: Spread, kv_dtype: str) -> tuple[ScalingRow, ...]:
+def _scaling(model: Model, at: MeshCost, kv_dtype: str) -> tuple[ScalingRow, ...]:
     rows: list[ScalingRow] = []
     for tokens in sorted({at.tokens, FAR}):
         first: ScalingRow | None = None
@@ -162,7 +162,7 @@ def _scaling(model: Model, at: Spread, kv_dtype: str) -> tuple[ScalingRow, ...]:
     return tuple(rows)
 
 
-def _row(one: Spread, first: ScalingRow | None) -> ScalingRow:
+def _row(one: MeshCost, first: ScalingRow | None) -> ScalingRow:
     time, decode = one.prefill, one.decode
     seconds = time.link if time.total is None else time.total
     efficiency = share = None
@@ -209,13 +209,13 @@ def _rank(model: ModelOverRanks) -> Table:
     return table
 
 
-def _times(time: Seconds) -> str:
+def _times(time: TimeEstimate) -> str:
     parts = {"computing": time.compute, "memory": time.memory, "link": time.link}
     parts_text = ", ".join(f"{name} {show_seconds(value)}" for name, value in parts.items() if value is not None)
     return parts_text if time.total is None else f"{show_seconds(time.total)} ({parts_text})"
 
 
-def _layouts(at: Spread) -> Table:
+def _layouts(at: MeshCost) -> Table:
     """For each kind of layer what each layout sends and takes; the one to choose first."""
     from rich.table import Table
 
