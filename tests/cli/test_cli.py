@@ -292,7 +292,7 @@ def test_a_text_that_cannot_be_looked_at(here: Path, tiny: Path) -> None:
 
 
 def test_a_file_too_large_is_not_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.texts, "MAX_FILE", 1_000_000)
+    monkeypatch.setattr(cli.options.texts, "MAX_FILE", 1_000_000)
     (here / "large").write_bytes(b"a" * 1_000_001)
     assert "more than 1 MB" in refused("look", "--file", "large")
 
@@ -367,5 +367,5 @@ def test_an_interrupt_that_python_wraps_is_one() -> None:
     """In the making of a class, while a library is imported, it comes out as the cause of a RuntimeError."""
     error = RuntimeError("Error calling __set_name__ on 'Field' instance")
     error.__cause__ = KeyboardInterrupt()
-    assert cli.guard.message_of(error) == ("interrupted", cli.guard.INTERRUPTED)
-    assert cli.guard.message_of(RuntimeError("x"))[1] == cli.guard.DEFECT
+    assert cli.errors.message_of(error) == ("interrupted", cli.errors.INTERRUPTED)
+    assert cli.errors.message_of(RuntimeError("x"))[1] == cli.errors.DEFECT

@@ -95,7 +95,7 @@ def without_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "redundancy", lambda *_, **__: look.Redundancy("a", 3, 3, 0.1, twins, (), ()))
     monkeypatch.setattr(look, "circuits", lambda *_, **__: look.Circuits("a", (), {}, writes))
     monkeypatch.setattr(look, "ablate", lambda *_, **__: look.Ablation("a", "zero", 3, 1.0, 2.0, (), None, ()))
-    monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
+    monkeypatch.setattr(cli.options.models, "quiet", lambda command: None)
     monkeypatch.setattr(models, "default_text", lambda: "a b")
 
 

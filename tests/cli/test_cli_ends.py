@@ -191,7 +191,7 @@ def test_what_may_not_be_read_is_told_with_its_name(here: Path, monkeypatch: pyt
     (here / "texts" / "config.json").write_text("{}")
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(typer.BadParameter, match="--corpus texts: may not be read; check its permissions"):
-        cli.texts.check_corpus("texts")
+        cli.options.texts.check_corpus("texts")
 
     def refuse(self: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(self))

@@ -28,7 +28,7 @@ def tiny() -> Any:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tiny: Any) -> None:
     """The model is read once; other libraries are not silenced."""
-    monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
+    monkeypatch.setattr(cli.options.models, "quiet", lambda command: None)
     monkeypatch.setattr(hf, "load", lambda *_, **__: tiny)
 
 

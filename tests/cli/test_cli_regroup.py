@@ -28,7 +28,7 @@ TEXT = "a b, c. d! e? f: g; h\n i\n" * 40
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other libraries are not silenced, and the proof is asked in this process."""
 
-    monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
+    monkeypatch.setattr(cli.options.models, "quiet", lambda command: None)
     monkeypatch.setattr("headwise.hf.load.checkpoint.prove", prove_here)
 
 

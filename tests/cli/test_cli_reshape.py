@@ -116,10 +116,10 @@ def test_a_corpus_is_read_in_rows_to_a_limit(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("a")
     with hf.checkpoint(tiny):
         loaded = hf.load(tiny)
-    rows = cli.reshaped.rows_of(hf, loaded, cli.reshaped.texts_of(None, None, str(tmp_path)))
+    rows = cli.options.reshape.rows_of(hf, loaded, cli.options.reshape.texts_of(None, None, str(tmp_path)))
     lengths = [len(row) for row in rows]  # of the short text, of the long one; that of one word is left out
     assert 4 <= lengths[0] < 10 and lengths[1:-1] == [256] * (len(rows) - 2) and len(rows) > 3
-    many = cli.reshaped.rows_of(hf, loaded, iter(["So did the dog. " * 5000] * 99))
+    many = cli.options.reshape.rows_of(hf, loaded, iter(["So did the dog. " * 5000] * 99))
     assert 65_000 < sum(map(len, many)) <= 65_536
     facts = json.loads(ran("prune", tiny, "--keep-fraction", "0.5", "--corpus", str(tmp_path), "--dry-run", "--json"))
     assert len(facts["gone"]) == 4

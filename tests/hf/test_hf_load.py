@@ -233,7 +233,7 @@ def test_a_size_is_within_bounds_under_whatever_name_its_config_has_it(
     """Layers without end would be built, on the meta device, for ever."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, field: value}))
     with pytest.raises(hf.ModelError, match=rf"config.json: {field} is {value}, and an integer of [01] to 10*"):
-        hf.loading.describe(tmp_path, any_input=True)
+        hf.load.model.describe(tmp_path, any_input=True)
 
 
 @pytest.mark.parametrize(

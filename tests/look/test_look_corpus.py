@@ -223,7 +223,7 @@ def test_a_state_that_cannot_be_written_is_told_before_a_text_is_read(tmp_path: 
 
 def test_a_role_needs_its_interval_above_chance() -> None:
     """A head that plays a role in few of many texts does not play it."""
-    sums = look.tally.RoleSums.empty(2)
+    sums = look.collect.sums.RoleSums.empty(2)
     for n in range(40):
         sums.add([n], [[6.0, 10.0 * (n % 2)]], [[10, 10]], [[4.9, 0.0]])
     low, high = sums.interval() or pytest.fail("no interval")
@@ -233,9 +233,10 @@ def test_a_role_needs_its_interval_above_chance() -> None:
 
 
 def test_texts_of_one_group_that_come_together_all_count() -> None:
-    sums = look.tally.RoleSums.empty(2)
-    sums.add([5, 6, 5 + look.tally.GROUPS], [[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]], [[2, 3], [5, 7], [11, 13]], None)
-    one = look.tally.UNIT
+    sums = look.collect.sums.RoleSums.empty(2)
+    groups = [5, 6, 5 + look.collect.sums.GROUPS]
+    sums.add(groups, [[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]], [[2, 3], [5, 7], [11, 13]], None)
+    one = look.collect.sums.UNIT
     assert (sums.ints[:2, 5] / one).tolist() == [[8.0, 13.0], [13.0, 16.0]] and not sums.has_null
     assert (sums.ints[:2, 6] / one).tolist() == [[3.0, 5.0], [5.0, 7.0]] and not sums.ints[2:].any()
 
@@ -244,13 +245,13 @@ def test_what_a_call_is_of_does_not_depend_on_the_text_that_was_first() -> None:
     """One token does not show whether queries look ahead, nor two texts of one length that they are two."""
     for parts, part in ((("decoder", "encoder"), "encoder"), (("encoder", "cross", "decoder"), "cross")):
         for order in (parts, parts[::-1]):
-            tallies = [look.tally.LayerTally({"module": "a", "call": 0, "part": one}, 3) for one in order]
+            tallies = [look.collect.sums.LayerTally({"module": "a", "call": 0, "part": one}, 3) for one in order]
             for other in tallies[1:]:
                 tallies[0].merge(other)
             assert tallies[0].place["part"] == part
-    one = look.tally.LayerTally({"module": "a", "call": 0, "part": "decoder"}, 3)
+    one = look.collect.sums.LayerTally({"module": "a", "call": 0, "part": "decoder"}, 3)
     with pytest.raises(ValueError, match=r"looks merge call by call; got .* with 3 heads where .* with 3 stands"):
-        one.merge(look.tally.LayerTally({"module": "b", "call": 0, "part": "decoder"}, 3))
+        one.merge(look.collect.sums.LayerTally({"module": "b", "call": 0, "part": "decoder"}, 3))
 
 
 def test_documents(tmp_path: Path) -> None:

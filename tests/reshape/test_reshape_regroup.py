@@ -56,7 +56,7 @@ class InMemory(Made):
         return self.state[name].clone()
 
     def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Any:
-        model = quiet(lambda: hf.loading.build(config, state))
+        model = quiet(lambda: hf.load.model.build(config, state))
         model.set_experts_implementation("eager")  # plain operations, in any sizes
         return model
 

@@ -92,7 +92,7 @@ def _prune(  # private, for a command has as many options as its users need, and
         hf = libraries("headwise prune")
         from headwise import reshape
 
-        folder, _ = hf.hub.find_folder(model, lambda _: None)
+        folder, _ = hf.files.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
             check_place(out, source)
             reads = beside is not None or (text, file, corpus) != (None,) * 3 or by in MEASURED

@@ -65,7 +65,7 @@ def _regroup(
         from headwise import reshape
         from headwise.reshape.regroup.regrouped_checkpoint import checked
 
-        folder, _ = hf.hub.find_folder(model, lambda _: None)
+        folder, _ = hf.files.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
             check_place(out, source)
             checked(source, kv_heads, method)  # type: ignore[arg-type]  # any text, of which it says what it is to be
@@ -125,7 +125,7 @@ def _distill(
         from headwise import reshape
 
         training = reshape.DistillConfig(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
-        checked = [hf.loading.checked(name) for name in (folder, teacher)]
+        checked = [hf.load.model.checked(name) for name in (folder, teacher)]
         with hf.checkpoint(folder) as source:
             check_place(out, source)
             for name, config in zip((folder, teacher), (one[2] for one in checked), strict=True):
@@ -164,7 +164,7 @@ def _distill(
 
 
 def _check_length(hf: Any, name: str, config: Any, length: int) -> None:
-    places = hf.loading.declared_positions(config)
+    places = hf.load.model.declared_positions(config)
     if places is not None and length > places:
         raise typer.BadParameter(f"--length {length}: {name} takes {places:,} tokens; give as many or fewer")
 
@@ -173,11 +173,11 @@ def _stream(hf: Any, folder: Path, config: Any, texts: Iterable[str]) -> tuple[A
     """Return all tokens of all texts in one row, without the one that begins a text; and that one."""
     import torch
 
-    tokenizer = hf.tokens.load_tokenizer(folder, config)
-    first = hf.tokens.bos_id(tokenizer, config.get_text_config().vocab_size)
+    tokenizer = hf.load.tokenizer.load_tokenizer(folder, config)
+    first = hf.load.tokenizer.bos_id(tokenizer, config.get_text_config().vocab_size)
     ids: list[int] = []
     for text in texts:
-        tokens, _ = hf.tokens.encode(tokenizer, text, None)
+        tokens, _ = hf.load.tokenizer.encode(tokenizer, text, None)
         ids += tokens[1:] if tokens[:1] == [first] else tokens
     return torch.tensor(ids, dtype=torch.long), first
 

@@ -2,9 +2,9 @@
 
 Imports nothing of headwise but what torchrun says: every room whose work can be shared may import it.
 
-Attention over ranks has messages of its own (`headwise.ops.comm`), on which this does not stand: there all ranks know
-all sizes before, wait half a minute, and a group that has failed is of no use; here one process gathers messages of any
-length, one at a time, for as long as the group waits, and tells an error of one to all, who go on.
+Attention over ranks has messages of its own (`headwise.distributed.comm`), which this module does not use: there all
+ranks know all sizes in advance, wait half a minute, and give up a group that has failed. Here one process gathers
+messages of any length, one at a time, for as long as the group waits, and tells all ranks an error of one; they go on.
 """
 
 from __future__ import annotations

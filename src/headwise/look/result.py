@@ -50,7 +50,7 @@ class Look(LookData):
 
         A number of None is left out. The report shows them beside the scores, files have a column for each.
 
-        >>> from headwise.look.head import HeadRecord
+        >>> from headwise.look.records.head import HeadRecord
         >>> head = HeadRecord("a", 0, 0, 0, "decoder", 1.0, 0.5, 2.0, (0.1,), (), {})
         >>> look = Look("m", 1, 1, 8, (), (head,), "decoder", 0.1, "0")
         >>> look.with_extras(importance=[[0.25]]).heads[0].extras
@@ -100,7 +100,7 @@ class Look(LookData):
                 return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return one row a head, one column a number: `headwise.look.tables.rows` says which.
+        """Return one row a head, one column a number: `headwise.look.views.tables.rows` says which.
 
         Raises:
             MissingExtra: pandas is not installed.

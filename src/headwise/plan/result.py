@@ -89,7 +89,7 @@ def of(
         batch: Texts at once.
         kv_dtype: Numbers in the cache: bf16, fp16, fp32, fp8 or int8, which has a scale for every token and head.
         heads_plan: Which heads are kept, or how many key-value heads remain: a dict or a JSON file, as in
-            `headwise.plan.heads`.
+            `headwise.plan.model.heads_plan`.
         bandwidth: Memory speed in bytes a second, or a text such as ``"3.35TB/s"``.
         flops: FLOPs a second, or a text such as ``"990TF"``.
 

@@ -145,7 +145,7 @@ class Checkpoint:
     def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
         """Loads what was made of this checkpoint in a fresh process, and compares it with this one if asked.
 
-        See `headwise.hf.proof.prove`.
+        See `headwise.hf.load.verify.prove`.
         """
         weights = [self.folder.resolve() / name for name in self._open]
         return prove(folder, self.config if compare else None, weights, request)

@@ -23,7 +23,7 @@ QUIET = {
 def prove(
     folder: Path, config: Mapping[str, Any] | None, weights: Sequence[Path], request: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the process tells: see `headwise.hf.proving`.
+    """What the process tells: see `headwise.hf.load.verify_process`.
 
     Args:
         folder: The written checkpoint.

@@ -47,7 +47,7 @@ class ByteVectors:
         if (len(self.data), len(self.steps)) != wanted:
             raise ValueError(
                 f"rows of shape {self.shape} take {wanted[0]} bytes and {wanted[1]} of steps; got {len(self.data)} and "
-                f"{len(self.steps)}; make them with headwise.look.neurons.rows()"
+                f"{len(self.steps)}; make them with headwise.look.records.vectors.rows()"
             )
 
     def array(self) -> npt.NDArray[np.float32]:
@@ -105,7 +105,7 @@ class Neurons:
             value = None if self.value is None else self.value.shape
             raise ValueError(
                 f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value {value}, "
-                f"{len(self.weights)} weights; headwise.look.neurons.vectors_of() makes them"
+                f"{len(self.weights)} weights; headwise.look.records.vectors.vectors_of() makes them"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def context_parallel(
         return_lse: also return lse.
         options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate is this rank's where
             it has an axis of queries. Dropout keeps the weights that one process keeps: its seed is rank 0's. `some`:
-            where these are some of a module's heads, `headwise.nn.sharded.LocalHeads`, for the dropout of all.
+            where these are some of a module's heads, `headwise.nn.sharding.tokens.LocalHeads`, for the dropout of all.
 
     Returns:
         (B, H, T_r, V); with `return_lse` the pair with (B, H, T_r).

@@ -124,12 +124,12 @@ def explain(
         ranks: how many there are.
         mask: of the whole sequence. One that is not causal, full, a window or chunks is priced as one of those that
             contains it.
-        link: `headwise.plan.links.Link`, a rank's way to the others, for times.
+        link: `headwise.plan.ranks.communication.Link`, a rank's way to the others, for times.
         flop_rate: operations a second of a rank, for times.
         backward: of the way back.
 
     >>> import torch, headwise
-    >>> from headwise.plan.links import Link
+    >>> from headwise.plan.ranks.communication import Link
     >>> q, kv = torch.empty(1, 32, 8192, 128, device="meta"), torch.empty(1, 8, 8192, 128, device="meta")
     >>> print(explain(q, kv, kv, ranks=4, mask=headwise.causal() & headwise.window(512), link=Link(50e9, 2e-6)))
     4 ranks; bytes and time of the rank that has most; `auto` takes ring

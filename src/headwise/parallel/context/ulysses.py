@@ -2,8 +2,8 @@
 
 DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Between the two a rank runs the attention of its heads as one
 process would, with the same bits. Heads need not divide: each rank has whole groups, or a part of one group
-(`headwise.plan.places.head_shares`), and some ranks one more than others, or none. A key-value head that several ranks
-read goes to each; its gradients are added up in float32, in the order of ranks.
+(`headwise.plan.ranks.sharding.head_shares`), and some ranks one more than others, or none. A key-value
+head that several ranks read goes to each; its gradients are added up in float32, in the order of ranks.
 """
 
 from __future__ import annotations

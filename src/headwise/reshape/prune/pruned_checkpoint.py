@@ -238,8 +238,8 @@ def prune(
     """Take heads out of a checkpoint, and write one that stock transformers loads: whole, or not at all.
 
     The config counts the heads of all layers by one number, so as many go in each layer. An encoder keeps a number for
-    each layer, in a class that `headwise.hf` registers with transformers (see `headwise.plan.by_layer`). Query
-    heads that share a key-value head (GQA) go as whole groups, or as many of each group.
+    each layer, in a class that `headwise.hf` registers with transformers (see `headwise.plan.model.heads_by_layer`).
+    Query heads that share a key-value head (GQA) go as whole groups, or as many of each group.
 
     Args:
         source: What `headwise.hf.checkpoint` opens; it is only read.

@@ -55,7 +55,7 @@ def verify(folder: str | os.PathLike[str]) -> Manifest:
     Files that the manifest does not name are not looked at.
 
     Args:
-        folder: what `headwise.reshape.write.write` wrote.
+        folder: what `headwise.reshape.write.writer.write` wrote.
 
     Returns:
         The manifest.
