@@ -18,13 +18,18 @@ BLOCK_ELEMENTS = 1 << 18
 MIN_ROWS = 16
 
 
+def whole_axis(n: int) -> slice:
+    """All indices of an axis of n; without the number where it is a symbol, which a slice that holds it pins down."""
+    return slice(None) if is_symbol(n) else slice(0, n)
+
+
 def strips(T: int, rows: int) -> Iterator[slice]:
     """T query rows, so many at a time.
 
     One strip where T is a symbol of torch.compile or torch.export: a loop over it could not be traced.
     """
     if is_symbol(T):
-        yield slice(None)  # and not slice(0, T): dynamo pins down the sizes that stand in a slice
+        yield whole_axis(T)
         return
     for first in range(0, T, rows):
         yield slice(first, min(first + rows, T))
@@ -45,7 +50,7 @@ def strip_of(
 ) -> tuple[slice, Tensor | None, Tensor | None]:
     """What a mask says of some query rows: the keys within their reach, and on those allowed and added (`Mask`)."""
     if not mask.parts:
-        return slice(0, S), None, None
+        return whole_axis(S), None, None
     symbolic = is_symbol(T) or is_symbol(S)
     keys = slice(None) if symbolic else slice(*mask.reach(rows.start, rows.stop, T, S))
     allowed = mask.allowed(T, S, rows=rows, cols=keys, device=device)

@@ -12,6 +12,11 @@ def without_numbers() -> bool:
     return torch.compiler.is_compiling() or any(mode is not None for mode in modes)
 
 
+def in_onnx_export() -> bool:
+    """Whether torch.onnx.export(dynamo=True) traces, to which an operator that is not torch's own means nothing."""
+    return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
+
+
 def is_symbol(size: int) -> bool:
     """Whether a size stands for many while a graph is traced; a loop over it could not be traced."""
     if not torch.compiler.is_compiling():

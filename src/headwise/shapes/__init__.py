@@ -14,6 +14,9 @@
 
 query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V). Query head h reads key-value head h // G.
 Inside `ops/` a tensor carries its shape as a suffix: `q_BHTD`.
+
+A check writes its text where it raises and nowhere before: torch.compile takes a size that stands in a text for a
+constant, so that every new size would be compiled anew.
 """
 
 from __future__ import annotations
@@ -114,13 +117,16 @@ def check_int8(name: str, data: Tensor, scale: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{rule}; {part} is {type(tensor).__name__}")
         check_dense(f"{part} of the quantised {name}", tensor)
-    got = f"got data {describe(data)}, scale {describe(scale)}"
     if data.dtype != torch.int8 or scale.dtype != torch.float32:
-        raise ValueError(f"{rule}; {got}; headwise.cache.quantize makes both from floats")
+        raise ValueError(f"{rule}; {_parts(data, scale)}; headwise.cache.quantize makes both from floats")
     if data.ndim != 4 or scale.shape != data.shape[:3]:
-        raise ValueError(f"{rule}: one scale for every token and head; {got}")
+        raise ValueError(f"{rule}: one scale for every token and head; {_parts(data, scale)}")
     if scale.device != data.device:
-        raise ValueError(f"{rule} on one device; {got}; move with .to(device)")
+        raise ValueError(f"{rule} on one device; {_parts(data, scale)}; move with .to(device)")
+
+
+def _parts(data: Tensor, scale: Tensor) -> str:
+    return f"got data {describe(data)}, scale {describe(scale)}"
 
 
 def check_head_counts(num_heads: int, num_kv_heads: int, more: str = "") -> None:
@@ -179,33 +185,40 @@ def _plain(x: float) -> float:
 
 def check_sinks(sinks: Tensor, H: int | None = None, device: torch.device | None = None) -> None:
     """Logits, one a query head; where H and the device are not known yet, of any."""
-    form = "(H,)" if H is None else f"(H,) = ({H},)"
     if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks are a float tensor {form}; got {type(sinks).__name__}")
+        raise TypeError(f"sinks are a float tensor {_sinks_form(H)}; got {type(sinks).__name__}")
     check_dense("sinks", sinks)
-    if not sinks.is_floating_point() or sinks.ndim != 1 or H not in (None, sinks.shape[0]):
-        raise ValueError(f"sinks are float logits, one a query head: {form}; got {describe(sinks)}")
+    if not sinks.is_floating_point() or sinks.ndim != 1 or not (H is None or sinks.shape[0] == H):
+        raise ValueError(f"sinks are float logits, one a query head: {_sinks_form(H)}; got {describe(sinks)}")
     if device not in (None, sinks.device):
         raise ValueError(f"sinks live on the query's device; query is on {device}, sinks on {sinks.device}")
 
 
+def _sinks_form(H: int | None) -> str:
+    return "(H,)" if H is None else f"(H,) = ({H},)"
+
+
 def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> Tensor:
     """A gate (H,), (B, H), (B, H, T) or (B, H, T, V), made to broadcast against out (B, H, T, V)."""
-    B, H, T, V = out_shape
-    rule = f"gate is a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V) with B, H, T, V = {B}, {H}, {T}, {V}"
     if not isinstance(gate, Tensor):
-        raise TypeError(f"{rule}; got {type(gate).__name__}")
+        raise TypeError(f"{_gate_rule(out_shape)}; got {type(gate).__name__}")
     check_dense("gate", gate)
+    B, H, T, V = out_shape
     form = {1: (H,), 2: (B, H), 3: (B, H, T), 4: (B, H, T, V)}.get(gate.ndim)
     if form is None or gate.dtype not in DTYPES:
-        raise ValueError(f"{rule}; got {describe(gate)}")
+        raise ValueError(f"{_gate_rule(out_shape)}; got {describe(gate)}")
     if any(not fits(g, f) for g, f in zip(gate.shape, form, strict=True)):
-        raise ValueError(f"{rule} (1 broadcasts); got {describe(gate)}")
+        raise ValueError(f"{_gate_rule(out_shape)} (1 broadcasts); got {describe(gate)}")
     if gate.device != device:
         raise ValueError(f"gate lives on the query's device {device}; got {describe(gate)}; move with .to(device)")
     if gate.ndim == 1:
         return gate.view(1, -1, 1, 1)
     return gate.view(tuple(gate.shape) + (1,) * (4 - gate.ndim))
+
+
+def _gate_rule(out_shape: Sequence[int]) -> str:
+    forms = "(H,), (B, H), (B, H, T) or (B, H, T, V)"
+    return f"gate is a float tensor {forms} with B, H, T, V = {', '.join(str(n) for n in out_shape)}"
 
 
 def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], device: torch.device) -> None:

@@ -35,7 +35,10 @@ def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.scoring.sinks)
     if call.dropout > 0:
         weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=True)
-    weights_BKGRC = weights_BHRC.unflatten(1, (K, H // K)).flatten(2, 3)
+    # By way of one axis: where two of four axes are flattened, torch.export guards their strides, and with bounded
+    # sizes it cannot show that the guard always holds.
+    B, _, R, C = weights_BHRC.shape
+    weights_BKGRC = weights_BHRC.flatten().view(B, K, H // K * R, C)
     out_BKGRV = weights_BKGRC @ call.value[:, :, block.keys].to(weights_BKGRC.dtype)
     out_BHRV = out_BKGRV.unflatten(2, (H // K, -1)).flatten(1, 2).to(call.query.dtype)
     if allowed is not None:  # its weights are 0, but 0 * NaN in the backward of the product is NaN

@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..call import Call, Limit
 from ..row_blocks import strip_of, strips
-from ..tracing import statically_true
+from ..tracing import is_symbol, statically_true
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
 STRIP = 256
@@ -64,13 +64,13 @@ def _fused(
     """SDPA itself, the query heads of a group folded into the rows where that wins; mask (B|1, H|1, R, C)."""
     _, H, K, T, _ = call.sizes
     G = 1
-    if H != K and not causal and statically_true(T <= FOLD_ROWS):
+    if H != K and not causal and not is_symbol(T) and T <= FOLD_ROWS:
         G = H // K
         query = query.unflatten(1, (K, G)).flatten(2, 3)
         if mask is not None:
             mask = mask.expand(-1, H if mask.shape[1] > 1 else G, -1, -1).unflatten(1, (-1, G)).flatten(2, 3)
     R = query.shape[2]
-    lacking = -R % ALIGNED_ROWS if call.device_type == "cpu" and statically_true(R < TILE_ROWS) else 0
+    lacking = -R % ALIGNED_ROWS if call.device_type == "cpu" and not is_symbol(R) and R < TILE_ROWS else 0
     if lacking:
         query = pad(query, (0, 0, 0, lacking))
         if mask is not None:  # by repeated rows: inductor cannot compile the padding of a bool mask (torch 2.13)

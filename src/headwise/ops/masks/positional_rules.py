@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ...shapes import MASK_RULE, check_index_tensor, check_mask_tensor, describe
 from ...shapes.arguments import fits
+from ..tracing import is_symbol
 from .indexing import Region, per_batch, rank4, saturated, wide
 from .rules import Rule, Segments
 
@@ -224,6 +225,8 @@ class Function(Rule):
     @override
     def sized(self, B: int, H: int) -> Rule:
         made = self.of or self
+        if is_symbol(B) or is_symbol(H):  # to look one up would pin it down
+            return replace(made, batch=B, heads=H, of=made)
         known = made.__dict__.setdefault("_sized", {})  # one for all calls of a size, and what is kept with it
         if (B, H) not in known:
             known[B, H] = replace(made, batch=B, heads=H, of=made)

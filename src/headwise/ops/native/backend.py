@@ -21,6 +21,7 @@ from ..call import Call, Limit, Result
 from ..masks.mask import Mask, as_mask
 from ..options import Scoring
 from ..storage.layout import StorageLayout
+from ..tracing import in_onnx_export
 from . import library as native_library
 from .library import error_for, raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered, trouble_with
@@ -29,6 +30,7 @@ LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
     Limit(lambda c: c.query.dtype == torch.float64, "headwise's own kernel has no float64"),
     Limit(lambda c: c.is_empty, "headwise's own kernel takes no empty tensors"),
+    Limit(lambda c: in_onnx_export(), "ONNX has no operator for headwise's own kernel"),
     Limit(lambda c: c.is_transformed, "headwise's own kernel has no torch.func rules (vmap, jvp)"),
     Limit(
         lambda c: any(is_traceable_wrapper_subclass(x) for x in (c.query, c.key, c.value)),

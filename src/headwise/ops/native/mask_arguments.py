@@ -92,7 +92,7 @@ class UnsupportedMask(TypeError):
 def lowered(scoring: Scoring, T: int, S: int) -> Rules:
     """The record in the operator's terms; what does not fit the call is left to the operator to refuse.
 
-    Raises NoForm for a mask that it cannot take, and for an index that is no integer tensor, which a conversion would
+    Raises UnsupportedMask for a mask that it cannot take, and for an index that is no integer tensor, which a conversion would
     hide.
     """
     parts = scoring.mask.parts

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...shapes import compute_dtype
 from ..autocast import without_autocast
 from ..row_blocks import ScoreBlock, row_blocks, score_block
+from ..tracing import is_symbol
 from .request import Request
 
 
@@ -78,7 +79,7 @@ class _Sums:
         self.keys[:, :, r] = n
         self.entropy[:, :, r] = entropy.masked_fill(~alive, 0.0)
         self.largest[:, :, r] = ((largest - top).exp() / total).masked_fill(~alive, 0.0)
-        self.largest_key[:, :, r] = (where + block.keys.start).masked_fill(~alive, -1)
+        self.largest_key[:, :, r] = (where + _first(block.keys)).masked_fill(~alive, -1)
         self.sink[:, :, r] = sink.masked_fill(~alive, 0.0)
         self._add_positions(block, p_BHRC, mass)
         self._add_offsets(block, p_BHRC)
@@ -87,8 +88,9 @@ class _Sums:
 
     def _places(self, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """pos (R, 1) of the block's queries among the keys, and its keys (1, C)."""
-        pos = torch.arange(block.rows.start, block.rows.stop, device=self.device)[:, None] + (self.S - self.T)
-        return pos, torch.arange(block.keys.start, block.keys.stop, device=self.device)[None]
+        R, C = block.scores_BHRC.shape[2:]
+        i, j = (torch.arange(n, device=self.device) for n in (R, C))
+        return (i + _first(block.rows))[:, None] + (self.S - self.T), (j + _first(block.keys))[None]
 
     def _add_positions(self, block: ScoreBlock, p_BHRC: Tensor, mass: Tensor) -> None:
         pos, keys = self._places(block)
@@ -113,14 +115,19 @@ class _Sums:
     def _add_maps(self, block: ScoreBlock, p_BHRC: Tensor, mass: Tensor, alive: Tensor) -> None:
         self.received[:, :, block.keys] += p_BHRC.sum(2)
         self.received_rows[:, :, block.keys] += _allowed_rows(block)
-        bins, first, last = self.bins[0], block.rows.start, block.rows.stop
+        bins, first, R = self.bins[0], _first(block.rows), block.scores_BHRC.shape[2]
+        whole = is_symbol(self.T)  # one block of all rows: no end of a bin has to be cut off
+        hit = range(bins) if whole else range(first * bins // self.T, (first + R - 1) * bins // self.T + 1)
         weight_BHR = torch.where(mass == 0, 0.0, 1 / mass)
         # Bin by bin: one product with zeros outside of the bin would carry a row's NaN into its neighbours.
-        for i in range(first * bins // self.T, (last - 1) * bins // self.T + 1):
-            rows = slice(max(-(-i * self.T // bins) - first, 0), -(-(i + 1) * self.T // bins) - first)
-            sums_BHC = (weight_BHR[:, :, None, rows] @ p_BHRC[:, :, rows]).squeeze(2)
+        for i in hit:
+            start, stop = -(-i * self.T // bins) - first, -(-(i + 1) * self.T // bins) - first
+            start, stop = (start, stop) if whole else (max(start, 0), min(stop, R))
+            # By `narrow`: torch.compile takes a size that stands in a slice for a constant.
+            share, weight, full = (x.narrow(2, start, stop - start) for x in (p_BHRC, weight_BHR, alive & (mass > 0)))
+            sums_BHC = (weight[:, :, None] @ share).squeeze(2)
             self.pooled[:, :, i] += sums_BHC @ self.column_bins[block.keys]
-            self.pooled_rows[:, :, i] += (alive & (mass > 0))[:, :, rows].sum(-1)
+            self.pooled_rows[:, :, i] += full.sum(-1)
 
     def result(self) -> dict[str, Any]:
         """The means, rounded to the working dtype."""
@@ -150,6 +157,11 @@ class _Sums:
         return (total / count.clamp(min=1)).to(self.dtype)
 
 
+def _first(pick: slice) -> int:
+    """The first index of a slice, which says none where the axis is a symbol of torch.compile."""
+    return pick.start or 0
+
+
 def _allowed_keys(block: ScoreBlock) -> Tensor:
     """(B, H, R) long: how many keys each row of the block may attend."""
     B, H, R, C = block.scores_BHRC.shape
@@ -169,8 +181,9 @@ def _gather(p_BHRC: Tensor, block: ScoreBlock, keys: Tensor) -> tuple[Tensor, Te
     keys: (B|1, 1, R, n) long; those outside of the block's keys weigh 0.
     """
     B, H, R, C = p_BHRC.shape
-    inside = (keys >= block.keys.start) & (keys < block.keys.stop)
-    index = (keys - block.keys.start).clamp(0, C - 1).expand(B, H, R, keys.shape[-1])
+    first = _first(block.keys)
+    inside = (keys >= first) & (keys < first + C)
+    index = (keys - first).clamp(0, C - 1).expand(B, H, R, keys.shape[-1])
     weights = p_BHRC.gather(-1, index).masked_fill(~inside, 0.0)
     if block.allowed_BHRC is None:
         return weights, inside.expand_as(weights)

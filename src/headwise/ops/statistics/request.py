@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...shapes import DTYPES, INTEGERS, check_query_key, describe
-from ...shapes.arguments import check_counts, check_dense, shown, whole_numbers
+from ...shapes.arguments import check_counts, check_dense, is_one_of, shown, whole_numbers
 from ..autocast import of_one_dtype
 from ..masks.mask import Mask
 from ..options import Scoring
@@ -99,7 +99,8 @@ def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: i
                 f"feature {name!r} is a tensor (S,) or (B, S), a number a key; got {type(feature).__name__}"
             )
         _check_numbers(f"feature {name!r}", feature, query)
-        if tuple(feature.shape) not in ((S,), (1, S), (B, S)) or feature.dtype not in (*DTYPES, *INTEGERS, torch.bool):
+        fits = is_one_of(feature.shape, [(S,), (1, S), (B, S)])
+        if not fits or feature.dtype not in (*DTYPES, *INTEGERS, torch.bool):
             raise ValueError(
                 f"feature {name!r} is a number a key: (S,) or (B, S) with B = {B}, S = {S}; got {describe(feature)}"
             )
@@ -116,7 +117,7 @@ def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int
             got = describe(keys) if isinstance(keys, Tensor) else type(keys).__name__
             raise TypeError(f"targets {name!r} are key positions, an integer tensor (T, n) or (B, T, n); got {got}")
         _check_numbers(f"targets {name!r}", keys, query)
-        if keys.ndim not in (2, 3) or keys.shape[-2] != T or keys.shape[:-2] not in ((), (1,), (B,)):
+        if keys.ndim not in (2, 3) or keys.shape[-2] != T or not is_one_of(keys.shape[:-2], [(), (1,), (B,)]):
             raise ValueError(
                 f"targets {name!r} list n keys a row: (T, n) or (B, T, n) with B = {B}, T = {T}; got {describe(keys)}"
             )

@@ -13,7 +13,7 @@ from ..autocast import of_one_dtype, without_autocast
 from ..masks.mask import Mask, as_mask
 from ..nonfinite import clean, fence_pairs, is_finite_hint, show
 from ..options import Scoring
-from ..row_blocks import mask_scores, score_rows, softcapped, softmax_rows
+from ..row_blocks import mask_scores, score_rows, softcapped, softmax_rows, whole_axis
 from ..tracing import without_numbers
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
@@ -62,7 +62,7 @@ def weights(
     head_index = chosen("heads", heads, H, query.device)
 
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    seen = slice(0, S) if learns or stage != "probabilities" else _reach(scoring.mask, row_index, T, S)
+    seen = whole_axis(S) if learns or stage != "probabilities" else _reach(scoring.mask, row_index, T, S)
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, :, seen][:, head_index // (H // K)]
@@ -80,7 +80,7 @@ def weights(
         return scores if met is None else show(scores, met)
     probabilities = softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
     if met is None:
-        beyond = (seen.start, S - seen.stop)
+        beyond = (seen.start or 0, 0 if seen.stop is None else S - seen.stop)
         return torch.nn.functional.pad(probabilities, beyond) if any(beyond) else probabilities
     spoiled = met.any(-1, keepdim=True)
     return show(probabilities, spoiled if allowed is None else spoiled & allowed)
@@ -117,7 +117,7 @@ def weighted_values(
 def _reach(mask: Mask, row_index: Tensor, T: int, S: int) -> slice:
     """The keys that the chosen rows may attend, and perhaps more: what lies beyond need not be scored."""
     if without_numbers() or not row_index.numel() or row_index.is_meta:
-        return slice(0, S)
+        return whole_axis(S)
     return slice(*mask.reach(int(row_index.min()), int(row_index.max()) + 1, T, S))
 
 

@@ -54,17 +54,22 @@ def check_pages(name: str, pages: Tensor, table: Tensor, length: int) -> None:
     rule = f"the {name} in pages: pages (P, K, size, n), size a multiple of {PAGE}, and table, int64 (B, N)"
     check_index(f"of {rule}", table=table)
     check_counts(length=length)
-    got = f"got pages {describe(pages)}, table {describe(table)}, length {length}"
     fits = pages.ndim == 4 and pages.dtype in (*DTYPES, torch.int8) and pages.shape[2] and pages.shape[2] % PAGE == 0
     if not fits or table.ndim != 2 or table.dtype != torch.int64 or table.device.type not in ("cpu", pages.device.type):
-        raise ValueError(f"{rule}; {got}")
+        raise ValueError(f"{rule}; {_got(pages, table, length)}")
     used = -(-length // pages.shape[2])
     if table.shape[1] < used:
+        got = _got(pages, table, length)
         raise ValueError(f"{rule}, N * size >= length; {got}; list a page for each {pages.shape[2]} tokens")
     if table.device.type == "cpu" and not without_numbers() and table[:, :used].numel():
         low, high = (int(x) for x in table[:, :used].aminmax())
         if low < 0 or high >= pages.shape[0]:
-            raise ValueError(f"a table names pages 0 to P - 1 = {pages.shape[0] - 1}; got {low} to {high}; {got}")
+            got = f"got {low} to {high}; {_got(pages, table, length)}"
+            raise ValueError(f"a table names pages 0 to P - 1 = {pages.shape[0] - 1}; {got}")
+
+
+def _got(pages: Tensor, table: Tensor, length: int) -> str:
+    return f"got pages {describe(pages)}, table {describe(table)}, length {length}"
 
 
 def gathered(pages: Tensor, table: Tensor, length: int) -> Tensor:
