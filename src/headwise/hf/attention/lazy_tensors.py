@@ -41,7 +41,7 @@ class Lazy(Tensor):
     """A tensor with only a size, dtype and device until an operation reads its numbers.
 
     To transformers' models it is a normal tensor for `isinstance`, `.shape`, `.dtype`, indexing and all torch
-    operations. Code that knows the class reads the mask or the stored keys directly, and no tensor is made.
+    operations. Code that checks for the class reads the mask or the stored keys directly, and no tensor is made.
     """
 
     _source: _Source

@@ -129,11 +129,11 @@ def headwise_mask(
 ) -> StructuralMask | Tensor | None:
     """Make the mask for transformers, which calls this function of its AttentionMaskInterface by keywords.
 
-    Usually returns a `StructuralMask`: with None, the attention function could not know whether to be causal and
-    on which side to align. Other cases need a plain tensor. The single query of a decode step with a static cache,
-    which may be compiled, gets the float tensor (B, 1, 1, S) of "eager". While torch.compile or torch.export traces, or
-    if tensors are fake, the result is that of "sdpa" (a bool tensor, or None where allowed), or that of "eager" for a
-    model that computes with its mask.
+    Usually returns a `StructuralMask`. None would leave open whether attention is causal and on which side it is
+    aligned. Some cases need a plain tensor. The single query of a decode step with a static cache, which may be
+    compiled, gets the float tensor (B, 1, 1, S) of "eager". While torch.compile or torch.export traces, or if tensors
+    are fake, the result is that of "sdpa" (a bool tensor, or None where allowed), or that of "eager" for a model that
+    computes with its mask.
     """
     config, device = options.get("config"), options.get("device", "cpu")
     if q_length is None:  # transformers before 5.4 passes the positions instead
