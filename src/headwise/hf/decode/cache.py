@@ -99,8 +99,7 @@ class FullLayer(CacheLayerMixin):
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Add key (B, K, T, D) and value (B, K, T, V), and return those of all tokens in attention's form."""
-        # Under autocast, a rotation may leave keys in float32 while values have a half dtype. Attention takes the lower
-        # one.
+        # Under autocast, a rotation may leave keys in float32 while values have a half dtype, which attention takes.
         key_states = key_states.to(value_states.dtype)
         self._check_room(key_states.shape[2])
         if self.cache is None or (self.get_seq_length() == 0 and not self._fits(key_states, value_states)):
@@ -271,7 +270,7 @@ def make_cache(
     max_length: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> HeadwiseCache | HeadwiseEncoderDecoderCache:
-    """Make a `transformers.Cache` that headwise stores, for `model.generate(..., cache=cache)` or a forward pass.
+    """Make a `transformers.Cache` of headwise, for `model.generate(..., cache=cache)` or any forward pass.
 
     Before transformers 5.24, the argument is called `past_key_values`.
 
@@ -331,7 +330,7 @@ def make_cache(
 
 
 def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> Any:
-    """Return the headwise layer for a layer of transformers; a DummyLayer, which stores no keys, is not replaced."""
+    """Return the headwise layer for one of transformers; a DummyLayer (no attention, or another layer's keys) stays."""
     if isinstance(theirs, DynamicSlidingWindowLayer):
         return SlidingLayer(theirs.sliding_window, max_length, dtype)
     return FullLayer(kind, max_length, dtype) if isinstance(theirs, DynamicLayer) else theirs

@@ -202,7 +202,7 @@ def _where(seam: Tracer, seen: Any, scores: Any, other: Any) -> Any:
 
 
 def _at_least(seam: Tracer, scores: Any, other: Any = None, *args: Any) -> Any:
-    """Return scores unchanged by a maximum with the lowest number, which code uses against overflow."""
+    """Leave scores unchanged for a maximum with the lowest number, which code uses against overflow."""
     number = _number(other)
     if args or not isinstance(scores, LazyScores) or number is None or number > torch.finfo(scores.dtype).min:
         return NotImplemented

@@ -56,7 +56,7 @@ def _prepare(cls: type[nn.Module]) -> None:
 
     attends = is_seam(cls)
     if attends or ours is not theirs:
-        cls.__call__ = __call__  # and not forward, which other code replaces module by module
+        cls.__call__ = __call__  # type: ignore[method-assign]  # forward is replaced module by module by others
     for name, form in forms.items():
         setattr(cls, name, _either(getattr(cls, name), form))
     setattr(cls, _PREPARED, True)
