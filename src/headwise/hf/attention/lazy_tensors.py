@@ -122,7 +122,7 @@ class LazyKeys(Lazy):
 
 
 class LazyView(Lazy):
-    """Keys or values of a cache as a model's own code reshapes them for a product: (B, K, n, S) or (B * K, n, S)."""
+    """Keys or values of a cache reshaped by a model's own code: last axes swapped, batch and heads joined, or both."""
 
     keys: LazyKeys
     turned: bool
