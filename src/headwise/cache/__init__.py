@@ -1,4 +1,4 @@
-"""Key-value caches: keys and values of earlier tokens, and attention to them in the form in which they are stored."""
+"""Key-value caches: keys and values of earlier tokens, and attention to them in their stored form."""
 
 from ..ops.storage.int8 import Quantized
 from .base import KVCache

@@ -1,4 +1,4 @@
-"""What all caches have in common: how tokens come in, and what queries may see."""
+"""The base class of all caches: how tokens are appended, and which keys queries may attend."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .saved import Saved
 
 CacheT = TypeVar("CacheT", bound="KVCache")
 STEP_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-"""What queries of a step may be."""
+"""The dtypes that queries of a decode step may have."""
 Stored: TypeAlias = Tensor | Quantized | Paged
-"""Keys or values (B, K, S, n) in the form that a cache stores them in."""
+"""Keys or values (B, K, S, n) in the form in which a cache stores them."""
 IN_GRAPHS = ("append", "attend", "positions", "takes_steps")
-"""Methods of caches that torch.compile traces: they put operators into the graph. It calls the others as they are."""
+"""Methods of caches that torch.compile traces: they put operators into the graph. Other methods run outside of it."""
 
 
 class _Append(NamedTuple):
-    """The last append: its tokens T, how many of them are real in each row, and on which side the padding is."""
+    """The last append: its tokens T, the number of real tokens in each row, and the side of the padding."""
 
     tokens: int
     counts: list[int]
@@ -42,28 +42,27 @@ class _Append(NamedTuple):
 
 
 class KVCache(Saved, ABC):
-    """Keys and values of the tokens that an attention layer has seen, row by row of a batch.
+    """Keys and values of the earlier tokens of an attention layer, for each row of a batch.
 
-    State is explicit: a cache is handed in and handed back; each method that changes it returns it. Where a call is
-    refused, nothing has changed.
+    State is explicit: each method that changes a cache returns it. A call that raises an error changes nothing.
 
-    Other rooms use what is public here. The op calls `attend`; a module reads `lengths`, `causal` and `chunk`, calls
-    `append` and `attend` or `step`, and latent attention reads `keys`; whoever attends by itself takes `view` and
-    `columns`.
-    A cache whose tokens lie elsewhere (`headwise.parallel.ShardedCache`) reads `check_query` and `rules`, and tells by
-    `set_lengths` and `set_rows` what has become of its rows.
+    Other packages use only the public methods. `headwise.attention` calls `attend`. Modules read `lengths`, `causal`
+    and `chunk`, and call `append` and then `attend`, or `step`; latent attention reads `keys`. Code that computes
+    attention itself uses `view` and `columns`. A cache that stores its tokens elsewhere
+    (`headwise.parallel.ShardedCache`) uses `check_query` and `rules`, and updates its rows with `set_lengths` and
+    `set_rows`.
 
     Attributes:
         batch: rows B.
         num_kv_heads: K.
         head_dim: D of a key.
         value_dim: V of a value.
-        dtype: of what is kept; torch.int8 has a float32 scale a token and head beside it.
+        dtype: of the stored numbers; torch.int8 has a float32 scale for each token and head in addition.
         shared: the values are the first V columns of the keys (MLA's latent); `append` takes no values then.
-        causal: queries see no later key. False for cross-attention.
-        lengths: tokens that each row has seen.
+        causal: queries attend no later key. False for cross-attention.
+        lengths: the number of tokens that were appended to each row.
         chunk: the most tokens of one append; None for any number.
-        handle: by which a graph of torch.compile finds the cache.
+        handle: the tensor by which a graph of torch.compile finds the cache.
     """
 
     chunk: int | None = None
@@ -89,7 +88,7 @@ class KVCache(Saved, ABC):
         self.handle = handle_of(self)
         self._lengths = [0] * batch
         self._last = _Append(0, [0] * batch, "right")
-        self._input_dtype = torch.float32  # of the last tokens; `keys` of int8 are read in it
+        self._input_dtype = torch.float32  # dtype of the last tokens; `keys` of int8 are returned in it
 
     def __copy__(self: CacheT) -> CacheT:
         new = object.__new__(type(self))
@@ -102,70 +101,70 @@ class KVCache(Saved, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _last=_Append(*state["_last"]), handle=handle_of(self))
 
-    # -- what a cache must do ------------------------------------------------------------------------------------------
+    # -- abstract methods ----------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales: what is reserved, whether used or not."""
+        """Bytes of keys, values and scales, including reserved memory that is not used."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where keys and values are."""
+        """The device of keys and values."""
 
     @property
     @abstractmethod
     def keys(self) -> Tensor | None:
-        """(B, K, S, D) up to the longest row's end, of row b its first ``lengths[b]``; None where not all are kept."""
+        """Keys (B, K, S, D) up to the longest row's end; row b has ``lengths[b]``. None if not all keys are stored."""
 
     @abstractmethod
     def view(self) -> tuple[Stored, Stored]:
-        """Keys and values up to the longest row's end, as `headwise.attention` takes them; nothing is copied.
+        """Return keys and values up to the longest row's end, as `headwise.attention` takes them; nothing is copied.
 
-        Row b attends its first ``columns[b]`` of them.
+        Row b attends its first ``columns[b]`` keys.
         """
 
     @abstractmethod
     def _make_room(self, counts: list[int]) -> None:
-        """Raises where the rows cannot take so many more tokens; changes nothing then."""
+        """Raise an error, and change nothing, if the rows have no room for `counts` more tokens."""
 
     @abstractmethod
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
-        """Keeps, of each row, `counts` tokens from `starts` on."""
+        """Store `counts` tokens of each row, beginning with token `starts`."""
 
     @abstractmethod
     def truncate(self: CacheT, lengths: int | Sequence[int]) -> CacheT:
-        """Roll back: row b keeps its first lengths[b] tokens (one number for all rows).
+        """Roll back: row b keeps its first lengths[b] tokens (one number is valid for all rows).
 
-        Raises TypeError for what are no whole numbers, ValueError for more tokens than there are.
+        Raises TypeError for numbers that are not whole, ValueError for more tokens than a row has.
         """
 
     @abstractmethod
     def reorder(self: CacheT, rows: Tensor | Sequence[int]) -> CacheT:
-        """Row r becomes what row rows[r] was: beam search; also more or fewer rows than before.
+        """Replace row r by the earlier row rows[r], as in beam search; the number of rows may change.
 
-        Raises TypeError for what are no whole numbers, ValueError for a row that there is not.
+        Raises TypeError for numbers that are not whole, ValueError for a row that does not exist.
         """
 
     @abstractmethod
     def fork(self: CacheT) -> CacheT:
-        """Another cache with the same tokens; from here on changes of one do not reach the other."""
+        """Return another cache with the same tokens; later changes of one cache do not affect the other."""
 
     @property
     def columns(self) -> list[int]:
-        """Keys of `view` that each row attends: its tokens, but for those that a rolling cache has dropped."""
+        """The number of keys in `view` that each row attends: its tokens without those that were dropped."""
         return self._lengths
 
     def _rule(self, offset: Tensor | None) -> Mask:
-        """A rule of the cache's own; `offset` (B,): the column of the first query, None where all end together."""
+        """Return the cache's rule; `offset` (B,) is the column of the first query, None if all rows end together."""
         return causal(offset=offset) if self.causal else EVERYTHING
 
-    # -- what follows --------------------------------------------------------------------------------------------------
+    # -- shared methods ------------------------------------------------------------------------------------------------
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each row has seen."""
+        """The number of tokens that were appended to each row."""
         return self._lengths
 
     @lengths.setter
@@ -173,9 +172,9 @@ class KVCache(Saved, ABC):
         self._lengths = lengths
 
     def positions(self, T: int, device: torch.device | None = None) -> Tensor:
-        """Return where T new tokens stand, behind those that each row has seen: (T,), or (B, T) where rows differ.
+        """Return the positions of T new tokens after the tokens of each row: (T,), or (B, T) if rows differ.
 
-        In a graph of torch.compile always (B, T).
+        In a graph of torch.compile, the result is always (B, T).
         """
         if in_graph(self):
             device = torch.device("cpu") if device is None else device
@@ -188,7 +187,7 @@ class KVCache(Saved, ABC):
 
     @property
     def length(self) -> int:
-        """Tokens of every row; ValueError where rows differ."""
+        """The number of tokens of every row; raises ValueError if rows differ."""
         if len(set(self.lengths)) != 1:
             raise ValueError(f"rows of this cache have different lengths, {self.lengths}: ask `lengths`")
         return self.lengths[0]
@@ -201,16 +200,16 @@ class KVCache(Saved, ABC):
         lengths: Sequence[int] | Tensor | None = None,
         side: Side = "right",
     ) -> CacheT:
-        """Adds T tokens to each row; what is there is never copied.
+        """Add T tokens to each row; stored tokens are never copied.
 
         Args:
             key: (B, K, T, D) in the cache's dtype (any float dtype for int8).
-            value: (B, K, T, V); None where values are shared with the keys.
-            lengths: (B,) how many of the T tokens are real in each row; all by default.
-            side: the side of the padding: `"right"` behind the real tokens, or `"left"` before them.
+            value: (B, K, T, V); None if values are shared with the keys.
+            lengths: (B,) the number of real tokens among the T tokens of each row; all by default.
+            side: the side of the padding: `"right"` after the real tokens, or `"left"` before them.
 
         Raises:
-            TypeError: a dtype that is not the cache's, or no tensors; `lengths` that are no whole numbers.
+            TypeError: a dtype that is not the cache's, or not tensors; `lengths` that are not whole numbers.
             ValueError: sizes or a device that do not fit, no room, or a gradient that int8 would lose; the cache is
                 unchanged.
         """
@@ -229,14 +228,14 @@ class KVCache(Saved, ABC):
         return self
 
     def attend(self, query: Tensor, *, mask: Mask | Tensor | None = None, **options: Any) -> Any:
-        """Attention of queries to all keys in the cache: `headwise.attention(query, cache)`.
+        """Compute attention of queries to all keys in the cache: `headwise.attention(query, cache)`.
 
-        The T queries are those of the last tokens of each row: query i of a row with n tokens sees its keys
-        ``j <= i + n - T``. Where the last `append` had T tokens too, some of them padding, queries of padding give 0.
+        The T queries are those of the last tokens of each row: query i of a row with n tokens attends its keys
+        ``j <= i + n - T``. If the last `append` also had T tokens, some of them padding, queries of padding give 0.
 
         Args:
             query: (B, H, T, D).
-            mask: a further rule, such as `window(1024)`; places are counted among the keys in the cache.
+            mask: a further rule, such as `window(1024)`; its positions are columns of the keys in the cache.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse`, ... of `headwise.attention`.
 
         Returns:
@@ -266,21 +265,21 @@ class KVCache(Saved, ABC):
         scores: Scores = Scores(),  # noqa: B008  # immutable
         checked: bool = False,
     ) -> Tensor | None:
-        """One token more for each row in one call of the native kernel, with the bits of `append` and then `attend`.
+        """Append one token to each row and attend in one native kernel call, equal to `append` and then `attend`.
 
         Args:
             query: (B, H, 1, D).
-            key: (B, K, 1, D), in the cache's dtype, as all three.
-            value: (B, K, 1, V); None where values are shared with the keys.
-            turn: how query and key turn first.
+            key: (B, K, 1, D), in the cache's dtype; query and value have the same dtype.
+            value: (B, K, 1, V); None if values are shared with the keys.
+            turn: the rotary embedding that is applied to query and key first.
             mask: a further rule, as for `attend`.
             scores: scale, softcap and sinks.
-            checked: `takes_steps` has just said yes to this mask.
+            checked: True if `takes_steps` has just returned True for this mask.
 
         Returns:
-            (B, H, 1, V), its memory in the order (B, 1, H, V). None where the kernel does not take the call: a
-            gradient, autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and
-            `append` and `attend` do it, or say what is wrong.
+            (B, H, 1, V) in the memory order (B, 1, H, V), bit for bit as from `append` and `attend`. None if the kernel
+            does not support the call: a gradient, autocast, tracing, other sizes or dtypes, or a cache of another kind.
+            Then nothing was added; call `append` and `attend`, which also raise the errors.
         """
         mask = EVERYTHING if mask is None else mask
         if not ((checked or self.takes_steps(mask)) and self._fits(query, key, value, scores.sinks)):
@@ -293,9 +292,9 @@ class KVCache(Saved, ABC):
         return out
 
     def takes_steps(self, mask: Mask | None = None) -> bool:
-        """Whether `step` is worth trying now: asked by modules before they compute anything.
+        """Return True if `step` can probably run now; modules call this before they compute anything.
 
-        A class that does not say itself where a token goes, as one derived from these, has none.
+        A class without its own `_reserve_step` returns False, even if it is derived from a class that has one.
         """
         return (
             runs_plain()
@@ -307,7 +306,7 @@ class KVCache(Saved, ABC):
         )
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None) -> bool:
-        """Whether the tensors of a step are plain ones of the right sizes and one dtype, which the kernel has."""
+        """Return True if the tensors of a step are plain, and the kernel supports their sizes and dtype."""
         if type(query) is not Tensor:
             return False
         B, K, dtype, H = self.batch, self.num_kv_heads, query.dtype, query.shape[1] if query.ndim == 4 else 0
@@ -326,19 +325,19 @@ class KVCache(Saved, ABC):
         )
 
     def _reserve_step(self) -> CacheStep:
-        """Makes room for one token more of each row, and tells where it goes."""
+        """Reserve room for one more token of each row, and return its place."""
         raise NotImplementedError
 
     def _has_room(self) -> bool:
-        """Whether each row has room for one token more; False also where `append` is to say so."""
+        """Return True if each row has room for one more token; False also if `append` is to raise the error."""
         return False
 
     def _sight(self) -> tuple[int | None, int]:
-        """How many keys a query sees, self included (None for all), and how many of the first ones besides."""
+        """Return how many keys a query attends, including its own (None for all), and how many first keys besides."""
         return None, 0
 
     def _in_sight(self, places: list[int], mask: Mask) -> VisibleKeys:
-        """What the queries of the tokens at these columns see, by the cache's rule and the caller's."""
+        """Return the visible keys of the queries at these columns, by the cache's rule and the caller's mask."""
         window, first = self._sight()
         if len(places) > 1:
             rows = [[-FAR if window is None else n + 1 - window, n + 1, 0, n + 1] for n in places]
@@ -352,7 +351,7 @@ class KVCache(Saved, ABC):
         return VisibleKeys(max(lows), FAR if high is None else high + shift)
 
     def check_query(self, query: Tensor) -> int:
-        """T of queries that fit a cache to which tokens came; raises TypeError or ValueError for others."""
+        """Return T of queries that fit the cache; raise TypeError or ValueError for other queries or an empty cache."""
         if not isinstance(query, Tensor) or query.is_nested:
             check_tensor("query", query, "a tensor (B, H, T, D)")
         if query.ndim != 4 or (query.shape[0], query.shape[3]) != (self.batch, self.head_dim):
@@ -365,7 +364,7 @@ class KVCache(Saved, ABC):
         return query.shape[2]
 
     def rules(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:
-        """What T queries may attend: by the cache's own rule and the caller's; queries of padding attend nothing."""
+        """Return the mask of T queries: the cache's rule and the caller's mask; queries of padding attend nothing."""
         counts = self._last.counts if self._last.tokens == T else [T] * self.batch
         side = self._last.side
         offset = first_columns(T, columns, counts, side)
@@ -379,12 +378,12 @@ class KVCache(Saved, ABC):
         return both if device.type == "cpu" else both.to(device)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """What all caches know of their rows, for `truncate`: where tokens went, the last append is no more."""
+        """Set the lengths of all rows, for `truncate`; if they change, the record of the last append is cleared."""
         if lengths != self.lengths:
             self.lengths, self._last = lengths, _Append(0, [0] * self.batch, "right")
 
     def set_rows(self, rows: list[int]) -> None:
-        """What all caches know of a row, for `reorder`."""
+        """Select and reorder the lengths of the rows, for `reorder`."""
         self.lengths = [self.lengths[r] for r in rows]
         self._last = self._last._replace(counts=[self._last.counts[r] for r in rows])
         self.batch = len(rows)

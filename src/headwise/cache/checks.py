@@ -1,4 +1,4 @@
-"""What a cache refuses, and in which words. Every check comes before the first byte is written."""
+"""Argument checks of caches and their error messages. Every check runs before anything is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_cache_sizes(
     device: Any = None,
     **sizes: int,
 ) -> None:
-    """Sizes are positive integers, the dtype is one that is kept."""
+    """Check that sizes are positive integers, and the dtype is supported."""
     check_counts(1, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim, **sizes)
     check_flags(shared=shared, causal=causal)
     check_dtype(dtype, (*DTYPES, torch.int8))
@@ -35,7 +35,7 @@ def check_cache_sizes(
 
 
 def check_rows(rows: Tensor | Sequence[int], batch: int) -> list[int]:
-    """Row numbers of a batch."""
+    """Return the row numbers as ints after a check that they are rows of the batch."""
     numbers = whole_numbers("rows", rows)
     if not numbers or any(not 0 <= r < batch for r in numbers):
         raise ValueError(f"rows are numbers from 0 to {batch - 1}, at least one; got {numbers}")
@@ -43,7 +43,7 @@ def check_rows(rows: Tensor | Sequence[int], batch: int) -> list[int]:
 
 
 def check_truncate(before: list[int], lengths: int | Sequence[int]) -> list[int]:
-    """The new length of each row, of the `before` tokens that it has; none may grow."""
+    """Return the new length of each row after a check that it is at most the number of tokens `before`."""
     wanted = whole_numbers("lengths", [lengths] * len(before) if isinstance(lengths, int) else lengths)
     if len(wanted) != len(before) or any(not 0 <= n <= have for n, have in zip(wanted, before, strict=False)):
         raise ValueError(
@@ -55,7 +55,7 @@ def check_truncate(before: list[int], lengths: int | Sequence[int]) -> list[int]
 def check_append(
     cache: Any, key: Tensor, value: Tensor | None, lengths: Sequence[int] | Tensor | None, side: str
 ) -> tuple[int, list[int]]:
-    """(T, real tokens of each row) of an append that fits."""
+    """Check an append, and return (T, real tokens of each row)."""
     B, K = cache.batch, cache.num_kv_heads
     if (value is None) != cache.shared:
         rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"

@@ -1,11 +1,11 @@
-"""The operators by which a graph of torch.compile reaches a cache: one graph for all lengths, whatever the cache.
+"""The operators by which a graph of torch.compile uses a cache; one graph is valid for all lengths and all caches.
 
-A cache is a Python object: its lengths, its tables of pages and where the next token goes change at every token, and
-a graph that had read them would hold for that token alone. So a graph holds the cache's handle, a tensor with one
-number, and calls operators that run `append` and `attend` of the cache with that number, as they run without a
-compiler. An operator that appends says that it changes the handle, so that what comes after it stays after it.
+A cache is a Python object. Its lengths, its page tables and the place of the next token change at every token, and a
+graph that had read them would be valid for one token only. So a graph holds the cache's handle, a tensor with one
+number, and calls operators that find the cache by this number and run its `append` and `attend` as without a compiler.
+The schema of the append operator declares that it changes the handle, so that later operators stay after it.
 
-Calls that these operators do not take end the graph and run as they are: those that need a gradient, run under
+Calls that these operators do not support end the graph and run without it: calls that need a gradient, run under
 autocast, or have a mask of functions, unions or complements.
 """
 
@@ -40,7 +40,7 @@ FIELDS: dict[type[Rule], tuple[str, ...]] = {
     Alibi: ("slopes", "offset"),
     Relative: ("table", "offset"),
 }
-"""The rules that an operator takes, by numbers and tensors."""
+"""The rules that an operator takes, with their fields, which become numbers and tensors."""
 NONE, NUMBER, TENSOR = range(3)
 
 _caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -48,17 +48,17 @@ _numbers = count(1)
 
 
 def handle_of(cache: Any) -> Tensor | None:
-    """Make the handle of a new cache; None while a graph is traced, in which no cache can be entered."""
+    """Make the handle of a new cache; None while a graph is traced, because no cache can be registered in it."""
     if torch.compiler.is_compiling():
         return None
     number = next(_numbers)
     _caches[number] = cache
-    with torch.inference_mode(False):  # it is to be changed outside of that mode, too
+    with torch.inference_mode(False):  # so that it can be changed outside of inference mode, too
         return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
 def in_graph(cache: Any, *tensors: Tensor | None) -> bool:
-    """Whether a call is traced into a graph that can hold it as an operator."""
+    """Return True if a call is traced into a graph that can contain it as an operator."""
     return (
         torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
@@ -76,7 +76,7 @@ def append_in_graph(cache: Any, key: Tensor, value: Tensor | None, lengths: Any,
 
 
 def attend_in_graph(cache: Any, query: Tensor, mask: Any, options: dict[str, Any]) -> Any:
-    """Put `attend` into the graph, and return what it returns; None where the operator does not take the call."""
+    """Put `attend` into the graph and return its result; None if the operator does not support the call."""
     rest = dict(options)
     sinks, gate, scale, softcap = (rest.pop(name, None) for name in ("sinks", "gate", "scale", "softcap"))
     return_lse, backend = rest.pop("return_lse", False), rest.pop("backend", "auto")
@@ -91,7 +91,7 @@ def attend_in_graph(cache: Any, query: Tensor, mask: Any, options: dict[str, Any
 
 
 def _written(mask: Mask) -> tuple[list[int], list[Tensor]] | None:
-    """The rules of a mask as numbers and tensors; None where one of them is something else."""
+    """Return the rules of a mask as numbers and tensors; None if a rule is of another kind."""
     numbers: list[int] = []
     tensors: list[Tensor] = []
     for part in mask.parts:
@@ -109,7 +109,7 @@ def _written(mask: Mask) -> tuple[list[int], list[Tensor]] | None:
 
 
 def _read(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
-    """The mask again, of what `_written` made of it."""
+    """Return the mask from the numbers and tensors of `_written`."""
     left, others = iter(numbers), iter(tensors)
     parts = []
     for kind in left:
@@ -151,12 +151,12 @@ def _attend(
         options["gate"] = gate
     result = _cache(handle).attend(query, mask=_read(rules, of_rules), **options)
     made, lse = result if return_lse else (result, query.new_empty(0, dtype=torch.float32))
-    out, _ = _empty(handle, query, value_dim)  # a graph relies on how its memory lies
+    out, _ = _empty(handle, query, value_dim)  # a graph relies on the strides of the output
     return (made if made.stride() == out.stride() else out.copy_(made)), lse
 
 
 def _empty(handle: Tensor, query: Tensor, value_dim: int, *options: Any) -> tuple[Tensor, Tensor]:
-    """out (B, H, T, V) in the memory order (B, T, H, V), and lse (B, H, T), or nothing of it."""
+    """Return empty out (B, H, T, V) in the memory order (B, T, H, V), and lse (B, H, T) or an empty tensor."""
     B, H, T, _ = query.shape
     with_lse = bool(options) and options[-2]
     out = query.new_empty(B, T, H, value_dim).transpose(1, 2)
@@ -168,9 +168,9 @@ def _positions(handle: Tensor, rows: int, T: int, device: torch.device) -> Tenso
 
 
 def _define() -> torch.library.Library:
-    """Register the operators; they stay as long as what is returned."""
+    """Register the operators; they exist as long as the returned library."""
     library = torch.library.Library("headwise", "FRAGMENT")
-    tags = (torch.Tag.cudagraph_unsafe,)  # they run Python and may make memory
+    tags = (torch.Tag.cudagraph_unsafe,)  # they run Python and may allocate memory
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=tags)
     for name, function in (("cache_append", _append), ("cache_attend", _attend), ("cache_positions", _positions)):

@@ -1,7 +1,7 @@
-"""Memory of caches: on pages of 2 MiB, where Linux gives them to those who ask.
+"""Memory of caches on pages of 2 MiB, if Linux provides them on request.
 
-A step of decoding reads all keys and values. On pages of 4 KiB it waits for their addresses, and the CPU's own
-prefetching ends with each of them.
+A decode step reads all keys and values. With pages of 4 KiB it waits for address translation, and hardware prefetching
+stops at the end of each page.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _LEAST = 2 * HUGE
 
 
 def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """As `torch.empty`, but from 4 MiB on, on a CPU under Linux, in memory of its own that begins with a huge page.
+    """Return an empty tensor; from 4 MiB on, on a CPU under Linux, its memory begins at a huge page boundary.
 
-    It goes with the tensor, so that what `on_huge_pages` asks for reaches no other memory.
+    That memory belongs to this tensor only, so that `on_huge_pages` affects no other memory.
     """
     probe = torch.empty(0, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
     if size >= _LEAST and hasattr(mmap, "MADV_HUGEPAGE") and _is_plain(probe):
         try:
             memory = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError):  # too much, as torch will say
+        except (OSError, OverflowError):  # too large; torch raises its own error
             return torch.empty(tuple(shape), dtype=dtype, device=device)
         start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=-start % HUGE).view(tuple(shape))
@@ -38,18 +38,18 @@ def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 
 
 def on_huge_pages(x: Tensor) -> None:
-    """Asks for huge pages behind a tensor of 4 MiB and more on a CPU under Linux; nothing happens elsewhere.
+    """Request huge pages for a tensor of at least 4 MiB on a CPU under Linux; do nothing for others.
 
-    Pages that are there stay as they are until the system joins them. The others come 2 MiB at a time when they are
-    first written to, so ask when so much will be used.
+    Existing pages do not change until the system joins them. New pages are allocated 2 MiB at a time when they are
+    first written to, so call this only when that much memory will be used.
     """
     if x.nbytes < _LEAST or not hasattr(mmap, "MADV_HUGEPAGE") or not _is_plain(x) or not x.is_contiguous():
         return
     start, end = -(-x.data_ptr() // HUGE) * HUGE, (x.data_ptr() + x.nbytes) // HUGE * HUGE
     madvise = ctypes.CDLL(None).madvise
-    madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(mmap.MADV_HUGEPAGE))  # or refuses
+    madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(mmap.MADV_HUGEPAGE))  # may fail
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether it is in this process's memory, and no compiler looks on."""
+    """Return True if a tensor is in the memory of this process and no compiler traces it."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Padding of an append, and where in the columns of a cache its queries begin."""
+"""The padding of an append, and the columns of a cache at which its queries begin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Side: TypeAlias = Literal["right", "left"]
 
 
 def first_columns(T: int, columns: list[int], counts: list[int], side: Side) -> Tensor | None:
-    """(B,): the column of each row's first query; None where the last query of every row has the last column."""
+    """Return the column of each row's first query (B,); None if the last query of every row has the last column."""
     padded_right = side == "right" and any(n != T for n in counts)
     if len(set(columns)) == 1 and not padded_right:
         return None
@@ -24,7 +24,7 @@ def first_columns(T: int, columns: list[int], counts: list[int], side: Side) -> 
 
 
 def real_queries(T: int, counts: list[int], side: Side) -> Mask:
-    """The queries that are no padding: the first `counts` of each row, or the last where padding is on the left."""
+    """Return the mask of real queries: the first `counts` of each row, or the last for padding on the left."""
     i, n = torch.arange(T, device="cpu"), torch.tensor(counts, device="cpu")[:, None]
     real = i >= T - n if side == "left" else i < n
     return keep(real[:, None, :, None])

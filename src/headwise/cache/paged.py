@@ -1,4 +1,4 @@
-"""A cache in pages that rows, and other caches, may share (as in vLLM: Kwon et al. 2023, arXiv 2309.06180)."""
+"""A cache in pages that rows and other caches may share (as in vLLM: Kwon et al. 2023, arXiv 2309.06180)."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ PagedT = TypeVar("PagedT", bound="PagedCache")
 
 
 class PagePool(Saved):
-    """Pages of keys and values that caches take from and give back to.
+    """A pool of pages for keys and values, from which caches take pages and to which they return them.
 
     Args:
-        num_pages: how many.
+        num_pages: the number of pages.
         num_kv_heads: K.
         head_dim: D of a key.
         value_dim: V of a value; D by default.
-        page_size: tokens of a page, a multiple of 128 (default), the tile of the native kernel.
-        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
+        page_size: tokens of a page, a multiple of 128 (default), which is the tile size of the native kernel.
+        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale for each token and head.
         shared: values are the first V columns of the keys (MLA's latent).
         device: of the pages.
 
     Attributes:
-        free: pages in no use.
+        free: the number of unused pages.
         page_nbytes: bytes of a page.
 
     Raises:
-        TypeError, ValueError: sizes or a dtype that cannot be, or a `page_size` that is no multiple of 128.
+        TypeError, ValueError: invalid sizes or dtype, or a `page_size` that is not a multiple of 128.
 
     >>> PagePool(8, 2, 16)
     PagePool(num_pages=8, free=8, page_size=128, num_kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32)
@@ -75,12 +75,12 @@ class PagePool(Saved):
 
     @property
     def num_pages(self) -> int:
-        """All of them."""
+        """The number of all pages."""
         return len(self._refs)
 
     @property
     def free(self) -> int:
-        """Pages in no use."""
+        """The number of unused pages."""
         return len(self._free)
 
     @property
@@ -89,7 +89,7 @@ class PagePool(Saved):
         return self.store.nbytes // len(self._refs)
 
     def require(self, pages: int) -> None:
-        """Raises ValueError where fewer pages are free."""
+        """Raise ValueError if fewer than `pages` pages are free."""
         check_counts(pages=pages)
         if pages > self.free:
             raise ValueError(
@@ -98,34 +98,34 @@ class PagePool(Saved):
             )
 
     def take(self) -> int:
-        """A free page, with one reference; ValueError where none is free."""
+        """Return a free page with one reference; raise ValueError if none is free."""
         if not self._free:
             self.require(1)
         if len(self._free) == len(self._refs) and self.store.requires_grad:
-            self.store = self.store.detached()  # of tokens that are gone: their graph may be, too
+            self.store = self.store.detached()  # the tokens with gradients are gone, and their graph may be, too
         page = self._free.pop()
         self._refs[page] = 1
         return page
 
     def hold(self, page: int) -> int:
-        """The page, with one reference more; ValueError where it is free."""
+        """Add one reference to a page and return the page; raise ValueError if it is free."""
         self._check_used(page)
         self._refs[page] += 1
         return page
 
     def give(self, page: int) -> None:
-        """One reference less; the page is free when none is left."""
+        """Remove one reference from a page; the page is free when none is left."""
         self._check_used(page)
         self._refs[page] -= 1
         if self._refs[page] == 0:
             self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether it has more than one reference."""
+        """Return True if a page has more than one reference."""
         return self.holders(page) > 1
 
     def holders(self, page: int) -> int:
-        """References to it: rows of caches that have it in their table."""
+        """Return the references to a page: the number of rows of caches whose table contains it."""
         if type(page) is not int or not 0 <= page < len(self._refs):
             raise ValueError(f"pages of this pool are ints from 0 to {len(self._refs) - 1}; got {shown(page)}")
         return self._refs[page]
@@ -135,7 +135,7 @@ class PagePool(Saved):
             raise ValueError(f"nobody holds page {page} of this pool: take() gives a free one")
 
     def copy(self, page: int) -> int:
-        """A page of one's own with the same content, in exchange for a shared one."""
+        """Return a new page with the same content, and remove one reference from the shared page."""
         self._check_used(page)
         new = self.take()
         for x in (self.store.key, self.store.value, self.store.key_scale, self.store.value_scale):
@@ -152,58 +152,58 @@ class PagePool(Saved):
         )
 
     def clone(self) -> PagePool:
-        """Another pool with the same pages and references."""
+        """Return another pool with the same pages and references."""
         new = copy(self)
         new.store = self.store.copied()
-        new._free, new._refs = list(self._free), list(self._refs)  # what a cache gives back between the two is no harm
+        new._free, new._refs = list(self._free), list(self._refs)  # a page returned between the two is no harm
         return new
 
     def grow(self, pages: int) -> None:
-        """As many pages more; the others are copied."""
+        """Add `pages` pages; the existing pages are copied."""
         check_counts(pages=pages)
         have = len(self._refs)
         self.store = self.store.copied(more=pages)
         self._refs += [0] * pages
-        self._free[:0] = range(have + pages - 1, have - 1, -1)  # in place: a cache may end at any time and give back
+        self._free[:0] = range(have + pages - 1, have - 1, -1)  # in place: a cache may return pages at any time
 
 
 methods_outside_graphs(PagePool)
 
 
 class _Pages(Saved):
-    """The pages of a cache's rows: given back when nobody has the cache any more."""
+    """The pages of a cache's rows; they go back to the pool when no cache uses this object any more."""
 
     def __init__(self, pool: PagePool, tables: list[list[int]]) -> None:
         self.pool, self.tables = pool, tables
 
     def give(self) -> None:
-        """Back to the pool, each once."""
+        """Return all pages to the pool, each once."""
         tables, self.tables = self.tables, [[] for _ in self.tables]
         for table in tables:
             for page in table:
                 self.pool.give(page)
 
     def clone(self) -> _Pages:
-        """The same in a pool of their own."""
+        """Return the same pages in a copy of the pool."""
         return _Pages(self.pool.clone(), [list(table) for table in self.tables])
 
     def __del__(self) -> None:
-        if "tables" in vars(self):  # not in a copy that failed half-way, as that of keys with a gradient
+        if "tables" in vars(self):  # absent in a copy that failed halfway, such as a copy of keys with a gradient
             self.give()
 
 
 class PagedCache(KVCache):
-    """Rows of different length in pages of a pool; pages with the same beginning are shared until one is written to.
+    """Rows of different length in pages of a pool; pages with the same beginning are shared until written to.
 
-    Its pages go back to the pool when it is dropped; `release` gives them back at once.
+    The pages go back to the pool when the cache is deleted; `release` returns them immediately.
 
     Args:
-        pool: the pages; many caches may take from one.
+        pool: the pages; many caches may use one pool.
         batch: rows B.
         causal: False for cross-attention.
 
     Raises:
-        TypeError, ValueError: no pool, or a number of rows that cannot be. `append`: the pool has too few free pages.
+        TypeError, ValueError: not a pool, or an invalid number of rows. `append`: the pool has too few free pages.
 
     Example:
         >>> import torch, headwise
@@ -230,16 +230,16 @@ class PagedCache(KVCache):
             batch, pool.num_kv_heads, pool.head_dim, pool.value_dim, pool.dtype, shared=pool.shared, causal=causal
         )
         self._pages = _Pages(pool, [[] for _ in range(batch)])
-        self._table: Tensor | None = None  # the tables as the kernel reads them, until one changes
+        self._table: Tensor | None = None  # the tables in the form of the kernel, until one changes
 
     @property
     def pool(self) -> PagePool:
-        """Where its pages are."""
+        """The pool that contains its pages."""
         return self._pages.pool
 
     @property
     def tables(self) -> list[list[int]]:
-        """The numbers of the pages of each row."""
+        """The page numbers of each row."""
         return self._pages.tables
 
     @property
@@ -255,26 +255,26 @@ class PagedCache(KVCache):
     @property
     @override
     def keys(self) -> Tensor:
-        """(B, K, S, D) up to the longest row's end, gathered: a copy."""
+        """Keys (B, K, S, D) up to the longest row's end, gathered into a copy."""
         return in_one_piece(self.view()[0], self._input_dtype)
 
     @override
     def _make_room(self, counts: list[int]) -> None:
         lacking = sum(self._lacking(b, n) for b, n in enumerate(counts))
-        # Of the rows that go on writing to one page, the last has it to itself once the others have their copies.
+        # If all rows that hold a page continue to write to it, the last one needs no copy after the others have theirs.
         at, size = self.columns, self.pool.page_size
         writers = Counter(table[at[b] // size] for b, table in enumerate(self.tables) if counts[b] and at[b] % size)
         self.pool.require(lacking - sum(n > 1 and self.pool.holders(page) == n for page, n in writers.items()))
 
     def _lacking(self, b: int, count: int) -> int:
-        """Pages that row b must take before it can write so many tokens."""
+        """Return the number of pages that row b must take before `count` more tokens can be written."""
         if count == 0:
             return 0
         at, size, table = self.columns[b], self.pool.page_size, self.tables[b]
         return -(-(at + count) // size) - len(table) + bool(at % size and self.pool.is_shared(table[at // size]))
 
     def _prepare(self, b: int, count: int) -> None:
-        """Row b takes the pages it lacks; the one that it goes on writing to is its own."""
+        """Take the pages that row b lacks, and replace a shared page by a copy if the row continues to write to it."""
         at, size, table = self.columns[b], self.pool.page_size, self.tables[b]
         if count and at % size and self.pool.is_shared(table[at // size]):
             table[at // size], self._table = self.pool.copy(table[at // size]), None
@@ -300,7 +300,7 @@ class PagedCache(KVCache):
             store.put((page, slice(None), slice(first, first + n)), key[part], None if value is None else value[part])
 
     def _spans(self, counts: list[int], starts: list[int]) -> Iterator[Span]:
-        """Where tokens go: to the last pages of each row, page by page."""
+        """Yield the places of new tokens, page by page, at the end of each row."""
         size = self.pool.page_size
         for b, (at, count, start) in enumerate(zip(self.columns, counts, starts, strict=True)):
             done = 0
@@ -322,7 +322,7 @@ class PagedCache(KVCache):
         return self.pool.store.storage(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
 
     def _table_of_rows(self) -> Tensor:
-        """int64 (B, N): the pages of each row; kept until one changes."""
+        """Return the pages of each row as int64 (B, N); the tensor is kept until a table changes."""
         if self._table is None:
             widest = max(len(table) for table in self.tables)
             rows = [table + [0] * (widest - len(table)) for table in self.tables]
@@ -363,7 +363,7 @@ class PagedCache(KVCache):
         return new
 
     def release(self: PagedT) -> PagedT:
-        """Gives all pages back; every row is empty then."""
+        """Return all pages to the pool; every row is empty afterwards."""
         self._give_all()
         self.set_lengths([0] * self.batch)
         return self

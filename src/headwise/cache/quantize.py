@@ -1,4 +1,4 @@
-"""Keys and values to int8, and what that costs in accuracy."""
+"""Quantization of keys and values to int8, and measurement of its error."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ MOST = 127  # symmetric: -128 is not used
 
 
 def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
-    """Keys or values as int8, with a scale for every token and head: a quarter of float32's memory, half of bfloat16's.
+    """Quantize keys or values to int8, with a scale for each token and head: a quarter of float32's memory.
 
-    An element is `data * scale` with scale = max |x| / 127 of its token and head, rounded to nearest, ties to even, so
-    that it is off by half a scale at most. Values need not be of one size: each token has its own scale.
+    This is half of bfloat16's memory. An element is `data * scale` with scale = max |x| / 127 of its token and head,
+    rounded to nearest, ties to even. So the error is at most half a scale. Tokens may differ in magnitude, because each
+    token has its own scale.
 
     Args:
         x: (B, K, S, D), any float dtype and strides.
 
     Returns:
-        `Quantized` on x's device, contiguous. A token of zeros has the scale 0. A token with a NaN or Inf (or, from
-        float64, beyond float32) has the scale NaN, so that it shows where it may be attended, and nowhere else.
+        `Quantized` on x's device, contiguous. A token of zeros has the scale 0. A token with a NaN or Inf (or a float64
+        number beyond float32) has the scale NaN, so that only outputs that may attend this token become NaN.
 
     Raises:
-        TypeError: x is no tensor.
-        ValueError: x is no float tensor of four axes, or requires grad while gradients are recorded: int8 has none.
+        TypeError: x is not a tensor.
+        ValueError: x is not a float tensor of four axes, or requires grad while gradients are recorded: int8 has none.
 
     >>> k = torch.tensor([[[[1.0, -0.5, 0.25], [0.0, 0.0, 0.0]]]])
     >>> quantize(k).data
@@ -56,13 +57,13 @@ def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
 
 
 def check_learns_nothing(name: str, x: Tensor, way: str) -> None:
-    """No gradient is asked of what becomes int8: rounding has none, and it would be lost without a word."""
+    """Raise ValueError if a tensor that becomes int8 requires a gradient: rounding would lose it silently."""
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"int8 keys and values carry no gradient; got {name} that requires grad; {way}")
 
 
 def rounded(x: Tensor) -> Quantized:
-    """`quantize` without its checks."""
+    """Compute `quantize` without its checks."""
     with torch.no_grad():
         x = x.float()
         scale = x.abs().amax(-1) / MOST
@@ -73,14 +74,14 @@ def rounded(x: Tensor) -> Quantized:
 
 @dataclass(frozen=True, eq=False)
 class QuantizationError:
-    """The error of int8 keys and values, head by head; `str()` sums it up.
+    """The error of int8 keys and values for each head; `str()` gives a summary.
 
     Attributes:
-        key_rms: (K,) root of the mean square of the difference of dequantised and original keys.
+        key_rms: (K,) root of the mean square of the difference between dequantised and original keys.
         key_largest: (K,) the largest such difference.
-        value_rms: (K,).
-        value_largest: (K,).
-        out_rms: (H,) root of the mean square of the difference that it makes to the attention output.
+        value_rms: (K,) the same for values.
+        value_largest: (K,) the same for values.
+        out_rms: (H,) root of the mean square of the difference in the attention output.
         out_largest: (H,) the largest such difference.
         out_relative: (H,) out_rms over the root of the mean square of the output itself.
     """
@@ -116,21 +117,21 @@ def quantization_error(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> QuantizationError:
-    """What keeping these keys and values in int8 changes, for these queries: measure it before you rely on it.
+    """Measure the error of keeping these keys and values in int8 for these queries.
 
-    Both outputs are computed in float32, so that what is reported is the error of `quantize` alone. It takes the memory
-    of float32 copies of key and value; some hundred queries say enough.
+    Both outputs are computed in float32, so that the result is the error of `quantize` alone. This needs the memory of
+    float32 copies of key and value; some hundred queries are enough.
 
     Args:
-        query: (B, H, T, D), float32, bfloat16 or float16; the queries to judge by.
-        key: (B, K, S, D), as it would be without quantisation.
+        query: (B, H, T, D), float32, bfloat16 or float16; the queries for which the error is measured.
+        key: (B, K, S, D), without quantisation.
         value: (B, K, S, V).
-        mask: what may be attended, as in `headwise.attention`.
+        mask: the mask, as in `headwise.attention`.
         scale: as in `headwise.attention`.
         softcap: as in `headwise.attention`.
         sinks: as in `headwise.attention`.
 
-    Raises what `headwise.attention` raises.
+    Raises the same errors as `headwise.attention`.
 
     >>> source = torch.Generator().manual_seed(0)
     >>> q, k, v = (torch.randn(1, heads, 256, 64, generator=source) for heads in (8, 2, 2))
@@ -154,6 +155,6 @@ def quantization_error(
 
 
 def _off(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Root mean square and largest size of (B, heads, length, dim), for every head."""
+    """Return the root mean square and the largest magnitude of (B, heads, length, dim), for every head."""
     flat = x.transpose(0, 1).flatten(1).double()
     return flat.square().mean(-1).sqrt().float(), flat.abs().amax(-1).float()

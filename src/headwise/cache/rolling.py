@@ -1,4 +1,4 @@
-"""A cache of the last tokens alone: constant memory however long the text."""
+"""A cache of the last tokens only: its memory is constant for texts of any length."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ RollingT = TypeVar("RollingT", bound="RollingCache")
 
 
 class RollingCache(PagedCache):
-    """Keys and values of the last `window` tokens of each row, and of its `first` ones.
+    """Keys and values of the last `window` tokens of each row, and of its `first` tokens.
 
-    Queries see at most `window` keys, self included, and the `first` keys of all, as attention sinks (Xiao et al. 2023,
-    arXiv 2309.17453). Pages whose tokens no later query sees are used again.
+    Queries attend at most `window` keys, including their own, and also the `first` keys of the row, as attention sinks
+    (Xiao et al. 2023, arXiv 2309.17453). Pages whose tokens no later query attends are reused.
 
     Args:
         batch: rows B.
         num_kv_heads: K.
         head_dim: D of a key.
         value_dim: V of a value; D by default.
-        window: keys that a query sees, self included.
-        first: tokens at the beginning that stay in sight.
-        chunk: the most tokens of one append; a long prompt comes in pieces.
-        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
+        window: the number of keys that a query attends, including its own.
+        first: the number of tokens at the beginning that stay visible.
+        chunk: the most tokens of one append; a longer prompt is appended in chunks.
+        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale for each token and head.
         shared: values are the first V columns of the keys (MLA's latent).
         device: of its pages.
 
     Raises:
-        TypeError, ValueError: sizes or a dtype that cannot be. `append`: more than `chunk` tokens; `truncate`: to a
-            length whose window is no longer kept (see `remember`).
+        TypeError, ValueError: invalid sizes or dtype. `append`: more than `chunk` tokens; `truncate`: a length whose
+            window is no longer stored (see `remember`).
 
     Example:
         >>> import torch, headwise
@@ -55,7 +55,7 @@ class RollingCache(PagedCache):
     """
 
     chunk: int
-    keys = None  # type: ignore[assignment]  # not all tokens are kept, so column j is not position j
+    keys = None  # type: ignore[assignment]  # not all tokens are stored, so column j is not position j
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RollingCache(PagedCache):
         pages = batch * self._pages_of_row
         pool = PagePool(pages, num_kv_heads, head_dim, value_dim, dtype=dtype, shared=shared, device=device)
         super().__init__(pool, batch)
-        self._dropped = [0] * batch  # pages that each row has given back
+        self._dropped = [0] * batch  # number of pages that each row has returned
 
     @property
     @override
@@ -87,16 +87,16 @@ class RollingCache(PagedCache):
 
     @property
     def dropped(self) -> list[int]:
-        """Tokens of each row that are gone: those between its first ones and the last ones."""
+        """The number of tokens of each row that are gone, between the first tokens and the last ones."""
         return [pages * PAGE for pages in self._dropped]
 
     @property
     def _pages_of_row(self) -> int:
-        """For the first tokens, the keys that a chunk's first query sees, the chunk, and older tokens in their page."""
+        """Pages for the first tokens, the keys of a chunk's first query, the chunk, and older tokens of a page."""
         return -(-self.first // PAGE) + -(-(self.window - 1 + self._remembered + self.chunk + PAGE - 1) // PAGE)
 
     def remember(self: RollingT, tokens: int) -> RollingT:
-        """Keeps so many more tokens than a query sees: `truncate` can go back that far, over several appends.
+        """Keep `tokens` more tokens than a query attends: `truncate` can remove that many, over several appends.
 
         >>> x = torch.randn(1, 1, 50, 8)
         >>> cache = RollingCache(1, 1, 8, window=10).remember(200)
@@ -105,7 +105,7 @@ class RollingCache(PagedCache):
         >>> cache.truncate(300).length
         300
 
-        Raises TypeError for what is no int, and ValueError below 0.
+        Raises TypeError for a number that is not an int, and ValueError for a negative one.
         """
         check_counts(tokens=tokens)
         self._remembered = tokens
@@ -113,7 +113,7 @@ class RollingCache(PagedCache):
         return self
 
     def settle(self: RollingT) -> RollingT:
-        """Gives back the pages that no later token sees. `append` does so first; queries of earlier tokens are over."""
+        """Release pages that no later token attends. `append` does this first; earlier queries become invalid."""
         for b in range(self.batch):
             self._drop(b)
         return self
@@ -135,12 +135,12 @@ class RollingCache(PagedCache):
     @override
     def _reserve_step(
         self,
-    ) -> CacheStep:  # here again: `takes_steps` asks the class itself, not those that it derives from
+    ) -> CacheStep:  # repeated here, because `takes_steps` looks for it only in the class itself
         return super()._reserve_step()
 
     @override
     def _has_room(self) -> bool:
-        return True  # the pool has all pages that rows can hold
+        return True  # the pool has all pages that its rows can need
 
     @override
     def _sight(self) -> tuple[int | None, int]:
@@ -163,7 +163,7 @@ class RollingCache(PagedCache):
 
     def _drop(self, b: int) -> None:
         table, kept = self.tables[b], -(-self.first // PAGE)
-        # The next query, at the place lengths[b], sees window - 1 tokens before it.
+        # The next query, at position lengths[b], attends window - 1 tokens before it.
         last = self.lengths[b] - self.window + 1 - self._remembered
         while len(table) > kept and (self._dropped[b] + kept + 1) * PAGE <= last:
             self.pool.give(table.pop(kept))

@@ -1,7 +1,7 @@
-"""Caches as `torch.save` and `pickle` write them: one function that makes them again, of plain numbers and tensors.
+"""The form of caches for `torch.save` and `pickle`: one function that rebuilds them from plain numbers and tensors.
 
-`torch.load` with `weights_only=True`, its default, calls no function that it was not told of. It is told of `rebuild`
-as soon as headwise is imported.
+`torch.load` with `weights_only=True`, its default, calls only registered functions. `rebuild` is registered when
+headwise is imported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MODULES = {
 
 
 class Saved:
-    """A part of a cache, or a cache, that is saved as its name and its attributes."""
+    """A cache, or a part of one, that is saved as the name of its class and its attributes."""
 
     def __reduce__(self) -> Any:
         if MODULES.get(type(self).__name__) != type(self).__module__.rpartition(".")[2]:
-            return __newobj__, (type(self),), self.__getstate__()  # a class of the user's own, saved as Python does it
+            return __newobj__, (type(self),), self.__getstate__()  # a user's own class is saved in the default way
         return rebuild, (type(self).__name__, self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -37,14 +37,14 @@ class Saved:
 
 
 def rebuild(kind: str, state: dict[str, Any]) -> Any:
-    """Make a cache, or a part of one, of what was saved.
+    """Rebuild a cache, or a part of one, from its saved state.
 
     Args:
         kind: the name of its class, one of `MODULES`.
         state: its attributes.
 
     Raises:
-        ValueError: another name, or a state that is no dict.
+        ValueError: another name, or a state that is not a dict.
     """
     if kind not in MODULES or not isinstance(state, dict):
         raise ValueError(f"a saved cache is one of {', '.join(MODULES)} with a dict of its attributes; got {kind!r}")

@@ -1,4 +1,4 @@
-"""A cache of fixed capacity: one tensor for keys, one for values, reserved once."""
+"""A cache of fixed capacity: one tensor for keys and one for values, allocated once."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ StaticT = TypeVar("StaticT", bound="StaticCache")
 
 
 class StaticCache(KVCache):
-    """Keys and values of up to `capacity` tokens a row, in tensors that are made once.
+    """Keys and values of up to `capacity` tokens for each row, in tensors that are allocated once.
 
     Args:
         batch: rows B.
         num_kv_heads: K.
         head_dim: D of a key.
         value_dim: V of a value; D by default.
-        capacity: tokens that a row has room for.
-        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
+        capacity: the number of tokens for which a row has room.
+        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale for each token and head.
         shared: values are the first V columns of the keys (MLA's latent).
-        causal: False for cross-attention, whose memory is appended once.
+        causal: False for cross-attention, whose keys and values are appended once.
         device: of its tensors.
 
     Raises:
-        TypeError, ValueError: sizes or a dtype that cannot be.
+        TypeError, ValueError: invalid sizes or dtype.
 
     Example:
         >>> import torch, headwise
@@ -71,10 +71,10 @@ class StaticCache(KVCache):
         super().__init__(batch, num_kv_heads, head_dim, value_dim, dtype, shared=shared, causal=causal)
         self.capacity = capacity
         self._store = Store((batch, num_kv_heads, capacity), head_dim, self.value_dim, dtype, shared, device)
-        # A head has a place of its own in the store, which may never be used up: so it is on huge pages when its keys
-        # fill half of that, or of one of them.
+        # Each head has its own part of the store, which may never be filled. So huge pages are requested when its keys
+        # fill half of this part, or half of a huge page.
         self._small: int | None = min(capacity, HUGE // (head_dim * dtype.itemsize)) // 2
-        self._is_saved = False  # a gradient may read its tensors: the next append goes to others
+        self._is_saved = False  # True if a gradient may need the tensors; then the next append writes to a copy
 
     @property
     @override
@@ -89,7 +89,7 @@ class StaticCache(KVCache):
     @property
     @override
     def keys(self) -> Tensor:
-        """(B, K, S, D) up to the longest row's end: a view; of int8 a copy in the dtype of the last tokens."""
+        """Keys (B, K, S, D) up to the longest row's end: a view, or for int8 a copy in the dtype of the last tokens."""
         return in_one_piece(self.view()[0], self._input_dtype)
 
     @override
@@ -97,11 +97,11 @@ class StaticCache(KVCache):
         saved = self._is_saved
         result = super()._attend(query, mask, options)
         out = result[0] if isinstance(result, tuple) else result
-        self._is_saved = saved or (out.requires_grad and self.dtype != torch.int8)  # which is dequantised to a copy
+        self._is_saved = saved or (out.requires_grad and self.dtype != torch.int8)  # int8 is dequantised to a copy
         return result
 
     def _spare_saved(self) -> None:
-        """Leave tensors that a gradient reads as they are, and go on with a copy; an empty cache begins anew."""
+        """Continue with a copy if a gradient needs the tensors; an empty cache gets new tensors."""
         longest = max(self._lengths)
         if self._is_saved or (longest == 0 and self._store.requires_grad):
             self._store, self._is_saved = self._store.continued(longest), False
@@ -117,7 +117,7 @@ class StaticCache(KVCache):
         self._widen(max(ends))
 
     def _widen(self, length: int) -> None:
-        """The store, on huge pages from so many tokens on."""
+        """Request huge pages for the store if `length` tokens are enough to use them."""
         if self._small is not None and length >= self._small:
             self._store.on_huge_pages()
             self._small = None

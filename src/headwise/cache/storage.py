@@ -1,4 +1,4 @@
-"""Where a cache keeps its numbers: tensors in the model's dtype, or int8 with a scale a token and head."""
+"""The tensors of a cache: numbers in the model's dtype, or int8 with a scale for each token and head."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .saved import Saved
 
 
 class Store(Saved):
-    """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) where they are int8.
+    """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) for int8.
 
-    Without values of their own (`shared`), the values are the first V columns of the keys, as in MLA.
+    If `shared` is True, the values are the first V columns of the keys, as in MLA.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Store(Saved):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the numbers take, used or not."""
+        """Bytes of the tensors, including memory that is not used."""
         return sum(x.nbytes for x in self._tensors().values())
 
     def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[Span]) -> bool:
-        """Writes spans of (B, K, T, n) in one native call, where this is int8 and there is one; False: use `put`."""
+        """Write spans of (B, K, T, n) to an int8 store in one native call; if it returns False, use `put`."""
         if self.key_scale is None:
             return False
         return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
 
     def storage(self, table: Tensor | None, places: list[int]) -> CacheStep:
-        """The same for a decode step, whose tokens go to these columns."""
+        """Return the store in the form of a decode step, whose tokens are written to the columns `places`."""
         return CacheStep(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
 
     def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
-        """Writes at an index of (N, K, L)."""
+        """Write tokens at an index of (N, K, L)."""
         for name, x in (("key", key), ("value", value)):
             if x is None:
                 continue
@@ -77,11 +77,11 @@ class Store(Saved):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether tokens with a gradient were written."""
+        """True if tokens with a gradient were written."""
         return any(x.requires_grad for x in self._tensors().values())
 
     def continued(self, length: int) -> Store:
-        """Another store with the same first tokens of each entry, through which their gradients flow."""
+        """Return another store with the same first tokens of each entry; gradients flow through the copy."""
         new = copy(self)
         for name, x in self._tensors().items():
             to = reserve(x.shape, x.dtype, x.device)
@@ -92,19 +92,19 @@ class Store(Saved):
         return new
 
     def detached(self) -> Store:
-        """The same memory without the gradients of what was written."""
+        """Return a store with the same memory, without the gradients of written tokens."""
         new = copy(self)
         vars(new).update({name: x.detach() for name, x in self._tensors().items()})
         return new
 
     def on_huge_pages(self) -> Store:
-        """Itself, on huge pages from here on, each resident as a whole."""
+        """Request huge pages for all tensors, and return this store; each new page is resident as a whole."""
         for x in self._tensors().values():
             on_huge_pages(x)
         return self
 
     def copied(self, entries: Sequence[int] | None = None, more: int = 0) -> Store:
-        """Another store: these of the N entries (all by default), and room for as many more."""
+        """Return another store with copies of the given entries of N (all by default), and room for `more` entries."""
         new = copy(self)
         for name, x in self._tensors().items():
             kept = len(x) if entries is None else len(entries)
@@ -119,7 +119,7 @@ class Store(Saved):
         return new
 
     def view(self, length: int | None = None) -> tuple[Any, Any]:
-        """Keys and values up to a length, as `headwise.attention` takes them; nothing is copied."""
+        """Return keys and values up to a length, as `headwise.attention` takes them; nothing is copied."""
         part = slice(None) if length is None else slice(length)
         key: Any = self.key[:, :, part]
         value: Any = key[..., : self.value_dim] if self.value is None else self.value[:, :, part]

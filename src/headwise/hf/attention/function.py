@@ -1,4 +1,4 @@
-"""The attention function that transformers calls, for every model on its attention interface."""
+"""The attention function that transformers calls for every model on its attention interface."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from .probe_sessions import record, watched
 
 HARMLESS = frozenset(
     {
-        CACHE,  # key and value already hold what is cached
+        CACHE,  # the key and value tensors already contain the cached tokens
         "cache_position",
-        "deterministic",  # asks flash attention for a reproducible backward pass
-        "encoder_attention_mask",  # for the cross-attention beside this call, which gets it as its attention_mask
+        "deterministic",  # requests a reproducible backward pass from flash attention
+        "encoder_attention_mask",  # for the cross-attention, which gets it as its attention_mask
         "encoder_hidden_states",
-        "grid_thw",  # of images: the sequences of a packed batch say it, too
+        "grid_thw",  # sizes of images; the sequences of a packed batch give the same information
         "input_ids",
         "logits_to_keep",
-        "max_length_k",  # restate cu_seq_lens_k, cu_seq_lens_q
+        "max_length_k",  # max_length_* repeat the information of cu_seq_lens_*
         "max_length_q",
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
         "pixel_values",
-        "position_ids",  # query and key are rotated already
+        "position_ids",  # query and key are already rotated
         "return_dict",
         "shift_labels",
-        "sliding_window",  # the mask says it, in full; this number counts differently from model to model
+        "sliding_window",  # the mask already contains it, and models count this number differently
         "use_cache",
     }
 )
-"""Arguments that reach an attention function and do not change its result. Any other raises: see `refuse_unknown`."""
+"""Arguments that reach an attention function and do not change its result. `refuse_unknown` raises for any other."""
 
 
 def headwise_attention(
@@ -65,13 +65,13 @@ def headwise_attention(
     output_attentions: bool | None = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function registered with transformers' AttentionInterface.
+    """Compute attention for transformers; this function is registered with its AttentionInterface.
 
-    query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), after rotation and cache; gives out (B, T, H, V), and the
-    weights (B, H, T, S) where the caller asked for attentions, None else. A query that may attend nothing gives 0.
-    A cache of `make_cache` passes key and value in pages or int8; a probe and weights take copies of them.
-    Where these carry a gradient, out is computed from them, as "eager" does it.
-    The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
+    query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V) come after rotation and cache. Returns out (B, T, H, V)
+    and the weights (B, H, T, S), or None if the caller did not request attentions. If the weights carry a gradient, out
+    is computed from them, as "eager" does. A query that may attend no key gives 0. A cache of `make_cache` passes key
+    and value in pages or int8; probes and weights use copies of them. Only the mask restricts attention:
+    `sliding_window` is not read. Raises ValueError for an unknown argument.
     """
     refuse_unknown(module, kwargs)
     heads = heads_here(module, query, key)
@@ -98,8 +98,8 @@ def headwise_attention(
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
     if attention_mask is None and _is_causal(module, is_causal, query.shape[2]):
-        # Without a mask, "causal" is aligned top-left: the keys past the queries (a static cache's unused room) are
-        # not there yet. Pages and int8 have no such room.
+        # Without a mask, transformers aligns causal attention at the top left. Keys after the last query are unused
+        # room of a static cache. Pages and int8 have no such room.
         if isinstance(key, Tensor) and isinstance(value, Tensor):
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
@@ -136,7 +136,7 @@ def _recorded(
     position_bias: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor | None:
-    """What those who watch a module put in the place of its attention. They see all heads, though some are `here`."""
+    """Return the replacement of the attention output by probes, which get all heads even if this rank has only some."""
     if here is None:
         return record(module, **dict(zip(("query", "key", "value"), triple, strict=True)), **options)
     whole = together(here, triple, sinks=options["sinks"], bias=position_bias)
@@ -156,9 +156,9 @@ def attend(
     returned: Returned | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention that a module's own code asks for, as the probes that are open on its model have it.
+    """Compute attention for a module's own code, including the probes that are open on its model.
 
-    Returns out (B, H, T, V), and the weights where they are to be `returned`.
+    Returns out (B, H, T, V), and the weights if `returned` is given.
     """
     key, value = _stored(key, value, query.dtype)
     answer = None
@@ -169,7 +169,7 @@ def attend(
 
 
 def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: WholeBatch, is_causal: bool | None) -> Mask:
-    """The mask of all tokens, where this process has some."""
+    """Return the mask of all tokens of a split batch."""
     if attention_mask is None:
         return causal() if _is_causal(module, is_causal, batch.tokens) else EVERYTHING
     return mask_of(module, attention_mask, batch.tokens, batch.tokens)
@@ -183,7 +183,7 @@ def _check_split(
     attentions: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    """ModelError for what an attention function cannot do with some of the tokens."""
+    """Raise ModelError for arguments and features that cannot be used when the tokens are split over processes."""
     wrong = [name for name in sorted(_SEQUENCES) if kwargs.get(name) is not None]
     wrong += ["position_bias"] if position_bias is not None else []
     wrong += ["output_attentions"] if attentions or attentions_are_collected() else []
@@ -197,7 +197,7 @@ def _check_split(
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """An argument that is not in `HARMLESS` may change the result: raise rather than drop it."""
+    """Raise ValueError for arguments that are not in `HARMLESS`, because they may change the result."""
     unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS | _SEQUENCES]
     if unknown:
         names = ", ".join(repr(name) for name in sorted(unknown))
@@ -209,11 +209,11 @@ def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def check_heads(module: nn.Module, query: Tensor, key: Stored) -> None:
-    """The shapes say how many query heads share a key-value head; it must be as many as in the model.
+    """Check that the number of query heads for each key-value head is that of the model.
 
-    Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K
-    still divide, and the queries would read other heads than theirs. Some models repeat their keys for all heads
-    themselves; they hand over as many of both as the config has.
+    Tensor parallelism gives each process some of the heads. If it gathers keys and values but not queries, K still
+    divides H, but the queries would use the wrong keys. Some models repeat their keys for all heads; they pass as many
+    query heads and key-value heads as the config has.
     """
     groups, config = getattr(module, "num_key_value_groups", None), getattr(module, "config", None)
     H, K, heads = query.shape[1], key.shape[1], getattr(config, "num_attention_heads", None)
@@ -227,7 +227,7 @@ def check_heads(module: nn.Module, query: Tensor, key: Stored) -> None:
 
 
 def _stored(key: Stored, value: Stored, dtype: torch.dtype) -> tuple[Stored, Stored]:
-    """Key and value for `attention`: as a cache stores them, or tensors both where the model computed with one."""
+    """Return key and value for `attention`: both as the cache stores them, or both as tensors if one is a tensor."""
     pair = from_model(key), from_model(value)
     if isinstance(pair[0], Tensor) is isinstance(pair[1], Tensor):
         return pair
@@ -235,28 +235,28 @@ def _stored(key: Stored, value: Stored, dtype: torch.dtype) -> tuple[Stored, Sto
 
 
 def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch of 1 (learned queries, a shared prefix) is repeated for the batch beside it."""
+    """Expand tensors with a batch of 1 (learned queries, a shared prefix) to the batch of the others."""
     B = max(query.shape[0], key.shape[0])
     query, key, value = (x.expand(B, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
     return query, key, value
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None, T: int) -> bool:
-    """What transformers means where it passes no mask; a single query sees all there is."""
+    """Return True if transformers means causal attention by passing no mask; a single query attends all keys."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", CROSS_ATTENTION.search(type(module).__name__) is None)
     return T > 1 and bool(is_causal)
 
 
 def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) -> Mask:
-    """What transformers, or its user, passes as a mask of T queries and S keys; bool tensors keep, floats are added."""
+    """Convert transformers' mask argument for T queries and S keys; bool tensors keep, float tensors are added."""
     if attention_mask is None:
         return EVERYTHING
     if isinstance(attention_mask, StructuralMask) and attention_mask.shape[2:] == (1, S) and T > 1:
-        attention_mask = attention_mask.plain().expand(-1, -1, T, -1)  # one row for all queries, as eager adds it
+        attention_mask = attention_mask.plain().expand(-1, -1, T, -1)  # one row for all queries, as in eager
     if isinstance(attention_mask, StructuralMask):
         if attention_mask.shape[2:] != (T, S) and attention_mask.mask.parts:
-            # Attention checks a tensor's sizes; rules have no sizes, and would count positions from another place.
+            # Attention checks the sizes of a tensor. Rules have no sizes and would silently use other positions.
             T_made, S_made = attention_mask.shape[2:]
             raise ModelError(
                 f"{type(module).__name__} attends {S} keys with {T} queries under a mask made for {T_made} queries and "
@@ -284,18 +284,18 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
 
 
 def without_lowest(added: Tensor) -> Tensor:
-    """What a model adds to its scores, with -inf where it writes "may not be attended" as the lowest finite number.
+    """Replace the lowest finite number, by which models hide a key, with -inf in a tensor that is added to scores.
 
-    As -inf, a row without keys gives 0, not a mean.
+    With -inf, a row without keys gives 0; with a finite number, it gives a mean.
     """
     lowest = torch.finfo(added.dtype).min
     return added.masked_fill(added <= lowest, -torch.inf)
 
 
 def _without_expired(mask: Mask, expired: int, query: Tensor, key: Stored) -> Mask:
-    """Without the first keys, where no window or chunk in the mask says it: some models rely on caches for that.
+    """Hide the first `expired` keys if the mask contains no window or chunk: some models rely on the cache for that.
 
-    transformers' caches drop what a sliding window has passed, to the token; ours to the page.
+    The caches of transformers drop tokens exactly at the sliding window; headwise's caches drop whole pages.
     """
     restricts = any(isinstance(part, Segments) or (isinstance(part, Band) and part.left) for part in mask.parts)
     if not expired or restricts:
@@ -308,7 +308,7 @@ _SEQUENCES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
 
 
 def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Stored) -> Mask:
-    """Keeps apart the sequences that `cu_seq_lens_*` (as for flash attention) or `seq_idx` name in a packed batch."""
+    """Separate the sequences of a packed batch that `cu_seq_lens_*` (as for flash attention) or `seq_idx` describe."""
     packing = {name: kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None}
     if not packing:
         return mask
@@ -333,7 +333,7 @@ def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query
 
 
 def _sequences(packing: dict[str, Any], query: Tensor, key: Stored) -> tuple[Tensor, Tensor]:
-    """The number of the sequence of each query (B, T) and of each key (B, S)."""
+    """Return the sequence number of each query (B, T) and of each key (B, S)."""
     if "cu_seq_lens_q" not in packing and "cu_seq_lens_k" not in packing:
         return (packing["seq_idx"].view(-1, query.shape[2]),) * 2
     ends_q = packing.get("cu_seq_lens_q", packing.get("cu_seq_lens_k"))
@@ -342,7 +342,7 @@ def _sequences(packing: dict[str, Any], query: Tensor, key: Stored) -> tuple[Ten
 
 
 def _is_kept_apart(part: Segments, sequences: tuple[Tensor, Tensor]) -> bool:
-    """Whether a new segment begins wherever a new sequence does, and none comes again."""
+    """Return True if a new segment begins wherever a new sequence begins, and no segment number returns later."""
     for ids, sequence in zip((part.query_ids, part.key_ids), sequences, strict=True):
         step = ids.diff()
         if bool((step < 0).any()) or bool(((sequence.diff() != 0) & (step == 0)).any()):
@@ -351,16 +351,16 @@ def _is_kept_apart(part: Segments, sequences: tuple[Tensor, Tensor]) -> bool:
 
 
 def _sequence_of(ends: Any, length: int, query: Tensor) -> Tensor:
-    """The number of the sequence that each position belongs to, (B, length); ends: (n + 1,), beginning with 0."""
+    """Return the sequence number of each position (B, length). `ends` is (n + 1,) and begins with 0."""
     at = torch.arange(query.shape[0] * length, device=query.device)
     return torch.searchsorted(ends[1:].to(at), at, right=True).view(-1, length)
 
 
 def attentions_are_collected() -> bool:
-    """Whether a caller up the stack asked for attentions; most models pass that on through this collector only."""
+    """Return True if an outer caller requested attentions; most models pass the request only through this collector."""
     try:
         from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # private: a version without it passes output_attentions down as an argument
+    except ImportError:  # private API: versions without it pass output_attentions as an argument
         return False
     wanted = _active_collector.get()
     return bool(wanted) and any("attentions" in key for key in wanted)

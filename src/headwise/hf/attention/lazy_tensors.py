@@ -1,4 +1,4 @@
-"""Tensors that are made when a model computes with them: masks on their way to attention, and keys of a cache."""
+"""Lazy tensors: masks and cached keys that become plain tensors only when a model computes with them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _AUTOCAST = reduce(
         if name.startswith("Autocast")
     ),
 )
-"""Steps that stay left out where they are: not left out, they would compute in half precision."""
+"""Dispatch keys that stay excluded; if they were included, operations would compute in half precision."""
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 @dataclass(eq=False)
 class _Source:
-    """How the tensor is made, and the tensor once it is made; shared by a lazy tensor and its aliases."""
+    """The function that makes the tensor, and the tensor once it is made; shared by a lazy tensor and its aliases."""
 
     make: Callable[[], Tensor]
     tensor: Tensor | None = None
@@ -38,14 +38,14 @@ class _Source:
 
 
 class Lazy(Tensor):
-    """A tensor of which there is only the size, dtype and device, until an operation reads its numbers.
+    """A tensor with only a size, dtype and device until an operation reads its numbers.
 
-    transformers' models see a tensor, in every respect: `isinstance`, `.shape`, `.dtype`, indexing, all of torch. Code
-    that knows the class reads the mask or the stored keys behind it, and no tensor is made.
+    To transformers' models it is a normal tensor for `isinstance`, `.shape`, `.dtype`, indexing and all torch
+    operations. Code that checks for the class reads the mask or the stored keys directly, and no tensor is made.
     """
 
     _source: _Source
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as of a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as in a plain tensor
 
     @classmethod
     def _of(
@@ -56,24 +56,24 @@ class Lazy(Tensor):
         return lazy
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing to do: `__new__` has made the tensor."""
+        """Do nothing: `__new__` has made the tensor."""
 
     @property
     def exposed(self) -> bool:
-        """Whether the tensor was written to, or may be through a view: from then on its numbers are the truth."""
+        """True if the tensor was written to, or may be through a view; then only its own numbers are valid."""
         return self._source.exposed
 
     def plain(self) -> Tensor:
-        """The tensor itself, made at the first call and then kept."""
+        """Return the plain tensor; it is made at the first call and then kept."""
         if self._source.tensor is None:
             with _as_outside_of_dispatch(), torch.inference_mode(False), torch.no_grad():
                 self._source.tensor = (
                     self._source.make().contiguous()
-                )  # contiguous, as a wrapper without strides must be
+                )  # contiguous, because a wrapper without strides must be
         return self._source.tensor
 
     def twin(self) -> Lazy:
-        """Another one of the same source."""
+        """Return another lazy tensor of the same source."""
         twin: Lazy = self._of(self._source.make, self.shape, self.dtype, self.device)
         vars(twin).update(vars(self))
         return twin
@@ -95,9 +95,9 @@ class Lazy(Tensor):
 
 
 def _as_outside_of_dispatch() -> Any:
-    """Lets operations take all their steps: inside of `__torch_dispatch__` torch leaves out those of torch.vmap.
+    """Let operations run all dispatch steps: inside of `__torch_dispatch__`, torch excludes the steps of torch.vmap.
 
-    A mask function of one pair is evaluated by that.
+    A mask function for a single pair is evaluated with torch.vmap.
     """
     left_out = torch._C._dispatch_tls_local_exclude_set() & _AUTOCAST
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
@@ -108,10 +108,10 @@ class LazyKeys(Lazy):
 
     stored: Quantized | Paged
     expired: int
-    """How many of the first columns a sliding window has passed; a mask with a window says so too."""
+    """The number of first columns that are before the sliding window; a mask with a window hides them, too."""
 
     def __new__(cls, stored: Quantized | Paged, dtype: torch.dtype, expired: int = 0) -> LazyKeys:
-        """`dtype`: of the tensor, where a model computes with it."""
+        """Make lazy keys; `dtype` is the dtype of the tensor that a model computes with."""
         device = stored.table.device if isinstance(stored, Paged) else stored.data.device
         keys: LazyKeys = cls._of(partial(in_one_piece, stored, dtype), stored.shape, dtype, device)
         keys.stored, keys.expired = stored, expired
@@ -122,14 +122,14 @@ class LazyKeys(Lazy):
 
 
 class LazyView(Lazy):
-    """Keys or values of a cache as a model's own code turns them to multiply: (.., n, S), heads beside the batch."""
+    """Keys or values of a cache reshaped by a model's own code: last axes swapped, batch and heads joined, or both."""
 
     keys: LazyKeys
     turned: bool
     flat: bool
 
     def __new__(cls, keys: LazyKeys, turned: bool, flat: bool) -> LazyView:
-        """`turned`: the last two axes are exchanged; `flat`: the first two are one."""
+        """Make a view. `turned`: the last two axes are exchanged; `flat`: the first two axes are joined."""
         B, K, S, n = keys.shape
         shape = ((B * K,) if flat else (B, K)) + ((n, S) if turned else (S, n))
 
@@ -143,12 +143,12 @@ class LazyView(Lazy):
 
 
 def to_model(x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0) -> Tensor:
-    """What a cache stores, as the tensor of this dtype that a model expects (and MLA's computes with)."""
+    """Return what a cache stores as the tensor of this dtype that a model expects."""
     return x if isinstance(x, Tensor) else LazyKeys(x, dtype, expired)
 
 
 def from_model(x: Tensor | Quantized | Paged) -> Tensor | Quantized | Paged:
-    """What a model passes to attention, in the form the cache stores it where the model has not written to it."""
+    """Return the stored form of what a model passes to attention, or the tensor if the model has written to it."""
     if not isinstance(x, LazyKeys):
         return x
     return x.plain() if x.exposed else x.stored

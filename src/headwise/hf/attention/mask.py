@@ -1,4 +1,4 @@
-"""The mask that goes through a transformers model: an object in the place of a (B, 1, T, S) tensor."""
+"""The mask object that takes the place of a (B, 1, T, S) tensor in a transformers model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .mask_functions import function_mask
 
 
 class StructuralMask(Lazy):
-    """A headwise mask that transformers carries from where masks are made to where attention is computed.
+    """A headwise mask that transformers carries from the place where masks are made to attention.
 
-    To a model it is the float tensor (B, 1, T, S) that "eager" attention gets: 0 where a query may attend, the lowest
-    number where not. That tensor is made only where the model itself computes with it. Attention reads `mask`.
+    A model can use it as the float tensor (B, 1, T, S) that "eager" attention gets: 0 where a query may attend, else
+    the lowest number. That tensor is made only if the model itself computes with it. Attention reads `mask`.
     """
 
     mask: Mask
@@ -38,25 +38,25 @@ class StructuralMask(Lazy):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> StructuralMask:
-        """A mask of rules, for a batch and lengths: shape (B, 1, T, S)."""
+        """Make a mask of rules for a batch and lengths; shape is (B, 1, T, S)."""
         make = partial(_additive, mask, shape, dtype, torch.device(device))
         carrier: StructuralMask = cls._of(make, shape, dtype, device)
         carrier.mask = mask
         return carrier
 
     def __getitem__(self, index: Any) -> Tensor:
-        """As of any tensor; some of the rows are made alone, a copy (models whose last layers run one query ask so)."""
+        """Index as any tensor; a slice of the rows makes only those (for models whose last layers run one query)."""
         rest = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else None
         if self._source.tensor is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
             return self.rows(index[2])
         return super().__getitem__(index)
 
     def rows(self, rows: slice) -> Tensor:
-        """Some rows of the tensor."""
+        """Return a slice of the rows as a tensor."""
         return _additive(self.mask, self.shape, self.dtype, self.device, slice(*rows.indices(self.shape[2])))
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As of any tensor; on another device it is still a structural mask, and as bools says what it hides."""
+        """Convert as any tensor: a new device gives a structural mask, and torch.bool gives `Hidden`."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype == torch.bool and not self.exposed:
             return Hidden(self.mask if device is None else self.mask.to(device), self.shape, device or self.device)
@@ -65,7 +65,7 @@ class StructuralMask(Lazy):
         return StructuralMask(self.mask.to(device), self.shape, self.dtype, device)
 
     def __lt__(self, other: Any) -> Tensor:
-        """As of any tensor: where the mask is below zero, it hides."""
+        """Compare as any tensor; a comparison with 0 or a negative number returns the hidden positions."""
         if self.exposed or not isinstance(other, (int, float)) or not torch.finfo(self.dtype).min < other <= 0:
             return super().__lt__(other)
         return self.to(torch.bool)
@@ -75,12 +75,12 @@ class StructuralMask(Lazy):
 
 
 class Hidden(Lazy):
-    """What a structural mask hides, where a model asks for that as a bool tensor (B, 1, T, S): True = hidden."""
+    """The positions that a structural mask hides, as a bool tensor (B, 1, T, S) for models: True = hidden."""
 
     mask: Mask
 
     def __new__(cls, mask: Mask, shape: Sequence[int], device: torch.device | str) -> Hidden:
-        """Of the same mask and shape."""
+        """Make the bool tensor for a mask and the shape of its structural mask."""
         carrier: Hidden = cls._of(partial(_hidden, mask, shape, torch.device(device)), shape, torch.bool, device)
         carrier.mask = mask
         return carrier
@@ -89,7 +89,7 @@ class Hidden(Lazy):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """A bias that is filled with the lowest number where this hides is a mask of rules with a bias."""
+        """Return a mask of rules and a bias if masked_fill writes the lowest number into a bias at these positions."""
         if function is torch.ops.aten.masked_fill.Scalar and isinstance(args[1], Hidden) and not args[1].exposed:
             x, hidden, value = args
             if x.ndim == 4 and x.is_floating_point() and value <= torch.finfo(x.dtype).min:
@@ -107,7 +107,7 @@ def _hidden(mask: Mask, shape: Sequence[int], device: torch.device) -> Tensor:
 def _additive(
     mask: Mask, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rows: slice | None = None
 ) -> Tensor:
-    """(B, 1|H, T, S) of 0 or a bias and the lowest number, as transformers' eager adds it; or some rows T of it."""
+    """Return the tensor (B, 1|H, T, S) that eager adds: 0 or a bias, and the lowest number; or only `rows` of T."""
     B, H, T, S = shape
     added, allowed = (of(T, S, rows=rows, device=device) for of in (mask.added, mask.allowed))
     full = torch.zeros((), dtype=dtype, device=device) if added is None else added.to(dtype)
@@ -127,23 +127,23 @@ def headwise_mask(
     use_vmap: bool = False,
     **options: Any,
 ) -> StructuralMask | Tensor | None:
-    """The mask function registered with transformers' AttentionMaskInterface; transformers calls it by keywords.
+    """Make the mask for transformers, which calls this function of its AttentionMaskInterface by keywords.
 
-    Gives a `StructuralMask`, always: with None the attention function would have to guess (causal or not, aligned on
-    which side). Where it must be a plain tensor it is one: for the single query of a step with a static cache, which
-    compiled code takes, the float tensor (B, 1, 1, S) that "eager" gets; while torch.compile or torch.export traces,
-    or tensors are fake, what "sdpa" gets (a bool tensor, or None where that may be), or "eager" for a model that
+    Usually returns a `StructuralMask`. None would leave open whether attention is causal and on which side it is
+    aligned. Some cases need a plain tensor. The single query of a decode step with a static cache, which may be
+    compiled, gets the float tensor (B, 1, 1, S) of "eager". While torch.compile or torch.export traces, or if tensors
+    are fake, the result is that of "sdpa" (a bool tensor, or None where allowed), or that of "eager" for a model that
     computes with its mask.
     """
     config, device = options.get("config"), options.get("device", "cpu")
-    if q_length is None:  # transformers before 5.4 passed the positions instead
+    if q_length is None:  # transformers before 5.4 passes the positions instead
         position = options.pop("cache_position")
         q_length, q_offset = position.shape[0], position[0]
     traced = without_numbers() or torch.jit.is_tracing()
     step = isinstance(q_offset, Tensor) and q_length == 1
     if traced or step:
         is_float = not traced or getattr(config, "model_type", "") in FLOAT_MASKS or is_switched(config)
-        if step or is_float:  # in a single step, most of a static cache's keys are not there yet
+        if step or is_float:  # in a single step, most keys of a static cache are not filled yet
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return (theirs.eager_mask if is_float else theirs.sdpa_mask)(
             batch_size=batch_size,
@@ -158,11 +158,11 @@ def headwise_mask(
         )
     require_consulted(config)
     batch = whole_batch()
-    if batch is not None:  # its tokens are split over processes: the mask is that of all
+    if batch is not None:  # the tokens are split over processes, and the mask is that of all tokens
         q_length = kv_length = batch.tokens
         q_offset = kv_offset = 0
         attention_mask = batch.padding
-    # int() also takes a copy: the offset of a static cache is its live counter, which moves on before the mask is read.
+    # int() also copies: the offset of a static cache is its live counter, which advances before the mask is read.
     frame = Frame(batch_size, q_length, int(kv_length), int(q_offset), int(kv_offset), device)
     mask = read_mask(mask_function, frame)
     if mask is None:

@@ -1,12 +1,12 @@
-"""transformers' mask functions, read as headwise masks.
+"""Conversion of transformers' mask functions to headwise masks.
 
 transformers describes a mask by an index function, `mask_function(batch, head, query, key) -> bool`, made by closures:
-causal, sliding window, chunks, packed sequences, padding, and intersections of those. `read_mask` reads such a closure
-back into what it means, so that no T x S tensor is made. The closures are transformers' private matter; therefore
+causal, sliding window, chunks, packed sequences, padding, and intersections of those. `read_mask` converts such a
+closure to rules, so that no T x S tensor is made. The closures are private to transformers, therefore
 
-- each reader is tried once in a process against the installed transformers' own evaluation of what it reads; one that
-  disagrees (after an upgrade, say) is not used, and the log says so;
-- what is not understood, wholly or in part, is evaluated: see `functions`, and `dense_mask` for what that cannot do.
+- each reader is tested once in a process against the evaluation by the installed transformers; a reader that
+  disagrees (for example after an upgrade) is not used, and a warning is logged;
+- a function that cannot be converted completely is evaluated: see `mask_functions`, and `dense_mask` for the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Cells: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Frame:
-    """The frame of a mask: its size, and the positions of its first query and of its first key."""
+    """The size of a mask, and the positions of its first query and first key."""
 
     B: int
     T: int
@@ -44,14 +44,14 @@ class Frame:
     kv_offset: int = 0
     device: torch.device | str = "cpu"
     positions: Tensor | None = None
-    """(B|1, T) to take in place of the indices, as a packed batch has them; then T == S and no offsets."""
+    """(B|1, T) positions that replace the indices, as in a packed batch; then T == S, and the offsets are 0."""
 
     def query_positions(self) -> Tensor:
-        """(B|1, T)."""
+        """Return the positions of the queries (B|1, T)."""
         return self._positions(self.T, self.q_offset)
 
     def key_positions(self) -> Tensor:
-        """(B|1, S)."""
+        """Return the positions of the keys (B|1, S)."""
         return self._positions(self.S, self.kv_offset)
 
     def _positions(self, length: int, offset: int) -> Tensor:
@@ -60,13 +60,13 @@ class Frame:
         return torch.arange(offset, offset + length, device=self.device)[None]
 
     def is_square_with(self, per_token: Tensor) -> bool:
-        """Whether a (B, n) tensor names the queries and the keys alike."""
+        """Return True if a (B, n) tensor describes both the queries and the keys."""
         return self.T == self.S == per_token.shape[-1] and self.q_offset == self.kv_offset == 0
 
 
 @dataclass(frozen=True)
 class ClosureRules:
-    """What a closure stands for: a band around the query's own position (as `window` counts), and masks besides."""
+    """The meaning of a closure: a band around the query's own position (counted as in `window`), and further masks."""
 
     left: int | None = None
     right: int | None = None
@@ -76,7 +76,7 @@ class ClosureRules:
         return ClosureRules(_least(self.left, other.left), _least(self.right, other.right), self.masks + other.masks)
 
     def mask(self, offset: int) -> Mask:
-        """One mask; `offset`: position of query 0 among the keys. No rule at all gives a mask of no parts."""
+        """Return one mask. `offset` is the position of query 0 among the keys. Without rules, the mask has no parts."""
         band = EVERYTHING if self.left is None and self.right is None else window(self.left, self.right, offset=offset)
         return reduce(and_, self.masks, band)
 
@@ -86,7 +86,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None) -> Mask | None:
-    """The headwise mask of a mask function and a padding mask (B, any length); None where it is not understood.
+    """Return the headwise mask of a mask function and a padding mask (B, any length), or None if no reader fits.
 
     >>> frame = Frame(B=1, T=2, S=4, q_offset=2)
     >>> read_mask(theirs.sliding_window_causal_mask_function(3), frame)
@@ -102,10 +102,10 @@ def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = Non
 
 
 def read_padding(padding: Tensor, frame: Frame) -> Mask:
-    """A 2-D padding mask (True = a real token) over absolute key positions, as a mask of this frame's keys.
+    """Return the mask of this frame's keys for a 2-D padding mask (True = a real token) over absolute key positions.
 
-    Keys beyond its end are not there yet (static caches) and may not be attended. One run of real tokens a row, which
-    left and right padding give, becomes two numbers a row; anything else a (B, 1, 1, S) tensor.
+    Keys beyond its end do not exist yet (static caches) and may not be attended. If each row has one run of real
+    tokens, as left or right padding gives, the mask stores two numbers for each row; else a (B, 1, 1, S) tensor.
     """
     if padding.ndim != 2:
         raise ValueError(
@@ -113,7 +113,7 @@ def read_padding(padding: Tensor, frame: Frame) -> Mask:
             "(B, 1, T, S), attention_mask[:, None]"
         )
     padding = padding.to(device=frame.device, dtype=torch.bool)[:, frame.kv_offset : frame.kv_offset + frame.S]
-    if padding.is_meta:  # no numbers to read
+    if padding.is_meta:  # a meta tensor has no numbers to read
         return keep(padding.new_empty(len(padding), 1, 1, frame.S))
     if padding.shape[1] == frame.S and bool(padding.all()):
         return EVERYTHING
@@ -127,7 +127,7 @@ def read_padding(padding: Tensor, frame: Frame) -> Mask:
 
 
 def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None, *, use_vmap: bool = False) -> Mask:
-    """The mask as transformers itself evaluates it: a (B, 1, T, S) tensor."""
+    """Return the mask as transformers itself evaluates it: a (B, 1, T, S) tensor."""
     grid = theirs.sdpa_mask(
         batch_size=frame.B,
         q_length=frame.T,
@@ -144,10 +144,10 @@ def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = No
     return keep(grid)
 
 
-# -- readers: the variables of a closure and a frame -> Rules, or None where no rule says it --------------------------
+# -- readers: the variables of a closure and a frame -> ClosureRules, or None if no rule describes it -----------------
 
 Readers: TypeAlias = Mapping[CodeType, Any]
-"""A closure's code -> the reader of it."""
+"""The reader of each closure, by its code."""
 ClosureReader: TypeAlias = Callable[[Cells, Frame, Readers], ClosureRules | None]
 
 
@@ -171,12 +171,12 @@ def _bidirectional(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules
 
 
 def _sliding(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
-    width = cells["sliding_window"]  # key > query - width: `width` keys with self among them, as headwise counts
+    width = cells["sliding_window"]  # key > query - width: `width` keys including the query's own, as in headwise
     return ClosureRules(left=width) if width >= 1 else None
 
 
 def _sliding_both_ways(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
-    width = cells["sliding_window"]  # |query - key| <= width: on the left, self comes on top
+    width = cells["sliding_window"]  # |query - key| <= width: on the left, the query's own key is counted in addition
     return ClosureRules(left=width + 1, right=width) if width >= 0 else None
 
 
@@ -211,10 +211,10 @@ def _all_of(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None
 def _renumbered(
     function: MaskFunction, beside: tuple[MaskFunction, ...], frame: Frame, readers: Readers
 ) -> ClosureRules | None:
-    """A mask over positions that begin anew with every packed sequence.
+    """Return the rules of a mask over positions that restart at 0 in every packed sequence.
 
-    Inside a sequence they differ from the indices by a constant, so a band stays the same band. Across sequences they
-    mean nothing: the rule must stand beside the one that keeps these very sequences apart.
+    Inside a sequence, these positions differ from the indices by a constant, so a band stays the same band. Across
+    sequences they mean nothing: the rule is valid only together with the mask that separates these same sequences.
     """
     cells = _cells(function)
     positions = cells["position_ids"]
@@ -228,12 +228,12 @@ def _renumbered(
     return _read(cells["mask_function"], replace(frame, positions=positions), readers)
 
 
-# -- which reader reads which closure, and whether the installed transformers means what the reader says --------------
+# -- the reader of each closure, and the check that the installed transformers agrees with it -------------------------
 
 
 @cache
 def _code_of(factory: str, *arguments: Any) -> CodeType | None:
-    """The code of the functions that one of transformers' factories makes; None where it has no such factory."""
+    """Return the code of the functions that a factory of transformers makes, or None if there is no such factory."""
     try:
         return getattr(theirs, factory)(*arguments).__code__
     except (AttributeError, TypeError):
@@ -244,14 +244,14 @@ _SQUARE, _LATER = Frame(B=2, T=6, S=6), Frame(B=2, T=3, S=7, q_offset=5, kv_offs
 
 
 def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]]]]:
-    """What each reader reads, by the name of transformers' factory; a reader comes after those it relies on."""
+    """Return the reader and sample closures for each of transformers' factories; a reader comes after those it uses."""
     positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]], device="cpu")
     starts = torch.tensor([0, 2], device="cpu")
     padding = torch.arange(8, device="cpu") >= starts[:, None]
 
     def joined() -> list[MaskFunction]:
         chunks = theirs.chunked_causal_mask_function(3, starts)
-        renumber = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not yet there in 5.20
+        renumber = getattr(theirs, "remap_positions_for_packed_sequence", None)  # does not exist in 5.20
         if renumber is None:
             return [chunks]
         packed = theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))
@@ -277,9 +277,9 @@ def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]
 
 @cache
 def trusted_readers() -> Readers:
-    """The readers that agree with the installed transformers on what it evaluates; tried once, in about 10 ms."""
+    """Return the readers that agree with the installed transformers; they are tested once, in about 10 ms."""
     trusted: dict[CodeType, ClosureReader] = {}
-    with torch.device("cpu"):  # whatever default device the caller has set
+    with torch.device("cpu"):  # independent of the caller's default device
         for name, (reader, make) in _samples().items():
             try:
                 functions = make()
@@ -295,12 +295,12 @@ def trusted_readers() -> Readers:
 
 
 def _agrees(function: MaskFunction, readers: Readers) -> bool:
-    """Whether a function is read on some frame, and never otherwise than transformers evaluates it."""
+    """Return True if a function can be read on some frame, and every reading equals the evaluation by transformers."""
     understood = 0
     for frame in (_SQUARE, _LATER):
         try:
             rules = _read(function, frame, readers)
-        except Exception:  # a changed closure may raise anything: then it is not read
+        except Exception:  # a changed closure may raise any error, and then it is not read
             return False
         if rules is None:
             continue

@@ -1,7 +1,7 @@
-"""Mask functions that `closures` cannot read, as headwise rules: evaluated a strip of query rows at a time.
+"""Rules for mask functions that `mask_closures` cannot read: they are evaluated on strips of query rows.
 
-A function `mask_function(batch, head, query, key) -> bool` says for each pair of a query and a key, by itself, whether
-the key may be attended. Then any strip of the T x S pairs may be evaluated alone, and the whole is never there at once.
+A function `mask_function(batch, head, query, key) -> bool` decides for each pair of a query and a key independently. So
+any strip of the T x S pairs can be evaluated separately, and the whole T x S tensor is never in memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ logger = logging.getLogger("headwise.hf")
 
 
 def function_mask(function: MaskFunction, frame: Frame, *, use_vmap: bool = False) -> Mask | None:
-    """The mask of any function of (batch, head, query, key) positions; None where strips of rows would not do.
+    """Return the mask of any function of (batch, head, query, key) positions, or None if strips are impossible.
 
-    That is so where the function fails on index tensors that broadcast, gives something other than their bool tensor,
-    or answers for a pair otherwise when it is asked about others beside it. `use_vmap`: it takes one pair at a time.
+    This is so if the function fails on index tensors that broadcast, returns something other than a bool
+    tensor of their shape, or gives a pair another result when other pairs are present. `use_vmap`: it takes one pair at
+    a time.
 
     >>> mask = function_mask(lambda b, h, q, k: (k <= q) | (k < 2), Frame(B=1, T=3, S=5, q_offset=0))
     >>> print(mask.draw(3, 5))
@@ -32,7 +33,7 @@ def function_mask(function: MaskFunction, frame: Frame, *, use_vmap: bool = Fals
     ■ ■ · · ·
     ■ ■ ■ · ·
     """
-    # The mask lives as long as one forward: transformers' own is evaluated once for all its layers, too.
+    # The mask lives for one forward pass. transformers also evaluates its mask once for all layers.
     mask = rule(_in_frame(_of_pairs(function) if use_vmap else function, frame), keep=True).sized(frame.B, 1)
     reason = _why_not(mask, frame)
     if reason is None:
@@ -42,7 +43,7 @@ def function_mask(function: MaskFunction, frame: Frame, *, use_vmap: bool = Fals
 
 
 def _in_frame(function: MaskFunction, frame: Frame) -> MaskFunction:
-    """The function of positions, for indices of queries and keys; every head is head 0, as transformers has it.
+    """Return the function of query and key indices; every head is head 0, as in transformers.
 
     Batch and head are index tensors (B, 1, 1, 1) and (1, H, 1, 1), or plain numbers of one pair (FlexAttention).
     """
@@ -56,7 +57,7 @@ def _in_frame(function: MaskFunction, frame: Frame) -> MaskFunction:
                 'the way: run it with set_attn_implementation("eager")'
             )
         places = (b, _first(h), i + frame.q_offset, j + frame.kv_offset)
-        allowed: Tensor = function(*(x.to(frame.device) for x in places))  # where its own tensors are
+        allowed: Tensor = function(*(x.to(frame.device) for x in places))  # the device of its own tensors
         return allowed.to(i.device)
 
     return of_indices
@@ -67,7 +68,7 @@ def _first(index: Tensor) -> Tensor:
 
 
 def _of_pairs(function: MaskFunction) -> MaskFunction:
-    """The function of one pair, for index tensors that broadcast: torch.vmap over each axis that has a length."""
+    """Return a function of index tensors that broadcast, by torch.vmap of the function of one pair over each axis."""
 
     def of_tensors(*places: Tensor) -> Tensor:
         sizes = torch.broadcast_shapes(*(x.shape for x in places))
@@ -77,7 +78,7 @@ def _of_pairs(function: MaskFunction) -> MaskFunction:
                 mapped = torch.vmap(mapped, in_dims=tuple(0 if x.shape[axis] > 1 else None for x in places))
         if mapped is function:
             return function(*(x.squeeze() for x in places)).reshape(sizes)
-        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # private: tensor[batched]
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # private API: tensor[batched]
 
         with TransformGetItemToIndex():
             return mapped(*(x.squeeze() for x in places)).reshape(sizes)
@@ -86,7 +87,7 @@ def _of_pairs(function: MaskFunction) -> MaskFunction:
 
 
 def _why_not(mask: Mask, frame: Frame) -> str | None:
-    """Why the function cannot be evaluated strip by strip, by what it says of the corners; None where it can."""
+    """Return the reason why the function cannot be evaluated by strips, tested on the corners, or None if it can."""
     T, S, device = frame.T, frame.S, torch.device(frame.device)
     rows, cols = (torch.tensor([0, max(n - 1, 0)], device=device) for n in (T, S))
     try:
@@ -97,6 +98,6 @@ def _why_not(mask: Mask, frame: Frame) -> str | None:
             alone = mask.allowed(T, S, rows=rows[row], cols=cols[col], device=device)
             if not torch.equal(corners[..., row, col], alone):  # type: ignore[arg-type]
                 return "its answer for a pair depends on the other pairs"
-    except Exception as error:  # whatever another's function raises: transformers' own evaluation decides
+    except Exception as error:  # a foreign function may raise anything; then transformers' own evaluation is used
         return one_line(error)
     return None

@@ -1,7 +1,7 @@
-"""The probes that are open, and what they say of a call of attention.
+"""The open probes, and their access to attention calls.
 
-A probe is its thread's. There, the configs of its model say that attention runs on headwise; in other threads they say
-what they did, and their calls are not shown.
+A probe belongs to its thread. In that thread, the configs of its model name headwise as their attention; in other
+threads they keep their own values, and calls are not recorded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...nn.hooks.probe import Probe
 from ...nn.hooks.thread_hooks import Opener
 
 FIELD = "_attn_implementation_internal"
-"""Where a config keeps the name of its attention."""
+"""The attribute of a config that stores the name of its attention."""
 
 
 class Session:
-    """One open probe: the modules that it watches, by name, what it sees, and what configs say in its thread."""
+    """One open probe with the names of its watched modules and the attention names that configs have in its thread."""
 
     def __init__(self, seen: Probe, names: dict[nn.Module, str], says: dict[int, str]) -> None:
         self.seen, self.names, self.says, self.opener = seen, names, says, Opener()
@@ -35,21 +35,21 @@ def _here() -> list[Session]:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether this thread has a probe of this module's model open."""
+    """Return True if this thread has an open probe on this module's model."""
     return bool(_sessions) and any(module in session.names for session in _here())
 
 
 def record(module: nn.Module, **fields: Any) -> Tensor | None:
-    """Show an attention call of this module to every probe that this thread has open on its model.
+    """Pass an attention call of this module to every open probe of this thread on its model.
 
-    Returns what the call is to give instead, (B, H, T, V): the answer of the last opened of those that answer.
+    Returns the replacement of the output (B, H, T, V): the result of the last opened probe that returns one, or None.
     """
     answers = [session.seen.record(session.names[module], **fields) for session in _here() if module in session.names]
     return next((answer for answer in reversed(answers) if answer is not None), None)
 
 
 def opened(session: Session) -> None:
-    """From here on, calls are shown to it."""
+    """Start recording calls for a session."""
     global _sessions
     with _lock:
         if not _sessions:
@@ -58,7 +58,7 @@ def opened(session: Session) -> None:
 
 
 def closed(session: Session) -> None:
-    """From here on, they are not."""
+    """Stop recording calls for a session."""
     global _sessions
     with _lock:
         _sessions = tuple(other for other in _sessions if other is not session)
@@ -67,7 +67,7 @@ def closed(session: Session) -> None:
 
 
 class _SaidHere:
-    """The field of configs while probes are open: what the thread's own probe has put there, else the config's own."""
+    """The attention name in configs while probes are open: that of this thread's probe, else the config's own."""
 
     def __get__(self, config: Any, owner: type) -> Any:
         says = self._says(config)

@@ -1,1 +1,1 @@
-"""Caches of headwise in transformers' generation and serving."""
+"""The caches of headwise in transformers' generation and continuous batching."""

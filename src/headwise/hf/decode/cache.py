@@ -1,4 +1,4 @@
-"""Caches of transformers that keep keys and values in ours, attended in the form stored: in pages and in int8."""
+"""transformers caches that store keys and values in headwise caches; attention reads pages and int8 directly."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..errors import ModelError
 from ..models.support import NAME, caches_memory, require_interface, title
 
 KINDS = ("static", "paged")
-KEPT = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))  # 5.20 has none
-LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")  # what a config calls the longest text
+KEPT = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))  # not in 5.20
+LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")  # config names of the longest text
 
 
 class FullLayer(CacheLayerMixin):
-    """A layer that keeps every token, up to `max_length`; its cache is made at the first update, of the sizes met."""
+    """A layer that keeps every token, up to `max_length`; its cache is made at the first update."""
 
     is_sliding = False
     is_croppable = True
@@ -32,7 +32,7 @@ class FullLayer(CacheLayerMixin):
     def __init__(self, kind: str, max_length: int, dtype: torch.dtype | None) -> None:
         self.kind, self.max_length, self.dtype = kind, max_length, dtype
         self.cache: Any = None
-        self.input_dtype = torch.float32  # of the last tokens
+        self.input_dtype = torch.float32  # dtype of the last tokens
         super().__init__()
 
     def __repr__(self) -> str:
@@ -45,7 +45,7 @@ class FullLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """(B, K, S, D), for models and generation that read a cache themselves; None while it is empty."""
+        """Keys (B, K, S, D) for models and generation code that read a cache themselves; None while it is empty."""
         return self._for_model()[0]
 
     @keys.setter
@@ -54,7 +54,7 @@ class FullLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        """(B, K, S, V)."""
+        """Values (B, K, S, V); None while the cache is empty."""
         return self._for_model()[1]
 
     @values.setter
@@ -68,7 +68,7 @@ class FullLayer(CacheLayerMixin):
         return to_model(key, self.input_dtype, expired), to_model(value, self.input_dtype, expired)
 
     def _refuse(self, new: Tensor | None) -> None:
-        if new is not None:  # a layer begins with None
+        if new is not None:  # transformers sets None when a layer is made
             raise ValueError(
                 "keys and values of a headwise cache come by update() and are changed by crop(), reorder_cache() and "
                 "reset(), never replaced; use transformers.DynamicCache(config=model.config)"
@@ -78,11 +78,11 @@ class FullLayer(CacheLayerMixin):
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Makes the cache for key (B, K, T, D) and value (B, K, T, V); nothing is added."""
+        """Make the cache for key (B, K, T, D) and value (B, K, T, V) without adding tokens."""
         self.input_dtype = key_states.dtype
         dtype = self.input_dtype if self.dtype is None else self.dtype
         sizes = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
-        with torch.inference_mode(False):  # memory made in inference mode could not be written to outside of it
+        with torch.inference_mode(False):  # memory made in inference mode cannot be written to outside of it
             self.cache = self._new_cache(sizes, dtype, key_states.device)
         self.is_initialized = True
 
@@ -98,8 +98,8 @@ class FullLayer(CacheLayerMixin):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Adds key (B, K, T, D) and value (B, K, T, V); gives those of all tokens, as attention takes them."""
-        # Under autocast a rotation may leave keys in float32 beside values in a half dtype: attention takes the lower.
+        """Add key (B, K, T, D) and value (B, K, T, V), and return those of all tokens in attention's form."""
+        # Under autocast, a rotation may leave keys in float32 while values have a half dtype, which attention takes.
         key_states = key_states.to(value_states.dtype)
         self._check_room(key_states.shape[2])
         if self.cache is None or (self.get_seq_length() == 0 and not self._fits(key_states, value_states)):
@@ -129,29 +129,29 @@ class FullLayer(CacheLayerMixin):
 
     @override
     def get_seq_length(self) -> int:
-        """Tokens of a row so far, padding included."""
+        """Return the number of tokens of a row so far, including padding."""
         return 0 if self.cache is None else int(self.cache.length)
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(S, position of the first key) once `query_length` more tokens are in."""
+        """Return (S, position of the first key) after `query_length` more tokens."""
         return self.get_seq_length() + query_length, 0
 
     @override
     def get_max_length(self) -> int:
-        """Tokens that a row has room for."""
+        """Return the number of tokens for which a row has room."""
         return self.max_length
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
     @override
     def reset(self) -> None:
-        """Empty again; the memory stays for the next text of the same sizes."""
+        """Empty the cache; the memory is kept for the next text of the same sizes."""
         if self.cache is not None:
             self.cache.release() if isinstance(self.cache, PagedCache) else self.cache.truncate(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last tokens; their number is negative, as transformers has it."""
+        """Remove the last tokens; their number is negative, as in transformers."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove; got {tokens_to_remove}")
         if tokens_to_remove < 0 and self.cache is not None:
@@ -159,7 +159,7 @@ class FullLayer(CacheLayerMixin):
 
     @override
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row r becomes what row beam_idx[r] was."""
+        """Replace row r by the earlier row beam_idx[r]."""
         if self.cache is None:
             return
         if isinstance(self.cache, PagedCache) and not isinstance(self.cache, RollingCache):
@@ -169,18 +169,18 @@ class FullLayer(CacheLayerMixin):
         self.cache.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after another."""
+        """Repeat each row `repeats` times; the copies of a row follow each other."""
         if self.cache is not None:
             self.reorder_cache(torch.arange(self.cache.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The chosen rows alone: their numbers, or a bool tensor."""
+        """Keep only the chosen rows, given by their numbers or a bool tensor."""
         if self.cache is not None:
             self.reorder_cache(torch.arange(self.cache.batch, device="cpu")[indices.to("cpu")])
 
 
 class SlidingLayer(FullLayer):
-    """A layer whose queries see `sliding_window` keys, self included; their pages are used again."""
+    """A layer whose queries attend `sliding_window` keys, including their own; expired pages are reused."""
 
     is_sliding = True
 
@@ -195,14 +195,14 @@ class SlidingLayer(FullLayer):
         return cache.remember(PAGE) if self.record_past else cache
 
     def activate_past_recording(self) -> None:
-        """From here on `crop` can take back a page of tokens (128), over several updates, and not only the last one."""
+        """Let `crop` remove a page of tokens (128) over several updates from now on, and not only the last update."""
         self.record_past = True
         if self.cache is not None:
             self.cache.remember(PAGE)
 
     @property
     def _expired(self) -> int:
-        """Columns in the cache that no later token sees: pages are dropped as a whole."""
+        """The number of columns in the cache that no later token attends; only whole pages are dropped."""
         return max(int(self.cache.columns[0]) - self.sliding_window + 1, 0)
 
     @override
@@ -212,7 +212,7 @@ class SlidingLayer(FullLayer):
             self.cache.append(key, value)
             self.input_dtype = key.dtype
             return self._for_model(max(self._expired - key.shape[2], 0))
-        # More than the cache takes at once: attention reads the window as it was before and the new tokens beside it.
+        # These are more tokens than the cache takes in one append. Attention reads the old window and the new tokens.
         columns, expired = self.cache.settle().columns[0], self._expired
         both = [key, value]
         if columns:
@@ -226,19 +226,19 @@ class SlidingLayer(FullLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.cache is None:
             return query_length, 0
-        # Drop pages now: the mask is made before the update, and its columns must still be these after it.
+        # Drop pages now: the mask is made before the update, and its columns must still be valid after it.
         columns, dropped = self.cache.settle().columns[0], self.cache.dropped[0]
         expired = self._expired if query_length > self.cache.chunk else 0
         return columns - expired + query_length, dropped + expired
 
     @override
     def get_max_length(self) -> int:
-        """The window, as transformers has it."""
+        """Return the window, as transformers does."""
         return self.sliding_window
 
 
 class HeadwiseCache(Cache):
-    """What `make_cache` gives: transformers' Cache, its layers kept by headwise.
+    """The transformers Cache that `make_cache` returns; headwise stores its layers.
 
     Attributes:
         nbytes: bytes of all keys, values and scales; 0 before the first token. Pages count when a row holds them.
@@ -251,16 +251,16 @@ class HeadwiseCache(Cache):
 
 
 class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
-    """The same beside an encoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
+    """A cache for encoder-decoder models: headwise stores the decoder's tokens, transformers the encoder's output."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the decoder's own keys, values and scales; the encoder's memory is not counted."""
+        """Bytes of the decoder's own keys, values and scales, without those of the encoder's output."""
         return int(self.self_attention_cache.nbytes)
 
     @override
     def check_dynamic_cache(self, method: str) -> None:
-        """Both halves can be cropped and have their rows chosen."""
+        """Accept every method: both parts support crop and row selection."""
 
 
 def make_cache(
@@ -270,29 +270,30 @@ def make_cache(
     max_length: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> HeadwiseCache | HeadwiseEncoderDecoderCache:
-    """A `transformers.Cache` of headwise's own, for `model.generate(..., cache=cache)` or any forward.
+    """Make a `transformers.Cache` of headwise, for `model.generate(..., cache=cache)` or any forward pass.
 
-    Before transformers 5.24 that argument is called `past_key_values`.
+    Before transformers 5.24, the argument is called `past_key_values`.
 
-    Which layers keep all tokens and which a sliding window is read from the model's config. A windowed layer holds its
-    window and never more, whatever the length. Memory is taken at the first token, for the batch, heads and sizes met.
-    One cache is for one text or batch of texts; `cache.reset()` makes it ready for another. It is for inference: int8
-    passes no gradient on to keys and values, and a static cache cannot be differentiated over more than one update.
+    The model's config determines which layers keep all tokens and which keep a sliding window. A layer with a window
+    never stores more than its window, for texts of any length. Memory is reserved at the first token, for the batch,
+    heads and sizes of the tokens. One cache serves one text or batch of texts; `cache.reset()` prepares it for another.
+    It is for inference: int8 has no gradient for keys and values, and a static cache cannot be differentiated over more
+    than one update.
 
     Args:
-        model: any model of transformers that generates with a `DynamicCache`; a wrapper of one, too, such as PEFT's.
-        kind: `"static"` reserves `max_length` tokens for each row; `"paged"` pages of 128 tokens, which rows share
-            while they are alike, so that beam search copies a page at most in place of all.
-        max_length: tokens of a row, prompt included; the most that the config allows by default.
+        model: any transformers model that generates with a `DynamicCache`, or a wrapper of one, such as PEFT's.
+        kind: `"static"` reserves `max_length` tokens for each row. `"paged"` uses pages of 128 tokens, which rows
+            share while their tokens are equal, so that beam search copies at most one page instead of all tokens.
+        max_length: tokens of a row, including the prompt; by default the most that the config allows.
         dtype: None for the model's own, or `torch.int8` with a scale for each token and head.
 
     Returns:
         A Cache with `nbytes`. Keys and values of a `"static"` cache in the model's dtype are plain tensors, for any
-        attention implementation; pages, windows and int8 are read by `attn_implementation="headwise"` alone.
+        attention implementation; only `attn_implementation="headwise"` reads pages, windows and int8.
 
     Raises:
-        ModelError: the model has layers of another kind (recurrent states, sparse indices), or does not run headwise's
-            attention and the cache needs it.
+        ModelError: the model has layers of another kind (recurrent states, sparse indices), or the cache needs
+            headwise's attention and the model does not run it.
         TypeError: model is not a PreTrainedModel.
         ValueError: an unknown kind or dtype, or no max_length where the config names none.
 
@@ -329,14 +330,14 @@ def make_cache(
 
 
 def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> Any:
-    """Ours for one of theirs; a DummyLayer keeps nothing: it has no attention, or reads another layer's keys."""
+    """Return the headwise layer for one of transformers; a DummyLayer (no attention, or another layer's keys) stays."""
     if isinstance(theirs, DynamicSlidingWindowLayer):
         return SlidingLayer(theirs.sliding_window, max_length, dtype)
     return FullLayer(kind, max_length, dtype) if isinstance(theirs, DynamicLayer) else theirs
 
 
 def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
-    # By the exact class: subclasses keep more than keys and values.
+    # The exact class is compared, because subclasses store more than keys and values.
     other = [(at, type(layer).__name__) for at, layer in enumerate(layers) if type(layer) not in KEPT]
     if other:
         at, name = other[0]
@@ -347,7 +348,7 @@ def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
 
 
 def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
-    """The caller's, or the longest text that the config allows."""
+    """Return the caller's maximum length, or by default the longest text that the config allows."""
     if max_length is None:
         config = model.config.get_text_config(decoder=True)
         max_length = next((getattr(config, name) for name in LENGTHS if getattr(config, name, None)), None)
@@ -361,7 +362,7 @@ def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
 def _require_headwise(model: PreTrainedModel, kind: str, dtype: torch.dtype | None) -> None:
     config = model.config.get_text_config(decoder=True)
     what = "int8" if dtype is not None else "pages" if kind == "paged" else "a sliding window's pages"
-    decoder = model.get_decoder()  # a text model on the interface may be a part of what is not
+    decoder = model.get_decoder()  # a text model on the interface may be a part of a model that is not
     require_interface(type(decoder if isinstance(decoder, PreTrainedModel) else model), config.model_type)
     if config._attn_implementation != NAME:
         raise ModelError(

@@ -1,10 +1,11 @@
-"""transformers' continuous batching (`generate_batch`) on headwise's attention.
+"""transformers' continuous batching (`generate_batch`) with headwise's attention.
 
-Two ways lead there. transformers takes "paged|eager", "sdpa", and any name with "flash" in it. To answer to
-"paged|eager" means to replace transformers' own function, for every model of the process, and it comes with a float
-mask of all queries by all keys of all requests. A name of our own with "flash" in it is an entry beside transformers',
-is reached by models that are switched to it alone, and brings no mask: which queries and keys are whose arrives as
-lengths. What it leans on beside the registry is one attribute of a config, which `probe` writes as well. So: the name.
+There are two ways to do it, because transformers accepts "paged|eager", "sdpa" and any name with "flash" in it. For
+"paged|eager", headwise would have to replace transformers' own function for every model of the process, and would get a
+float mask of all queries by all keys of all requests. A new name with "flash" in it is an additional entry of the
+registry. Only models that are switched to it use it, and it gets no mask: lengths say which queries and keys belong to
+which request. Besides the registry, it depends on one attribute of a config, which `probe` also writes. Therefore
+headwise registers a name.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from ..errors import ModelError
 from ..models.support import attention_modules, configs, refuse_own_code, require_interface, title
 
 NAME = "headwise_flash"
-"""transformers asks for "flash" in the name; a 2 or 3 behind it would ask for flash attention's own kernels."""
+"""transformers requires "flash" in the name; a 2 or 3 after it would select the kernels of flash attention."""
 
 _BATCHING = frozenset(
     {
         "block_table",  # for the kernels of flash attention; None without them
         "cu_seq_lens_k",
         "cu_seq_lens_q",
-        "is_causal",  # always
-        "logits_indices",  # for the head of the model
+        "is_causal",  # always True
+        "logits_indices",  # for the unembedding
         "logits_processor_args",
         "read_index",
         "write_index",
@@ -49,15 +50,16 @@ _BATCHING = frozenset(
 
 @contextmanager
 def serving(model: nn.Module) -> Iterator[nn.Module]:
-    """In the with block, `model.generate_batch` and the other ways to continuous batching run headwise's attention.
+    """Run headwise's attention in `model.generate_batch` and other continuous batching inside of the with block.
 
-    Requests come and go, each causal on its own tokens, with the model's windows, softcaps and sinks; the tokens are
-    those of `attn_implementation="sdpa"`. Keys and values of layers without a window are read where transformers keeps
-    them, in pages of a multiple of 128 tokens (its default is 256); of smaller pages each step makes a copy. Afterwards
-    the model has the attention it had; other models never change. Stop a manager of your own before the block ends.
+    Each request is causal on its own tokens, with the model's windows, softcaps and sinks; the generated tokens equal
+    those of `attn_implementation="sdpa"`. For layers without a window, keys and values are read from transformers'
+    pages if their size is a multiple of 128 tokens (the default is 256); with smaller pages each step makes a copy.
+    After the block, the model has its previous attention; other models never change. Stop your own manager before the
+    block ends.
 
     Args:
-        model: a decoder of transformers, on the CPU, with its attention on transformers' interface; or a wrapper.
+        model: a transformers decoder on the CPU whose attention is on transformers' interface, or a wrapper.
 
     Yields:
         The model, without its wrapper.
@@ -82,18 +84,18 @@ def serving(model: nn.Module) -> Iterator[nn.Module]:
     served: Any = unwrap(model)
     _require_served(served)
     with ExitStack() as undo:
-        # A manager that is kept for later has room for our kind of batch alone: no masks.
+        # A manager that is kept has buffers only for this kind of batch, without masks, so it is destroyed at the end.
         undo.callback(served.destroy_cached_continuous_batching_manager)
         for config in configs(served):
             undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
-        # Since transformers 5.24 a layer hands its keys to the cache itself; before that its attention function does.
+        # Since transformers 5.24, a layer passes its keys to the cache; before that, its attention function does.
         undo.callback(served.register_forward_pre_hook(_leave_caching_to_attention, with_kwargs=True).remove)
         yield served
 
 
 def _leave_caching_to_attention(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Have the cache of a batch pass on new keys and values as they are, and itself beside them."""
+    """Let the cache of a batch return new keys and values unchanged, and pass the cache to the attention function."""
     cache = kwargs.get("cache")
     if isinstance(cache, PagedAttentionCache):
         cache.update = partial(_passed_on, cache)
@@ -125,7 +127,7 @@ def _require_served(model: object) -> None:
         )
 
 
-@torch.compiler.disable  # writes to views of the cache, and decides by lengths: as transformers' own
+@torch.compiler.disable  # writes to views of the cache and branches on lengths, as transformers' own function does
 def batched_attention(
     module: nn.Module,
     query: Tensor,
@@ -139,18 +141,18 @@ def batched_attention(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function registered with transformers' AttentionInterface for continuous batching.
+    """Compute attention for continuous batching; this function is registered with transformers' AttentionInterface.
 
-    query (1, H, T, D), key (1, K, T, D) and value (1, K, T, V): the new tokens of all requests, one request after
-    another. `cache` has what each request said before. Gives out (1, T, H, V). A call without `cache` is an ordinary
-    forward, as with attn_implementation="headwise".
+    query (1, H, T, D), key (1, K, T, D) and value (1, K, T, V) are the new tokens of all requests, one request after
+    another. `cache` contains the earlier tokens of each request. Returns out (1, T, H, V) and None. A call without
+    `cache` is an ordinary forward pass, as with attn_implementation="headwise".
     """
     if cache is None:
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return headwise_attention(module, query, key, value, attention_mask, **options)
     if not (attention_mask is None or isinstance(attention_mask, StructuralMask)):
-        # A mask as `headwise_mask` made it knows the new tokens alone, and says no more than the lengths do. A tensor
-        # is of the model's own making.
+        # A mask that `headwise_mask` made covers only the new tokens and adds nothing to the lengths. A tensor is made
+        # by the model itself.
         raise ModelError(
             f"{type(module).__name__} computes a mask of its own, which continuous batching has no room for: call "
             "generate(), with headwise.hf.make_cache if you like"
@@ -163,7 +165,7 @@ def batched_attention(
     out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
     options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
     spans = [(r, start, stop) for r, (start, stop) in enumerate(pairwise(ends)) if start < stop]
-    # Requests with one new token are the rows of one batch: many at a time, and each alone would be small.
+    # Requests with one new token are the rows of one batch, because separate calls would be small.
     steps = [(r, start) for r, start, stop in spans if stop - start == 1]
     if steps:
         requests, at = (torch.tensor(x, device="cpu") for x in zip(*steps, strict=True))
@@ -178,7 +180,7 @@ def batched_attention(
 
 
 def _check_room(module: nn.Module, kept: Any, key: Tensor, value: Tensor) -> None:
-    """transformers makes its pages by the config; what latent attention caches has other sizes."""
+    """Check that key and value fit transformers' pages, which the config defines; latent attention has other sizes."""
     room = getattr(kept, "num_key_value_heads", key.shape[1]), getattr(kept, "head_dim", key.shape[3])
     if any((x.shape[1], x.shape[3]) != room for x in (key, value)):
         raise ModelError(
@@ -189,11 +191,11 @@ def _check_room(module: nn.Module, kept: Any, key: Tensor, value: Tensor) -> Non
 
 
 class _Keys:
-    """All keys and values of the requests of a batch, with the new ones, in one layer.
+    """All keys and values of a batch's requests in one layer, including the new ones.
 
-    Where some request has a past, transformers' `cache.update` writes the new tokens and gathers all there are, of all
-    requests, in each layer of each step. Layers without a window let their pages be read instead, as they let flash
-    attention: then nothing is gathered.
+    If a request has earlier tokens, transformers' `cache.update` writes the new tokens and gathers all tokens of all
+    requests, in each layer of each step. For layers without a window, this class reads the pages directly, as flash
+    attention does, and gathers nothing.
     """
 
     def __init__(self, cache: Any, layer: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
@@ -212,7 +214,7 @@ class _Keys:
             self.key, self.value = PagedAttentionCache.update(cache, key, value, layer, kwargs)
 
     def of_rows(self, requests: Tensor) -> tuple[Tensor | Paged, Tensor | Paged, Mask]:
-        """Of several requests, each a row of the batch; each has a single query, which sees all there is."""
+        """Return key, value and mask of several requests; each is a row with a single query that attends all keys."""
         start, stop = self.ends[requests], self.ends[requests + 1]
         if self.in_pages:
             return *self._paged(start, stop), lengths(stop - start)
@@ -220,7 +222,7 @@ class _Keys:
         return key, value, lengths(stop, start)
 
     def of_one(self, request: int) -> tuple[Tensor | Paged, Tensor | Paged, Mask]:
-        """Of one request, whose queries are those of its last tokens."""
+        """Return key, value and mask of one request, whose queries are its last tokens."""
         start, stop = (int(x) for x in self.ends[request : request + 2])
         mask = causal() if self.window is None else window(self.window)
         if self.in_pages:
@@ -228,8 +230,8 @@ class _Keys:
         return self.key[:, :, start:stop], self.value[:, :, start:stop], mask
 
     def _paged(self, start: Tensor, stop: Tensor) -> tuple[Paged, Paged]:
-        """Pages of requests; `read` has the place in the pages of each of their tokens, one request after another."""
+        """Return pages of requests; `read` contains the place in the pages of each token, one request after another."""
         longest = int((stop - start).max())
         firsts = start[:, None] + torch.arange(0, longest, self.page, device="cpu")
-        table = self.read[firsts.minimum(stop[:, None] - 1)] // self.page  # past a row's end: any page
+        table = self.read[firsts.minimum(stop[:, None] - 1)] // self.page  # after a row's end, any page is valid
         return Paged(self.key, table, longest), Paged(self.value, table, longest)

@@ -1,4 +1,4 @@
-"""A transformers decoder whose sequences are split over ranks, in training and in prefill."""
+"""Context parallelism for a transformers decoder: sequences are split over ranks, in training and in prefill."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ..models.support import NAME, attention_modules, refuse_own_code, title
 from .split_batch import WholeBatch, of
 
 SPLIT = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "token_type_ids")
-"""Arguments with an axis of tokens, their second."""
+"""The arguments whose second axis is that of tokens."""
 WHOLE = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_states", "output_attentions")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary positions that depend on the longest position of a forward, which no rank knows of the others."""
+"""Rotary types that depend on the longest position of a forward pass, which a rank does not have."""
 
 
 Contexts = Callable[[], list[AbstractContextManager[None]]]
-"""What is entered for a forward."""
+"""A function that makes the context managers of a forward pass."""
 
 
 class Shards:
-    """A model whose sequences are split, as `context_parallel` gives it.
+    """A model whose sequences are split over ranks; `context_parallel` yields it.
 
     Attributes:
         comm: the ranks, and what they sent.
-        order: of the last forward: "contiguous" or "zigzag".
+        order: the token order of the last forward pass: "contiguous" or "zigzag".
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Shards:
         self._contexts: Contexts = list
 
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
-        """What the model gave for this rank's tokens, such as logits (B, T_r, N), for all: (B, T, N)."""
+        """Return the output of all tokens (B, T, N) from that of this rank's tokens (B, T_r, N), such as logits."""
         return join_sequence(x, self.comm.group, order=self.order, dim=dim)
 
     def sum_gradients(self) -> None:
-        """Adds up what the ranks found of the parameters' gradients: call it once, before the optimizer's step."""
+        """Add the parameters' gradients of all ranks: call it once, before the optimizer's step."""
         sum_gradients(self.model, self.comm.group)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of a forward, cut to this rank's tokens."""
+        """Return the arguments of a forward pass, reduced to this rank's tokens."""
         operation = f"forward of {type(model).__name__}"
         with self.comm.before(operation):
             arguments = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
@@ -98,7 +98,7 @@ class Shards:
         return (), cut
 
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The output of a forward: its loss that of all tokens."""
+        """Return the output of a forward pass; its loss becomes that of all tokens."""
         self._leave()
         loss = getattr(output, "loss", None)
         if loss is not None and kwargs.get("labels") is not None:
@@ -109,7 +109,7 @@ class Shards:
         return output
 
     def _backward(self, contexts: Contexts, grad: Tensor) -> None:
-        """What a backward runs anew (activation checkpointing) is split as the forward was."""
+        """Split what a backward pass computes again (activation checkpointing) in the same way as the forward pass."""
         self._enter(contexts)
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
@@ -133,26 +133,27 @@ def context_parallel(
     layout: LayoutOption = "auto",
     timeout: float | None = None,
 ) -> Iterator[Shards]:
-    """Within, a decoder's forward takes whole sequences, the same on every rank, and computes this rank's tokens.
+    """Split a decoder's forward pass over ranks inside of the with block: every rank passes the same whole sequences.
 
-    Each rank embeds, projects and feeds forward its own tokens, and attends those of all: causal layers, windows,
-    chunks, sinks, softcaps, padding and packed documents as the model itself says, as in one process. The loss (where
-    `labels` are passed) is that of all tokens, on every rank. Its gradient is shared out: `sum_gradients` adds it up.
+    Each rank computes embeddings, projections and feed-forward layers for its own tokens, and its queries attend the
+    keys of all tokens. Causal layers, windows, chunks, sinks, softcaps, padding and packed documents work as in one
+    process. The loss (if `labels` are passed) is that of all tokens, on every rank. Each rank has a part of its
+    gradient: `sum_gradients` adds the parts.
 
     ``with headwise.hf.context_parallel(model, mesh) as shards:``
         ``out = model(input_ids=ids, labels=ids)``, then ``out.loss.backward()``, ``shards.sum_gradients()``,
         ``optimizer.step()``; ``shards.join(out.logits)`` has the logits of all tokens.
 
     Args:
-        model: with ``attn_implementation="headwise"``; all of its layers attend.
+        model: with ``attn_implementation="headwise"``; all of its layers must be attention layers.
         mesh: `DeviceMesh` of one dimension, or a process group; all processes by default.
-        order: how tokens are dealt out; by default zigzag, or contiguous where all layers have windows.
+        order: the order in which tokens are split; by default zigzag, or contiguous if all layers have windows.
         layout: as for `headwise.parallel.context_parallel`.
         timeout: seconds to wait for another rank.
 
     Raises:
-        TypeError: model is no transformers model.
-        ModelError: a model, or an argument of its forward, that cannot be split.
+        TypeError: model is not a transformers model.
+        ModelError: a model, or an argument of its forward pass, that cannot be split.
         RankError: ranks disagree, or one fails.
     """
     _check_model(model)
@@ -168,7 +169,7 @@ def context_parallel(
 
 
 class _Total(torch.autograd.Function):
-    """The sum of all ranks' shares of a loss; the gradient of each share is that of the sum."""
+    """The sum of the parts of a loss on all ranks; the gradient of each part is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, comm: Comm, share: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ def _only_windows(config: Any) -> bool:
 
 
 def _check(model: PreTrainedModel, arguments: dict[str, Any], tokens: Any) -> None:
-    """ModelError for arguments of a forward that cannot be split."""
+    """Raise ModelError for arguments of a forward pass that cannot be split."""
     who = f"a split forward of {title(model)}"
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ModelError(f"{who} takes input_ids (B, T) or inputs_embeds (B, T, M), whole, on every rank")
@@ -215,7 +216,7 @@ def _check(model: PreTrainedModel, arguments: dict[str, Any], tokens: Any) -> No
 
 
 def _has_known_loss(model: PreTrainedModel) -> bool:
-    """Whether a model computes its loss by transformers' function for causal models, with what that may be passed."""
+    """Return True if a model computes its loss by `ForCausalLMLoss` and its forward pass takes any keyword."""
     takes = inspect.signature(model.forward).parameters.values()
     free = any(p.kind is p.VAR_KEYWORD for p in takes)
     called = "self.loss_function(" in inspect.getsource(type(model).forward)
@@ -223,7 +224,7 @@ def _has_known_loss(model: PreTrainedModel) -> bool:
 
 
 def _check_model(model: Any) -> None:
-    """ModelError for a model that cannot be split."""
+    """Raise ModelError for a model that cannot be split."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"context_parallel takes a transformers model; got {type(model).__name__}")
     refuse_own_code(model, "context_parallel")

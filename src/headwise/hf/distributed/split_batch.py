@@ -1,4 +1,4 @@
-"""The whole sequence of which this process has some tokens: what masks and attention must know of it."""
+"""The whole batch whose tokens are split over processes, for masks and attention."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ class WholeBatch:
     """A batch before it was split.
 
     Attributes:
-        tokens: T.
-        padding: (B, T) bool, True where a token is real; None where all are.
+        tokens: The number of tokens T of a sequence.
+        padding: (B, T) bool, True for a real token; None if all are real.
     """
 
     tokens: int
     padding: Tensor | None = None
 
 
-_whole: list[WholeBatch] = []  # no context variable, which torch.compile does not trace; a process is one rank
+_whole: list[WholeBatch] = []  # no context variable, because torch.compile does not trace them; a process is one rank
 
 
 def whole_batch() -> WholeBatch | None:
-    """Of the forward that runs; None where its tokens are all here."""
+    """Return the whole batch of the running forward pass, or None if its tokens are not split."""
     return _whole[-1] if _whole else None
 
 
 @contextmanager
 def of(batch: WholeBatch, positions: Tensor, documents: Tensor | None) -> Iterator[None]:
-    """Within, masks are those of that batch.
+    """Make masks for the whole batch inside of the with block.
 
-    transformers finds the documents (B, T) of a packed batch by gaps in positions (B, T), of which a part of the tokens
-    has others. So it is told those of the whole, while the forward runs; a model that looks for none still does not.
+    transformers finds the documents (B, T) of a packed batch by gaps in the positions (B, T), and a part of the tokens
+    has other gaps. So transformers gets the documents of the whole batch during the forward pass. A model that does not
+    look for documents still ignores them.
     """
     theirs: dict[str, Any] = {"find_packed_sequence_indices": lambda _: documents}
     join = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if join is not None:  # newer transformers: what it wraps counts places within documents
+    if join is not None:  # newer transformers: the mask function that it wraps counts positions within documents
         theirs["packed_sequence_compatibility_function"] = lambda function, *_: join(function, positions, documents)
     before = {name: getattr(masking_utils, name) for name in theirs}
     _whole.append(batch)

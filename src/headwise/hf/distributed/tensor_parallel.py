@@ -1,7 +1,7 @@
-"""transformers' tensor parallelism: which heads an attention call has here, and any number of key-value heads.
+"""transformers' tensor parallelism: the heads of an attention call on this rank, and any number of key-value heads.
 
-transformers' attention functions get the heads of their process as plain tensors; what they are of all is read from how
-the module's weights are cut, and from its config.
+transformers' attention functions get the heads of their process as plain tensors. The place of these heads among all
+heads is read from the sharding of the module's weights and from its config.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ KEYS = ("k_proj", "v_proj")
 
 
 class RankHeads(NamedTuple):
-    """What a call has of all heads, and whether it has keys and values of all."""
+    """The heads of a call on this rank; `gathered` is True if the call has the keys and values of all heads."""
 
     dealt: HeadShards
     gathered: bool
 
 
 def heads_here(module: nn.Module, query: Tensor, key: Any) -> RankHeads | None:
-    """Which heads a call of the module has, where they are dealt out to several processes; None where it has all.
+    """Return the heads of a call of the module on this rank, or None if the call has all heads.
 
     Raises:
-        ModelError: a part of the heads that headwise cannot place.
+        ModelError: the call has a part of the heads that headwise cannot assign to ranks.
     """
     group = _group(module)
     if group is None or group.size == 1:
@@ -47,7 +47,7 @@ def heads_here(module: nn.Module, query: Tensor, key: Any) -> RankHeads | None:
     H = here * group.size
     K = H // groups if isinstance(groups, int) and groups > 0 else keys * group.size
     own = any(isinstance(getattr(part, "share", None), Share) for part in module.children())
-    if keys == here and keys != K and not own:  # each query head has its key: the model has repeated them
+    if keys == here and keys != K and not own:  # the model has repeated the keys: each query head has one
         K = H
     if isinstance(heads, int) and heads != H:
         raise ModelError(
@@ -66,10 +66,10 @@ def heads_here(module: nn.Module, query: Tensor, key: Any) -> RankHeads | None:
 
 
 def own_keys(module: nn.Module, here: HeadShards, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the keys and values of all heads those that the queries here read; gradients are summed.
+    """Return the keys and values that the queries on this rank read, from those of all heads; gradients are summed.
 
     Raises:
-        ModelError: a norm stands between the gathering and here, whose gradient would be summed twice.
+        ModelError: a norm follows the gathering of keys, and its gradient would be summed twice.
     """
     share, own = here.share, any(hasattr(part, "share") for part in module.children())
     if own or (share.deals_keys and key.shape[1] == len(share.keys)):
@@ -87,7 +87,7 @@ def own_keys(module: nn.Module, here: HeadShards, key: Tensor, value: Tensor) ->
 
 
 def together(here: HeadShards, tensors: tuple[Tensor, Tensor, Tensor], **by_head: Tensor | None) -> dict[str, Any]:
-    """The call with the heads of all processes, for a probe; `by_head` have the heads on their axis -3, or 0."""
+    """Return the call with the heads of all processes, for a probe; tensors in `by_head` have heads on axis -3 or 0."""
     query, key, value = (here.group.gathered(x, 1) for x in tensors)
     key, value = (pick_heads(x, here.share.places) for x in (key, value))
     whole: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -99,7 +99,7 @@ def together(here: HeadShards, tensors: tuple[Tensor, Tensor, Tensor], **by_head
 
 
 def own_part(here: HeadShards, x: Tensor | None) -> Tensor | None:
-    """Of something with one entry a head, on its axis -3 or 0, that of the heads here."""
+    """Return the part of `x` for the heads on this rank; `x` has one entry for each head, on axis -3 or 0."""
     if x is None:
         return None
     if as_dtensor(x) is not None:
@@ -111,7 +111,7 @@ def own_part(here: HeadShards, x: Tensor | None) -> Tensor | None:
 
 
 def _group(module: nn.Module) -> Group | None:
-    """The processes that the weights of a module, or of its parts, are cut for."""
+    """Return the processes over which the weights of a module or of its submodules are sharded, or None."""
     for parameter in module.parameters():
         spread = as_dtensor(parameter)
         for dim, place in enumerate(() if spread is None else spread.placements):
@@ -124,14 +124,14 @@ def _group(module: nn.Module) -> Group | None:
 
 
 def tensor_parallel(model: PreTrainedModel, mesh: Any) -> PreTrainedModel:
-    """Split a model over the processes of a mesh by transformers' own plan, whatever its number of key-value heads.
+    """Split a model over the processes of a mesh by transformers' own plan, with any number of key-value heads.
 
-    Where the processes divide the key-value heads, this is the plan as transformers has it. Where they do not (which
-    transformers' plan cuts amid a head, and fails), every process has the weights of k_proj and v_proj whole and
-    computes the heads that its queries read; their gradients are summed. Called on each process, with the same weights.
-    The model then has ``attn_implementation="headwise"``.
+    If the number of processes divides the number of key-value heads, this is transformers' own plan. Otherwise that
+    plan would split a head, and fails. Then every process has the whole weights of k_proj and v_proj and computes the
+    heads that its queries read; their gradients are summed. Call it on each process, with the same weights. Afterwards,
+    the model has ``attn_implementation="headwise"``.
 
-    To load a model of which no process has room for the whole, see `tensor_parallel_config`.
+    For a model that does not fit into the memory of one process, see `tensor_parallel_config`.
 
     Args:
         model: a model with a plan (``model.tp_plan``), such as those of Llama, Qwen2, Qwen3 and Mistral.
@@ -141,9 +141,9 @@ def tensor_parallel(model: PreTrainedModel, mesh: Any) -> PreTrainedModel:
         The model.
 
     Raises:
-        TypeError: no transformers model, or no mesh.
-        ModelError: a model without a plan, heads that do not divide over the processes, or keys and values whose
-            number of heads does not and that are projected together with the queries.
+        TypeError: not a transformers model, or not a mesh.
+        ModelError: a model without a plan, or query heads that the number of processes does not divide. Also key-value
+            heads that it does not divide, if they are projected together with the queries.
 
     Example:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -165,9 +165,9 @@ def tensor_parallel(model: PreTrainedModel, mesh: Any) -> PreTrainedModel:
 
 
 def tensor_parallel_config(config: Config, processes: int) -> Config:
-    """The config to load a model with, split over `processes`, whatever its number of key-value heads.
+    """Return the config for loading a model that is split over `processes`, with any number of key-value heads.
 
-    ``from_pretrained`` with it reads on each process its part of the files alone (transformers needs the package
+    With it, ``from_pretrained`` reads on each process only its part of the files (transformers needs the package
     accelerate for that)::
 
         config = headwise.hf.tensor_parallel_config(AutoConfig.from_pretrained(name), 4)
@@ -177,10 +177,10 @@ def tensor_parallel_config(config: Config, processes: int) -> Config:
 
     Args:
         config: of a text model with a plan, such as those of Llama, Qwen2, Qwen3 and Mistral.
-        processes: how many, as ``tp_size`` says.
+        processes: their number, equal to ``tp_size``.
 
     Returns:
-        The same object: its ``base_model_tp_plan`` says what to do with keys and values.
+        The same object; its ``base_model_tp_plan`` now covers keys and values.
 
     Raises:
         TypeError, ModelError: as `tensor_parallel`.
@@ -195,7 +195,7 @@ def tensor_parallel_config(config: Config, processes: int) -> Config:
 
 
 def _plan(plan: dict[str, str], config: Any, processes: int, name: str) -> dict[str, str]:
-    """The plan, with key-value heads that do not divide over the processes computed where they are read."""
+    """Return a plan in which key-value heads that the processes do not divide are computed where they are read."""
     text = config.get_text_config()
     H = text.num_attention_heads
     K = getattr(text, "num_key_value_heads", None) or H
@@ -225,7 +225,7 @@ def _divisors(n: int) -> Iterator[int]:
 
 
 def _transformers(part: str) -> Any:
-    """A module of transformers' distributed package."""
+    """Return a module of transformers' distributed package."""
     import importlib
 
     try:
@@ -237,7 +237,7 @@ def _transformers(part: str) -> Any:
 
 
 def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
-    """A style of transformers' for k_proj and v_proj: whole weights, and the key-value heads that are read here."""
+    """Register a transformers style for k_proj and v_proj: whole weights, and only the key-value heads read here."""
     styles = _transformers("parallel_utils").ALL_PARALLEL_STYLES
     if name in styles:
         return

@@ -1,4 +1,4 @@
-"""Scores of a model's own code: tensors of which there is only the size, and what has happened to them so far."""
+"""Lazy scores for a model's own attention code: tensors with only a size and a record of the operations on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..attention.lazy_tensors import Lazy
 
 @dataclass(frozen=True, eq=False)
 class RecordedScores:
-    """What has happened to a product of query (B, H, T, D) and key (B, K, S, D) so far, as `attention` takes it."""
+    """The operations on a product of query (B, H, T, D) and key (B, K, S, D) so far, as options of `attention`."""
 
     query: Tensor
     key: Tensor
@@ -34,7 +34,7 @@ class RecordedScores:
         return (*self.query.shape[:3], self.key.shape[2])
 
     def options(self) -> dict[str, Any]:
-        """Keywords of `attention` and `weights`."""
+        """Return the keywords for `attention` and `weights`."""
         mask = self.mask
         for added in self.biases:
             mask = mask & bias(without_lowest(added))
@@ -42,43 +42,43 @@ class RecordedScores:
 
 
 class LazyScores(Lazy):
-    """Scores, or weights after the softmax, (B, H, T, S) or (B * H, T, S) as the model's code has them."""
+    """Scores, or weights after the softmax: (B, H, T, S) or (B * H, T, S), as in the model's code."""
 
     chain: RecordedScores
     replay: Callable[[], Tensor]
-    """Makes them by the model's own operations, with gradients."""
+    """The function that computes them by the model's own operations, with gradients."""
 
     def __new__(cls, chain: RecordedScores, shape: Any, dtype: torch.dtype, replay: Callable[[], Tensor]) -> LazyScores:
-        """`shape`: one of the two."""
+        """Make lazy scores; `shape` is (B, H, T, S) or (B * H, T, S)."""
         scores: LazyScores = cls._of(replay, shape, dtype, chain.query.device)
         scores.chain, scores.replay = chain, replay
         return scores
 
     def next(self, op: Callable[[Tensor], Tensor], chain: RecordedScores | None = None, **changes: Any) -> LazyScores:
-        """The scores after an operation; `op` is that operation on the scores themselves."""
-        before = self.replay  # as it is now: an operation in place makes these scores the next ones
+        """Return the scores after an operation; `op` is that operation on plain scores."""
+        before = self.replay  # read now, because an operation in place makes this object the next scores
         shape, dtype = changes.get("shape", self.shape), changes.get("dtype", self.dtype)
         return LazyScores(chain or self.chain, shape, dtype, lambda: op(before()))
 
     def become(self, other: LazyScores) -> LazyScores:
-        """What an operation in place leaves."""
+        """Take over the result of an operation in place."""
         vars(self).update(vars(other))
         return self
 
     def spread(self, x: Tensor) -> Tensor:
-        """What the code adds to the scores, as it broadcasts to (B, H, T, S)."""
+        """Return a tensor that the code adds to the scores in a shape that broadcasts to (B, H, T, S)."""
         if self.ndim == 3 and x.ndim == 3 and x.shape[0] != 1:
             return x.unflatten(0, self.chain.sizes[:2])
         return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 class Added(Lazy):
-    """A bias of rules, where the model's code expects the tensor that it adds to its scores."""
+    """A bias of rules that takes the place of the tensor that the model's code adds to its scores."""
 
     mask: Mask
 
     def __new__(cls, mask: Mask, shape: Any, dtype: torch.dtype, device: torch.device) -> Added:
-        """`shape`: (B, H, T, S) or (B * H, T, S)."""
+        """Make the bias; `shape` is (B, H, T, S) or (B * H, T, S)."""
         added: Added = cls._of(partial(_dense, mask, shape, dtype, device), shape, dtype, device)
         added.mask = mask
         return added

@@ -1,4 +1,4 @@
-"""What the code of models does to scores, written down: an entry an operation of torch."""
+"""The torch operations on scores that are recorded instead of computed, one function for each."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..returned import Returned
 from .lazy_scores import Added, LazyScores, RecordedScores
 
 HIDDEN = -1e4
-"""Scores filled with this number or less are hidden: models write finite numbers for minus infinity."""
+"""Scores filled with this number or less are hidden: models write finite numbers instead of minus infinity."""
 
 
 class Tracer:
-    """The module that runs.
+    """The state of a running attention module.
 
     Attributes:
-        module: It.
-        heads: How many heads it says it has.
-        wanted: Whether the caller asked for its weights.
-        calls: How often it has attended.
-        weights: What was computed for the caller of the weights of each call, by what had happened to its scores.
+        module: The module.
+        heads: Its number of heads, or None if it has no such attribute.
+        wanted: True if the caller requested its weights.
+        calls: The number of its attention calls.
+        weights: The weights of each call that were computed for the caller, by the record of their scores.
     """
 
     def __init__(self, module: nn.Module, heads: int | None, wanted: bool = False) -> None:
@@ -43,7 +43,7 @@ class Tracer:
 
 
 def _product(seam: Tracer, a: Any, b: Any) -> Any:
-    """The product of queries and keys, which begins scores; and that of weights and values, which ends them."""
+    """Start lazy scores for a product of queries and keys, or run attention for a product of weights and values."""
     if isinstance(a, LazyScores):
         return _attended(seam, a, b) if a.chain.weighted else NotImplemented
     chain = _begun(seam, a, b)
@@ -71,7 +71,7 @@ def _begun(seam: Tracer, a: Any, b: Any) -> RecordedScores | None:
 
 
 def _einsum(seam: Tracer, equation: Any, *operands: Any) -> Any:
-    """Products of two, of any order of axes: heads beside the batch, then as `_product`."""
+    """Handle a product of two tensors with any order of axes: permute to (batch, head, ..), then as `_product`."""
     if len(operands) != 2 or not isinstance(equation, str) or equation.count("->") != 1 or equation.count(",") != 1:
         return NotImplemented
     (left, right), out = (part.strip() for part in equation.split("->")[0].split(",")), equation.split("->")[1].strip()
@@ -100,9 +100,9 @@ def _attended(seam: Tracer, scores: LazyScores, value: Tensor) -> Any:
         return NotImplemented
     elif flat:
         value = value.unflatten(0, chain.sizes[:2])
-    query = chain.query.to(dtype)  # some models compute their scores in float32 and all else in a half dtype
+    query = chain.query.to(dtype)  # some models compute scores in float32 and everything else in a half dtype
     key = chain.key if isinstance(chain.key, LazyKeys) else chain.key.to(dtype)
-    # A bias of the model's own rules is made a strip of rows at a time; a fused kernel would be handed all T x S of it.
+    # The "blocks" backend makes a bias of such rules by strips of rows; a fused kernel would need all T x S of it.
     backend = "blocks" if any(part.biases and type(part) not in FORMS for part in chain.mask.parts) else "auto"
     returned = Returned(chain.sizes[3], scores.dtype) if seam.wanted else None
     out, matrix = attend(seam.module, query, key, value, chain.dropout, backend, returned=returned, **chain.options())
@@ -125,14 +125,14 @@ def _added_product(
 
 
 def _number(x: Any) -> float | None:
-    """A factor as a number; None where it is none, or learns."""
+    """Return a factor as a float, or None if it is not a single number or is learned."""
     if isinstance(x, (int, float)):
         return float(x)
     return float(x) if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad else None
 
 
 def _scale(seam: Tracer, scores: Any, by: Any, divide: bool = False) -> Any:
-    """Times a number, or times one for each head or query, which is the same as a query times that."""
+    """Multiply by a number, or by one number for each head or query, which is the same as scaling the query."""
     if isinstance(by, LazyScores) and not divide:
         scores, by = by, scores
     if not isinstance(scores, LazyScores) or scores.chain.weighted:
@@ -164,7 +164,7 @@ def _add(seam: Tracer, scores: Any, other: Any) -> Any:
         return scores if other == 0 else NotImplemented
     chain, (T, S) = scores.chain, scores.chain.sizes[2:]
     if isinstance(other, StructuralMask) and other.shape[2] == 1 < T and other.shape[3] == S:
-        other = other.plain()  # of one query, for all
+        other = other.plain()  # one row for all queries
     if isinstance(other, (StructuralMask, Added)) and not other.exposed:
         mask = mask_of(seam.module, other, T, S) if isinstance(other, StructuralMask) else other.mask
         chain = replace(chain, mask=chain.mask & mask)
@@ -181,7 +181,7 @@ def _subtract(seam: Tracer, scores: Any, other: Any) -> Any:
 
 
 def _fill(seam: Tracer, scores: Any, hidden: Any, value: Any) -> Any:
-    """masked_fill."""
+    """Record masked_fill with a number that hides."""
     number = _number(value)
     if not isinstance(scores, LazyScores) or scores.chain.weighted or number is None or number > HIDDEN:
         return NotImplemented
@@ -202,7 +202,7 @@ def _where(seam: Tracer, seen: Any, scores: Any, other: Any) -> Any:
 
 
 def _at_least(seam: Tracer, scores: Any, other: Any = None, *args: Any) -> Any:
-    """The larger of scores and the lowest number: what guards against overflow leaves them as they are."""
+    """Leave scores unchanged for a maximum with the lowest number, which code uses against overflow."""
     number = _number(other)
     if args or not isinstance(scores, LazyScores) or number is None or number > torch.finfo(scores.dtype).min:
         return NotImplemented
@@ -229,7 +229,7 @@ def _dropout(seam: Tracer, scores: Any, p: Any = 0.5, training: bool = True, inp
 
 
 def _cast(seam: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """To another dtype: of scores it says what weights are returned in; keys of a cache are read as they are stored."""
+    """Convert the dtype: for scores it is the dtype of returned weights; keys of a cache stay in their stored form."""
     if not isinstance(x, (LazyScores, LazyKeys)):
         return NotImplemented
     kinds = [y for y in (*args, *kwargs.values()) if isinstance(y, (torch.dtype, Tensor))]
@@ -246,7 +246,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _view(seam: Tracer, x: Any, *shape: Any) -> Any:
-    """Heads beside the batch or within it."""
+    """Reshape between separate axes of batch and heads and one joined axis."""
     if not isinstance(x, (LazyScores, LazyKeys)):
         return NotImplemented
     sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
@@ -262,7 +262,7 @@ def _view(seam: Tracer, x: Any, *shape: Any) -> Any:
 
 
 def _turn(seam: Tracer, x: Any, a: int, b: int) -> Any:
-    """transpose, of keys that a cache keeps in a form of its own."""
+    """Transpose the last two axes of cached keys that are not a plain tensor."""
     if not isinstance(x, (LazyKeys, LazyView)) or x.exposed or {a % x.ndim, b % x.ndim} != {x.ndim - 1, x.ndim - 2}:
         return NotImplemented
     flat = isinstance(x, LazyView) and x.flat
@@ -295,5 +295,5 @@ STEPS: dict[Any, Callable[..., Any]] = {
     Tensor.half: _cast_to(torch.float16),
     Tensor.bfloat16: _cast_to(torch.bfloat16),
 }
-"""What the code of models does to scores -> how it is written down; NotImplemented makes the scores."""
+"""The recording function of each torch operation; if it returns NotImplemented, the scores are computed."""
 IN_PLACE = {f for f in STEPS if f.__name__.endswith("_") and not f.__name__.startswith("_")}

@@ -1,6 +1,6 @@
-"""Methods of models in the form that they have on headwise; `architectures.SEAMS` names them.
+"""Replacements of model methods on headwise; `architectures.SEAMS` contains their names.
 
-Most make T x S tensors of positions, and no such tensor here.
+The originals usually make T x S tensors of positions; the replacements make none.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from .tracer import attentions_asked_for
 
 @dataclass(frozen=True, eq=False)
 class ByContent(Rule):
-    """Adds by_query[b, h, i, column] + by_key[b, h, j, column]: the column is that of the distance i - j.
+    """A rule that adds by_query[b, h, i, column] + by_key[b, h, j, column]; the column belongs to the distance i - j.
 
-    A query's and a key's own scores for each distance, (B, H, T, P) and (B, H, S, P), made by what they contain: so
-    memory is linear in the lengths. `columns_*`: integer (T + S - 1,), of the distances 1 - S to T - 1.
+    The tables (B, H, T, P) and (B, H, S, P) contain the scores of each query and each key for each distance, computed
+    from their content, so memory is linear in the lengths. `columns_*`: integer (T + S - 1,), for the distances 1 - S
+    to T - 1.
     """
 
     by_query: Tensor | None
@@ -65,10 +66,10 @@ class ByContent(Rule):
 
     @staticmethod
     def _added(table: Tensor | None, own: RowIndex, columns: Tensor, apart: Tensor) -> Any:
-        """(B, H, own, others) of one table."""
+        """Return the bias (B, H, own, others) of one table."""
         if table is None:
             return None
-        table = table if own is None else table[:, :, own]  # a slice is no copy
+        table = table if own is None else table[:, :, own]  # a slice makes no copy
         return table.gather(-1, columns[apart].expand(*table.shape[:2], -1, -1))
 
     @override
@@ -91,14 +92,14 @@ class ByContent(Rule):
 def no_positions(
     encoder: Any, hidden_states: Tensor, query_states: Tensor | None = None, relative_pos: Tensor | None = None
 ) -> Tensor | None:
-    """The distances (1, T, T) between tokens are not made."""
+    """Return the given distances without making the distances (1, T, T) between tokens."""
     return relative_pos
 
 
 def padding_of_keys(encoder: Any, attention_mask: Tensor) -> Tensor:
-    """Of a padding mask (B, T) what hides the padded keys, (B, 1, 1, T), in the place of a (B, 1, T, T) tensor.
+    """Return a padding mask (B, T) as a mask of keys (B, 1, 1, T), instead of a (B, 1, T, T) tensor.
 
-    transformers hides all keys from padded queries, too, and then takes a mean over all; their output means nothing.
+    transformers also hides all keys from padded queries and then averages over all keys; their output has no meaning.
     """
     return attention_mask.unsqueeze(1) if attention_mask.ndim != 2 else attention_mask[:, None, None]
 
@@ -111,7 +112,7 @@ def content_and_position(
     rel_embeddings: Tensor,
     scale_factor: int,
 ) -> Tensor:
-    """Queries by the distance to a key, and keys by the distance to a query, of (B * H, T, D) each.
+    """Return the bias (B * H, T, T) of query content and key content by distance; both layers are (B * H, T, D).
 
     Sections 3.1 and 3.2 of He et al. 2021, arXiv 2006.03654.
     """
@@ -126,7 +127,7 @@ def content_and_position(
     buckets = _buckets(file, module, apart)
     columns = (buckets + span).clamp(0, 2 * span - 1), (-buckets.flip(0) + span).clamp(0, 2 * span - 1)
     first, last = 0, 2 * span - 1
-    if not without_numbers():  # of the distances that there are; traced code has no numbers to look at
+    if not without_numbers():  # keep only distances that occur; traced code cannot read the numbers
         first, last = (int(ends) for ends in torch.cat(columns).aminmax())
     embedded = rel_embeddings[first : last + 1]
     names = ("key_proj", "query_proj") if module.share_att_key else ("pos_key_proj", "pos_query_proj")
@@ -144,14 +145,14 @@ def content_and_position(
 
 
 def _buckets(file: Any, module: Any, apart: Tensor) -> Tensor:
-    """The bucket of each distance, by the model's own rule."""
+    """Return the bucket of each distance by the model's own function."""
     if module.position_buckets > 0 and module.max_relative_positions > 0:
         return file.make_log_bucket_position(apart, module.position_buckets, module.max_relative_positions).long()
     return apart
 
 
 def bias_by_distance(encoder: Any, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32) -> Tensor:
-    """A learned bias for each head and distance (B, H, T, T), as the table that it is."""
+    """Return the learned bias (B, H, T, T) for each head and distance, stored as a table."""
     B, T = x.shape[:2]
     apart = torch.arange(1 - T, T, device=x.device)
     table = encoder.relative_attention_bias(encoder.relative_position_bucket(apart, num_buckets=num_buckets)).T
@@ -159,18 +160,18 @@ def bias_by_distance(encoder: Any, x: Tensor, position_ids: Tensor | None = None
 
 
 def bias_once(theirs: Callable[..., Any], module: Any, *args: Any, alibi: Tensor | None, **kwargs: Any) -> Any:
-    """The mask has the bias in it already; transformers' eager attention adds it a second time, its "sdpa" does not."""
+    """Run the module with an alibi bias of 0, because the mask contains the bias; "sdpa" also adds it only once."""
     return theirs(module, *args, alibi=None if alibi is None else torch.zeros_like(alibi), **kwargs)
 
 
 def tells_attention(theirs: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
-    """A block that does not tell its attention whether weights are to be returned."""
+    """Run a block that does not pass to its attention whether weights are to be returned."""
     with attentions_asked_for(bool(kwargs.get("output_attentions"))):
         return theirs(block, *args, **kwargs)
 
 
 def without_static_cache(theirs: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """A window counted from the last key, which in a static cache is room that is not filled yet."""
+    """Raise ModelError for a window that the code counts from the end of a static cache, which is not filled yet."""
     cache = kwargs.get("layer_past")
     layer = cache.layers[module.layer_id] if isinstance(cache, Cache) and cache.layers else None
     if module.attention_type == "local" and isinstance(layer, StaticLayer):

@@ -1,8 +1,8 @@
-"""Models that compute attention in code of their own are switched to headwise, and back.
+"""Switching of models with their own attention code to headwise and back.
 
-Their classes keep their code. While the config of a switched model names headwise, calls of the modules that
-`architectures.SEAMS` names go through `OwnAttention` (`tracer.py`), and a few methods are replaced (`replacements.py`).
-Under any other name they run as before.
+Their classes keep their code. While the config of a switched model contains the name headwise, calls of the modules in
+`architectures.SEAMS` run through `OwnAttention` (`tracer.py`), and a few methods are replaced (`replacements.py`). With
+any other name, they run as before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PREPARED = "_prepared_for_headwise"
 
 
 def switch(model: PreTrainedModel, name: str) -> None:
-    """Prepare every part of a model whose config says `name` to run on headwise; other parts are left alone."""
+    """Prepare every part of a model whose config contains `name` to run on headwise; other parts do not change."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and family_of(type(part)) is not None:
             if part.config._attn_implementation == name:
@@ -41,7 +41,7 @@ def _runs_here(module: nn.Module) -> bool:
 
 
 def _prepare(cls: type[nn.Module]) -> None:
-    """Have the calls of a class ask which attention its model runs on."""
+    """Wrap the calls of a class so that they check which attention their model runs on."""
     if hasattr(cls, _PREPARED):
         return
     forms = {name: getattr(positions, form) for name, form in (methods_of(cls) or {}).items()}
@@ -56,7 +56,7 @@ def _prepare(cls: type[nn.Module]) -> None:
 
     attends = is_seam(cls)
     if attends or ours is not theirs:
-        cls.__call__ = __call__  # type: ignore[method-assign]  # and not forward, which others cover module by module
+        cls.__call__ = __call__  # type: ignore[method-assign]  # forward is replaced module by module by others
     for name, form in forms.items():
         setattr(cls, name, _either(getattr(cls, name), form))
     setattr(cls, _PREPARED, True)
@@ -64,7 +64,7 @@ def _prepare(cls: type[nn.Module]) -> None:
 
 @torch.compiler.disable
 def _run(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A module's own code on headwise's attention; compiled code calls it as it is."""
+    """Run a module's own code on headwise's attention; compiled code calls this function without tracing it."""
     wanted = asks_for_weights(type(module).forward, args, kwargs)
     return OwnAttention(module, wanted).run(partial(call, module), *args, **kwargs)
 

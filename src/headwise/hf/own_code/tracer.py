@@ -1,8 +1,8 @@
-"""Attention of a model's own code, run by headwise: its scores are told what happens to them, and never made.
+"""Run attention code that does not use transformers' interface.
 
-While such a module runs, a product of queries and keys gives `Scores`: a tensor of which there is only the size. What
-the code then does to it (a scale, a mask, a bias, softmax, dropout) is written down (`steps.py`), and the product with
-the values runs headwise's attention with all of it. Anything else that is done to scores makes them, as the code would.
+While such a module runs, a product of queries and keys returns `LazyScores`, a tensor with only a size. The next
+operations on it (scale, mask, bias, softmax, dropout) are recorded (`recorded_ops.py`), and the product with the values
+runs headwise's attention with all of them. Any other operation on scores computes them, as the model's code would.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .lazy_scores import LazyScores
 from .recorded_ops import IN_PLACE, STEPS, Tracer
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-"""What modules call the number of their heads."""
+"""Attribute names for the number of heads in modules."""
 _asked_for: ContextVar[bool] = ContextVar("headwise_attentions_asked_for", default=False)
 
 
 @contextmanager
 def attentions_asked_for(on: bool) -> Iterator[None]:
-    """For calls of modules that are not told themselves whether to return their weights."""
+    """Set whether weights are requested, for modules that get no argument for it."""
     before = _asked_for.set(on)
     try:
         yield
@@ -43,12 +43,12 @@ def attentions_asked_for(on: bool) -> Iterator[None]:
 
 
 def weights_are_wanted() -> bool:
-    """Whether a caller up the stack asked for weights."""
+    """Return True if an outer caller requested weights."""
     return attentions_are_collected() or _asked_for.get()
 
 
 class OwnAttention(TorchFunctionMode):
-    """Runs a module of attention, with every product of queries and keys in it as `Scores`."""
+    """A torch function mode that runs an attention module with every product of queries and keys as `LazyScores`."""
 
     def __init__(self, module: nn.Module, wanted: bool = False) -> None:
         counts = [getattr(module, name, None) for name in HEADS]
@@ -57,7 +57,7 @@ class OwnAttention(TorchFunctionMode):
         super().__init__()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's own code; attentions that it returns are the weights, made where the caller asked for them."""
+        """Run the module's own code; returned attentions are the weights, computed if the caller requested them."""
         with self:
             result = function(*args, **kwargs)
         module = self.running.module
@@ -73,16 +73,16 @@ class OwnAttention(TorchFunctionMode):
         if not chain.weighted:
             return scores.replay()
         made = self.running.weights.get(chain)
-        if made is not None:  # of which out was computed, where they carry a gradient
+        if made is not None:  # out was computed from these weights if they carry a gradient
             same = made.dtype == scores.dtype and made.shape == scores.shape
             return made if same else made.detach().to(scores.dtype).reshape(scores.shape)
         key = in_one_piece(_stored(chain.key), chain.query.dtype)
         make = partial(_weights, chain.query, key, chain.options(), scores.shape, scores.dtype)
-        # Weights that no output was computed from have no gradient to give.
+        # No output was computed from these weights, so they have no gradient.
         return make().detach() if self.running.wanted else Lazy._of(make, scores.shape, scores.dtype, scores.device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operation of torch inside of the module."""
+        """Handle every torch operation inside of the module."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
@@ -104,7 +104,7 @@ def _takes(step: Callable[..., Any], keywords: frozenset[str]) -> bool:
 
 
 def asks_for_weights(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a module asks for attentions."""
+    """Return True if a call of a module requests attentions."""
     if weights_are_wanted():
         return True
     names = list(inspect.signature(forward).parameters)[1:]
@@ -112,15 +112,15 @@ def asks_for_weights(forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _made(x: Any) -> Any:
-    """With the scores as tensors."""
+    """Return the arguments with lazy scores replaced by computed tensors."""
     if not _holds_scores(x):
         return x
     return tree_map(lambda leaf: leaf.replay() if isinstance(leaf, LazyScores) else leaf, x)
 
 
 def _holds_scores(x: Any) -> bool:
-    # Asked for every operation of a module. Arguments of torch are tuples, lists and dicts, and walking them here takes
-    # a tenth of the time of torch's tree_leaves.
+    # This runs for every operation of a module. Arguments of torch are tuples, lists and dicts, and this recursion
+    # takes a tenth of the time of torch's tree_leaves.
     if isinstance(x, (tuple, list)):
         return any(map(_holds_scores, x))
     return any(map(_holds_scores, x.values())) if isinstance(x, dict) else isinstance(x, LazyScores)
@@ -138,4 +138,4 @@ _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
 }
-"""What is known of scores without making them."""
+"""Operations on the metadata of scores, which do not compute the scores."""
