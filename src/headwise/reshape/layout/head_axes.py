@@ -1,4 +1,4 @@
-"""How the axes of a weight divide into heads, written as ``(H q | K k | K v) M``, and how to keep only some heads."""
+"""The division of a weight's axes into heads, written as ``(H q | K k | K v) M``, and the selection of heads."""
 
 from __future__ import annotations
 

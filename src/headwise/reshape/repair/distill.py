@@ -236,7 +236,7 @@ class _Run:
             try:
                 self.plain.load_state_dict(saved["student"])
                 self.optimizer.load_state_dict(saved["optimizer"])
-            except (RuntimeError, ValueError):  # other tensors, or other sizes
+            except (RuntimeError, ValueError):  # the saved tensors have other names or sizes
                 raise ValueError(f"{self.state}: the state of another model; remove it to begin anew") from None
             self.step, self.curve = saved["step"], LossCurve(saved["steps"], saved["held"])
         if self.accelerator is not None:
@@ -329,7 +329,7 @@ def _state_of(path: Path) -> dict[str, Any]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception:  # pickle's, zip's, torch's own
+    except Exception:  # errors of pickle, zipfile and torch
         saved = None
     if not isinstance(saved, dict) or not saved.keys() >= STATE:
         raise ValueError(f"{path}: no state that a distillation left; remove it to begin anew")

@@ -49,7 +49,7 @@ class Matrix:
             with torch.no_grad():
                 y = module.forward(x)  # forward() skips hooks, such as those of headwise
                 expected = weight[0] if bias is None else weight[0] + bias
-        except RuntimeError as error:  # of another width
+        except RuntimeError as error:  # the input has another width
             raise TypeError(f"{other} ({error}); merge adapters first") from None
         if y.shape[-1] != weight.shape[1] or not torch.allclose(y[0], expected):
             raise TypeError(f"{other}; merge adapters first")
