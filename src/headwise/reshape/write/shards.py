@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_SHARD = 5 * 10**9
-"""The largest number of tensor bytes in a file, as transformers writes them; a larger tensor has a file of its own."""
+"""The largest number of tensor bytes in a file, a common limit; a larger tensor has a file of its own."""
 
 METADATA = "__metadata__"
 NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
