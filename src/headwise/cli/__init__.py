@@ -1,8 +1,8 @@
-"""The command line: arguments to the functions of the library, and their results to the terminal.
+"""The command line: it passes arguments to the functions of the library, and prints their results.
 
-A file for each command; `guard` has how a run ends, `output` what it shows, `texts` what it reads. Whatever a user gets
-wrong ends in one line on stderr and exit code 2. What comes from outside (paths, names, error texts) is printed through
-`headwise.files.text.visible`, so it cannot steer a terminal.
+Each command has a file; `errors` handles exits, `output` prints, `options` has shared options and their input. Every
+mistake of the user ends in one line on stderr and exit code 2. Paths, names and error texts are printed through
+`headwise.files.text.visible`, so that they cannot send control characters to a terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The command ``headwise``."""
+    """Run the command ``headwise``."""
     open_streams()
     try:
         app(prog_name="headwise")

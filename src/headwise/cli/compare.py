@@ -1,4 +1,4 @@
-"""``headwise look A --against B``: the two looks side by side; all that is named is there before one is measured."""
+"""``headwise look A --against B``: compare two looks; all inputs are checked before the first is measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAN = "heads-plan.json"
 
 
 def read_plan(kept: str | None, against: str | None) -> Any:
-    """The heads plan of ``--kept``, or the one that ``headwise prune`` left in the other model's folder; or None."""
+    """Return the heads plan of ``--kept``, or that of ``headwise prune`` in the other model's folder, or None."""
     check_named("--kept", kept)
     if kept is None and against is not None and os.path.isfile(os.path.join(against, PLAN)):
         kept = os.path.join(against, PLAN)
@@ -38,7 +38,7 @@ def read_plan(kept: str | None, against: str | None) -> Any:
 
 
 def check_measured(model: str | None, against: str | None, options: Mapping[str, object]) -> None:
-    """Raise where only looks in .json files are shown, and an option says what to measure: it would do nothing."""
+    """Raise BadParameter if only looks from .json files are shown and an option says what to measure."""
     named = [f"--{name}" for name, value in options.items() if value not in (None, False)]
     if named and model is not None and _is_look(model) and (against is None or _is_look(against)):
         raise typer.BadParameter(
@@ -53,7 +53,7 @@ def _is_look(name: str) -> bool:
 def side_by_side(
     model: str | None, against: str | None, look_at: Callable[[str | None], Any], *, any_input: bool, kept: Any
 ) -> Any:
-    """The look at a model, or what changed from it to another one. Both names are known before one is measured."""
+    """Return the look at a model, or the changes from it to another; both names are checked before measuring."""
     looks = guard.together(lambda: _recorded(model, against=against, any_input=any_input))
     result = looks[0] or look_at(model)
     if against is None:
@@ -64,9 +64,9 @@ def side_by_side(
 
 
 def _recorded(model: str | None, *, against: str | None, any_input: bool) -> list[Any]:
-    """Of both names the look that a .json file holds; None for a model.
+    """Return for both names the look from a .json file, or None for a model.
 
-    Where there are two, it is sure that there are models of these names: the second is read long after the first.
+    With two names, each model is checked to exist now, because the second is read long after the first.
     """
     looks: list[Any] = []
     for name in (model, against):

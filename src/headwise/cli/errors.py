@@ -1,4 +1,4 @@
-"""How a run ends: in its result, or in one line and an exit code; never in a traceback that nobody asked for."""
+"""Exit handling: print every error as one line and set the exit code. HEADWISE_DEBUG=1 shows the traceback."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ T = TypeVar("T")
 DEFECT, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK = "HEADWISE_DEBUG"
 
-# Typer keeps click to itself in newer versions, so the class is taken from where it certainly is.
+# Newer versions of Typer have their own copy of click, so the class is taken from Typer's own exception.
 ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class FileEnded(Exception):
-    """Stands for an EOFError, which Typer takes for the end of a prompt: it would say that the user interrupted."""
+    """A replacement for EOFError, which Typer treats as the end of a prompt and reports as an interrupt."""
 
 
 class OneLine(TyperGroup):
-    """The group of commands; turns every mistake into one line and an exit code."""
+    """The group of commands; it reports every error as one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command; raise BadParameter if torchrun's variables are invalid."""
         several.check()
         try:
             return super().invoke(ctx)
@@ -39,19 +39,19 @@ class OneLine(TyperGroup):
             raise FileEnded from error
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a command line; end the process unless ``standalone_mode`` is off, as Typer's own does."""
+        """Run a command line and end the process, or return if ``standalone_mode`` is off, as in Typer."""
         ends = extra.pop("standalone_mode", True)
         extra["standalone_mode"] = False
         if not ends:
             return super().main(*args, **extra)
         try:
             code = super().main(*args, **extra)
-            sys.stdout.flush()  # what cannot be written shows here, not while Python winds up
+            sys.stdout.flush()  # a write error must appear here, not while Python shuts down
         except (SystemExit, GeneratorExit):
             raise
-        except BrokenPipeError:  # who read our output has gone (``headwise look --json | head``): leave without a word
+        except BrokenPipeError:  # the reader of stdout is gone (``headwise look --json | head``): exit silently
             sys.exit(DEFECT)
-        except BaseException as error:  # other libraries' too: a panic of the tokenizers is no Exception
+        except BaseException as error:  # a panic of the tokenizers library is not an Exception
             message, code = message_of(error)
             if os.environ.get(TRACEBACK) and code != INTERRUPTED and not isinstance(error, ClickException):
                 raise
@@ -62,13 +62,13 @@ class OneLine(TyperGroup):
 
 
 def message_of(error: BaseException) -> tuple[str, int]:
-    """Return what the user is told of an exception, and the exit code."""
+    """Return the message for the user and the exit code of an exception."""
     if isinstance(error, ClickException):
         return _refusal(error), BAD_INPUT
     if isinstance(error, FileEnded) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
-        # Python itself raises a RuntimeError from what falls into the making of a class (__set_name__).
+        # Python raises a RuntimeError from an interrupt while a class is created (__set_name__).
         return "interrupted", INTERRUPTED
     if isinstance(error, MissingExtra):
         return str(error), BAD_INPUT
@@ -83,17 +83,17 @@ def message_of(error: BaseException) -> tuple[str, int]:
 
 
 def _refusal(error: Any) -> str:
-    """Our own words as they are, without "Invalid value"; the parser's, with the value that they leave out."""
+    """Return headwise's own message without "Invalid value", or the parser's message with the value added."""
     text: str = error.format_message()
     if isinstance(error, typer.BadParameter) and error.param is None and error.param_hint is None:
         return str(error.message)
-    mistakes = getattr(error.__cause__, "errors", None)  # pydantic's, which newer versions of Typer read numbers with
+    mistakes = getattr(error.__cause__, "errors", None)  # newer versions of Typer parse numbers with pydantic
     values = [repr(one["input"]) for one in mistakes()] if callable(mistakes) else []
     return "; got ".join([text, *(value if len(value) <= 60 else f"{value[:57]}..." for value in values[:1])])
 
 
 def together(work: Callable[[], T]) -> T:
-    """What `work` gives here, once all processes have done theirs; where one fails, all do, in the same words."""
+    """Return the result of `work` after all processes finished it; if one fails, all fail with the same message."""
     if several.started() < 2:
         return work()
 
@@ -110,15 +110,15 @@ def together(work: Callable[[], T]) -> T:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    names = {cls.__name__ for cls in type(error).__mro__}  # torch is not imported for this
+    names = {cls.__name__ for cls in type(error).__mro__}  # by name, to avoid importing torch
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def _fail(message: str, code: int) -> NoReturn:
     from headwise.files.text import visible
 
-    with several.said_once(message) as first, contextlib.suppress(OSError):  # where stderr is full or closed,
-        if first:  # the exit code tells
+    with several.said_once(message) as first, contextlib.suppress(OSError):  # if stderr is full or closed,
+        if first:  # the exit code is enough
             print(f"headwise: {visible(message.strip(), limit=600)}", file=sys.stderr, flush=True)
     sys.exit(code)
 
@@ -127,16 +127,16 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Open what is closed of stdin, stdout and stderr, onto the null device.
+    """Open the null device for each of stdin, stdout and stderr that is closed, and escape unprintable characters.
 
-    Python has None where a stream is closed (``headwise look >&-``), and the next file that is opened would get its
-    number, so that what is printed would run into a report. A terminal that cannot show a letter gets its number.
+    Python sets a closed stream (``headwise look >&-``) to None, and the next opened file would get its descriptor, so
+    that printed text would end up in a report. Characters that stdout or stderr cannot encode are escaped.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
@@ -146,7 +146,7 @@ def open_streams() -> None:
 
 
 def leave(end: SystemExit) -> NoReturn:
-    """End the process with that code; drop what cannot be written any more, for Python would print a fault."""
+    """End the process with the exit code; output that cannot be written is dropped, or Python would print an error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -154,6 +154,6 @@ def leave(end: SystemExit) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     several.end(end.code)
     if end.code == INTERRUPTED:
-        # An interrupt that fell into an exec() of a library makes Python kill itself at its end, handled or not.
+        # After an interrupt inside an exec() of a library, Python kills itself at exit even if it was handled.
         os._exit(INTERRUPTED)
     raise end

@@ -36,7 +36,7 @@ def importance(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """See how much each attention head of a model matters for its loss on a text."""
+    """Show how much each attention head of a model matters for its loss on a text."""
     content = read_text(text, file)
     from headwise.look.interventions.importance import CRITERIA
 
@@ -70,7 +70,7 @@ def ablate(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """See what a model loses without some of its heads, and what it says instead."""
+    """Show what a model loses without some of its heads, and what it predicts instead."""
     pairs = pairs_of(heads)
     if by not in ("zero", "mean"):
         raise typer.BadParameter(f"--by takes zero or mean; got {by!r}")
@@ -99,7 +99,7 @@ def circuits(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """See which heads of a model read what earlier ones wrote, and what each writes for the next token."""
+    """Show which heads of a model read what earlier heads wrote, and what each head writes for the next token."""
     content = read_text(text, file)
 
     def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
@@ -116,10 +116,10 @@ def circuits(
 
 
 def pairs_of(heads: str) -> list[tuple[int, int]]:
-    """``3.1,2.4`` as pairs (layer, head).
+    """Parse heads such as ``3.1,2.4`` into pairs (layer, head).
 
     Raises:
-        BadParameter: it is not of this form.
+        BadParameter: the text has another form.
     """
     pairs = [part.strip().split(".") for part in heads.split(",")]
     if any(len(pair) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 10 for n in pair) for pair in pairs):
@@ -138,7 +138,7 @@ def _measured(
     dtype: str | None,
     work: Callable[[Any, Any, Callable[..., object]], Any],
 ) -> Any:
-    """Return what `work` makes of the loaded model and the ids of the text; its model's name is harmless to print."""
+    """Return the result of `work` for the loaded model and the text's ids, with a model name that is safe to print."""
     from headwise.files.text import visible
 
     with progress() as show:

@@ -19,7 +19,7 @@ from .options.texts import fitting, read_text
 from .output import console, progress, put
 
 
-def _look(  # private, for a command has as many options as its users need, and no one calls it from Python
+def _look(  # private: a command has many options, and Python users call headwise.look.at instead
     model: Annotated[
         str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
     ] = None,
@@ -80,7 +80,7 @@ def _look(  # private, for a command has as many options as its users need, and 
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """See what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
+    """Show what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
     beside = (image, audio, target, pair)
     measured = {"text": text, "file": file, "corpus": corpus, "sentences": sentences, "needles": needles}
     measured |= {"importance": importance, "image": image, "audio": audio, "target": target, "pair": pair}
@@ -101,7 +101,7 @@ def _look(  # private, for a command has as many options as its users need, and 
 
 
 def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) -> None:
-    """Write the files, and print JSON, or the table and below it what was written."""
+    """Write the files; print JSON, or the table and the names of the files."""
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json() if compared else result.to_json(maps=False))
@@ -114,13 +114,13 @@ def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) ->
 
 
 def _reading(more: reading.More, text: str | None, file: str | None) -> tuple[reading.More, str | None]:
-    """Return what is read, checked: the options, and the text where it is one."""
+    """Return the checked options, and the text if one is read."""
     more = reading.checked(more, text, file)
     return more, read_text(text, file) if reading.reads_text(more, text, file) else None
 
 
 def look_at(model: str | None, text: str | None, device: str, dtype: str | None, more: reading.More) -> Any:
-    """Return what the heads of the model do on the text, or on a corpus."""
+    """Return the look at the model's heads on the text, or on a corpus."""
     beside = reading.opened(more)
     with progress() as show:
         where = several.own_device(device)
@@ -150,13 +150,13 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
 
 
 ROLE = 28
-"""Letters that the last column has at least, the longest role with its number among them."""
+"""The minimum width of the last column, in characters: the longest role with its number."""
 SPARE = ("next", "self", "dup", "delim", "largest", "distance", "entropy")
-"""What a narrow terminal goes without, the first one first; the files and --json have it."""
+"""The columns that a narrow terminal omits, in this order; the files and --json have them."""
 
 
 def _print_heads(result: Any) -> None:
-    """The table of heads, its name harmless; without frame and with fewer columns where the terminal is narrow."""
+    """Print the table of heads, with a safe model name; in a narrow terminal without a frame and some columns."""
     from dataclasses import replace
 
     from headwise.files.text import visible
@@ -169,7 +169,7 @@ def _print_heads(result: Any) -> None:
 
 
 def _narrow(look: Any, shown: Any) -> Any:
-    """Return the table without frame, its roles folded, and without as many columns as leave those room."""
+    """Return the table without a frame, with folded roles, and without the columns that do not fit."""
     from headwise.look.views.tables import rich_table
 
     table: Any = None

@@ -1,4 +1,4 @@
-"""What a run shows: tables or JSON on stdout, progress on stderr."""
+"""Output of a command: tables or JSON on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
-    """The JSON of a result, or its table."""
+    """Print the result as JSON, or as its table."""
     if as_json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -24,29 +24,29 @@ def show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
 
 
 def put(what: Any) -> None:
-    """Print a table, or what prints as some; nothing in them is cut."""
+    """Print a table, or a record that prints as tables; no text is cut."""
     from rich.table import Table
 
     from .options.table_width import fit, parts
 
     for part in parts(what, console()):
-        shown = console()  # each has its width
+        shown = console()  # `fit` may change the width of its console
         if isinstance(part, Table):
             fit(part, shown)
         shown.print(part)
 
 
 def console() -> rich.console.Console:
-    """Where tables go; a pipe has no width, so nothing is cut there."""
+    """Return a console on stdout; for a pipe it has a fixed width of 140."""
     from rich.console import Console
 
     return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 140)
 
 
 class Progress:
-    """A progress bar on stderr that appears once two seconds have passed; nothing where stderr is no terminal.
+    """A progress bar on stderr that appears after two seconds; nothing if stderr is not a terminal.
 
-    Of several processes the one that speaks has it.
+    Of several processes only one shows it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Progress:
         self.timer.daemon = True
 
     def __call__(self, what: str | int, total: int | None = None) -> None:
-        """A new step by its name, or how much of it is done."""
+        """Begin a step by its name, or set how much of the step is done."""
         if isinstance(what, str):
             self.bar.update(self.task, description=what, total=total)
         else:
@@ -77,7 +77,7 @@ class Progress:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Progress]:
-    """The bar, for as long as the work takes."""
+    """Yield a progress bar that is shown during the with block."""
     bar = Progress()
     bar.timer.start()
     try:

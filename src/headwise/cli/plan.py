@@ -13,7 +13,7 @@ from .output import show
 CONTEXT = "8192,131072"
 
 
-def _plan(  # private, for a command has as many options as its users need, and no one calls it from Python
+def _plan(  # private: a command has many options, and Python users call headwise.plan.of instead
     configs: Annotated[
         list[str] | None,
         typer.Argument(help="A config.json, a checkpoint folder, a card, or a hub name in the local cache."),
@@ -33,7 +33,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
     csv: Annotated[str | None, typer.Option(help="Write the numbers here, a line for each config and context.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
 ) -> None:
-    """See what the attention of a model costs, from its config alone: parameters, cache, operations, time."""
+    """Show what the attention of a model costs, from its config alone: parameters, cache, operations, time."""
     from headwise import plan as planning
 
     if list_cards:
@@ -88,7 +88,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
 
 
 def _check(kind: str, name: str | None) -> None:
-    """Raise where the file cannot be written, or has another end, before anything is planned."""
+    """Raise an error before planning if the file cannot be written or has the wrong suffix."""
     if name is None:
         return
     check_named(f"--{kind}", name)

@@ -30,10 +30,10 @@ from .output import progress
 
 MEASURED = ("importance", "ablation", "redundancy")
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
-"""What --by calls the criteria of `headwise.look.importance`."""
+"""The criteria of `headwise.look.importance` for the values of --by."""
 
 
-def _prune(  # private, for a command has as many options as its users need, and no one calls it from Python
+def _prune(  # private: a command has many options, and Python users call headwise.reshape.prune instead
     model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
     heads: Annotated[
         str | None, typer.Option(help="The heads that go: LAYER.HEAD with commas, such as 0.1,3.7.")
@@ -72,9 +72,9 @@ def _prune(  # private, for a command has as many options as its users need, and
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:
-    """Take attention heads out of a checkpoint; transformers loads the result, proved equal to gated heads.
+    """Remove attention heads of a checkpoint; transformers loads the result, which is proved equal to gated heads.
 
-    Encoders keep a number of heads for each layer, and load once headwise.hf is imported.
+    Encoders keep a number of heads for each layer; transformers loads them after headwise.hf is imported.
     """
     check_out(out, dry_run)
     if reconstruct and (text, file, corpus) == (None,) * 3:
@@ -100,7 +100,7 @@ def _prune(  # private, for a command has as many options as its users need, and
             request: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "zero": zero}
             if budget_mb is not None:
                 request["budget"] = reshape.Budget(budget_mb, context or 0)
-            else:  # what no ranking makes possible is said before one is measured
+            else:  # raise errors of the request before the ranking is measured
                 reshape.plan_prune(source, **request, scores=None if by is None else reshape.random_scores(seed))
             loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show, reconstruct=reconstruct)
             plan = reshape.plan_prune(source, **request, scores=scores)
@@ -121,7 +121,7 @@ def _prune(  # private, for a command has as many options as its users need, and
 def _criterion(
     by: str | None, heads: str | None, keep_fraction: float | None, budget_mb: float | None, context: int | None
 ) -> str | None:
-    """Return what ranks the heads, None where they are named; refuse options that do not go together."""
+    """Return the criterion that ranks the heads, or None if they are named; refuse options that exclude each other."""
     if context is not None and budget_mb is None:
         raise typer.BadParameter("--context is for --budget-mb; leave it out")
     if sum(way is not None for way in (heads, keep_fraction, budget_mb)) != 1:
@@ -132,7 +132,7 @@ def _criterion(
 
 
 def _proof(reshape: Any, loaded: Any, rows: list[Any]) -> Any:
-    """Return the proof on the texts, where those are all that was read."""
+    """Return the proof, with the texts if only texts were read."""
     texts = [row for row in rows if isinstance(row, list)]
     return reshape.Proof(tuple(i for row in texts for i in row), loaded.mask_id if texts else None)
 
@@ -148,9 +148,9 @@ def _read(
     *,
     reconstruct: bool,
 ) -> tuple[Any, list[Any], Any]:
-    """The model and what it reads, where there is anything: the texts' tokens in rows, or what its processor makes.
+    """Return the model, its inputs (rows of tokens, or the output of its processor), and the scores of its heads.
 
-    And what each head is worth.
+    Without an input, the model is None and there are no rows.
     """
     from headwise import look, reshape
 

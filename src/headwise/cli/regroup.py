@@ -27,7 +27,7 @@ from .options.reshape import (
 )
 from .output import progress, put
 
-MOST_HELD = 16  # windows that distillation measures on
+MOST_HELD = 16  # the most windows that are held out in a distillation
 Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
 
 
@@ -49,7 +49,7 @@ def _regroup(
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:
-    """Let groups of heads share keys and values (MHA to GQA or MQA); stock transformers loads the result."""
+    """Let groups of heads share keys and values (MHA to GQA or MQA); unmodified transformers loads the result."""
     check_out(out, dry_run)
     if seed < 0:
         raise typer.BadParameter(f"--seed {seed}: at least 0")
@@ -68,7 +68,7 @@ def _regroup(
         folder, _ = hf.files.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
             check_place(out, source)
-            checked(source, kv_heads, method)  # type: ignore[arg-type]  # any text, of which it says what it is to be
+            checked(source, kv_heads, method)  # type: ignore[arg-type]  # `checked` refuses an unknown method
             loaded, read = None, list[list[int]]()
             if texts is not None:
                 show("reading the model")
@@ -108,7 +108,7 @@ def _distill(
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train a changed model to say what its original says; started again, it goes on where it stopped."""
+    """Train a changed model to predict what its original predicts; a stopped run continues where it stopped."""
     if out is None:
         raise typer.BadParameter("give --out, the folder to write")
     check_out(out, False)
@@ -133,7 +133,7 @@ def _distill(
             show("reading the text")
             stream, first = _stream(hf, checked[0][0], checked[0][2], texts)
             cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
-            training.batch(stream[: len(stream) - cut], 0, first)  # raises where the text is too short for a window
+            training.batch(stream[: len(stream) - cut], 0, first)  # raises if the text is shorter than a window
             show("reading the models")
             student, original = hf.load(folder), hf.load(teacher)
             _check_pair(student, original)
@@ -152,7 +152,7 @@ def _distill(
                 accelerator=_accelerator(),
                 progress=show,
             )
-            if reshape.Processes.here().rank:  # one of several processes writes
+            if reshape.Processes.here().rank:  # only rank 0 writes
                 return
             facts = reshape.distill_facts(source, teacher, training, curve)
             show("writing")
@@ -170,7 +170,7 @@ def _check_length(hf: Any, name: str, config: Any, length: int) -> None:
 
 
 def _stream(hf: Any, folder: Path, config: Any, texts: Iterable[str]) -> tuple[Any, int | None]:
-    """Return all tokens of all texts in one row, without the one that begins a text; and that one."""
+    """Return the tokens of all texts in one row, without the first token of a text (BOS or CLS), and that token."""
     import torch
 
     tokenizer = hf.load.tokenizer.load_tokenizer(folder, config)
@@ -183,7 +183,7 @@ def _stream(hf: Any, folder: Path, config: Any, texts: Iterable[str]) -> tuple[A
 
 
 def _accelerator() -> Any:
-    """accelerate's, where it is installed: it knows the devices, and what `accelerate config` says."""
+    """Return an `accelerate.Accelerator` with the devices of `accelerate config`; None if it is not installed."""
     try:
         from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -201,13 +201,13 @@ def _check_pair(student: Any, teacher: Any) -> None:
 
 
 def _proof(reshape: Any, rows: list[Any]) -> Any:
-    """Text that was not fitted to, where there is some: every fifth row."""
+    """Return the proof, with every fifth row, or the last: text that nothing was fitted to."""
     kept = rows[4::5] or rows[-1:]
     return reshape.Proof(tuple(int(i) for row in kept for i in row[0]))
 
 
 def _told(show: Any) -> Any:
-    """Return what is being done, and how much of it is."""
+    """Return a callback for progress: it shows the step, and how much of it is done."""
     now = [""]
 
     def tell(what: str, done: int, total: int) -> None:
@@ -220,7 +220,7 @@ def _told(show: Any) -> Any:
 
 
 def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
-    """The tables of a regrouping or a distillation, then those that every reshaped checkpoint has."""
+    """Print the tables of a regrouping or a distillation, then those of every reshaped checkpoint."""
     if not as_json:
         from rich.table import Table
 

@@ -23,7 +23,7 @@ def trace(
     length: Annotated[int, typer.Option(help="Tokens a text.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """See every stage of multi-head attention with its shape, the parameters, and what W_O changes."""
+    """Show every stage of multi-head attention with its shape, the parameters, and what W_O changes."""
     sizes: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
     if config is not None:
         if any(value is not None for value in (d_model, num_heads, *sizes.values())):

@@ -1,4 +1,4 @@
-"""`headwise --version --verbose`: what an issue about a result or a speed should begin with."""
+"""`headwise --version --verbose`: the versions that a report of a wrong result or a slow run needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from headwise import __version__
 
 PACKAGES = ("numpy", "transformers", "tokenizers", "safetensors")
-"""Beside torch: whatever of them is installed is named."""
+"""The packages that are listed in addition to torch, if installed."""
 
 
 def versions() -> str:
-    """Backend, instruction set and versions, a line each."""
+    """Return backend, instruction set and versions, one per line."""
     import torch
 
     from headwise.ops.native import library

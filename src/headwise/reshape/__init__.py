@@ -1,4 +1,4 @@
-"""Reshape models head by head: prune heads, share keys and values in fewer, write checkpoints that load anywhere.
+"""Reshape models head by head: prune heads, merge key-value heads, and write checkpoints that transformers loads.
 
 >>> import headwise.hf, headwise.models, headwise.reshape
 >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:

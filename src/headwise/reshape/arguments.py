@@ -1,4 +1,4 @@
-"""What the public functions of this room take: one line of our own where something else is handed over."""
+"""Checks of the arguments of `headwise.reshape`'s public functions; each error is one line."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .write.verify import Proof
 
 
 def check_kind(kind: type, made_by: str, /, **values: Any) -> None:
-    """Each is an instance of `kind`, which `made_by` makes; raises TypeError."""
+    """Check that each value is an instance of `kind`, which `made_by` returns; raise TypeError otherwise."""
     for name, value in values.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} is a {kind.__name__}, as {made_by} makes it; got {shown(value)}")
 
 
 def check_models(**models: Any) -> None:
-    """Each is a torch module; raises TypeError."""
+    """Check that each value is a `torch.nn.Module`; raise TypeError otherwise."""
     for name, model in models.items():
         if not isinstance(model, nn.Module):
             raise TypeError(f"{name} is a loaded model, a torch.nn.Module; got {shown(model)}")
 
 
 def check_writing(destination: Any, proof: Any, **functions: Any) -> None:
-    """Where to write, with what to prove it, and whom to tell; a function may be None. Raises TypeError."""
+    """Check a destination path, a proof and callbacks; a callback may be None. Raise TypeError otherwise."""
     check_paths(destination=destination)
     if proof is not None and not isinstance(proof, Proof):
         raise TypeError(f"proof is a headwise.reshape.Proof, or None to prove nothing; got {shown(proof)}")
@@ -35,12 +35,12 @@ def check_writing(destination: Any, proof: Any, **functions: Any) -> None:
 
 
 def check_told(**functions: Any) -> None:
-    """Whom to tell of the work; a function may be None. Raises TypeError."""
+    """Check that each callback is a function or None; raise TypeError otherwise."""
     check_functions(**{name: function for name, function in functions.items() if function is not None})
 
 
 def check_rows(rows: Any, least: int) -> None:
-    """A list of tensors of ids (B, T), `least` of them at least; raises TypeError or ValueError."""
+    """Check for a list of at least `least` tensors of ids (B, T); raise TypeError or ValueError otherwise."""
     if isinstance(rows, Tensor | str | bytes) or not isinstance(rows, Sequence):
         raise TypeError(f"rows are a list of tensors of ids (B, T); got {shown(rows)}")
     for row in rows:
@@ -54,7 +54,7 @@ def check_rows(rows: Any, least: int) -> None:
 
 
 def check_groups_by_layer(groups: Any, layers: Collection[str]) -> None:
-    """None, or which heads share by layer; what is in the lists is checked beside the layer. TypeError, ValueError."""
+    """Check that `groups` is None or a mapping by layer; raise TypeError or ValueError. `merge` checks the lists."""
     if groups is None:
         return
     if not isinstance(groups, Mapping):

@@ -1,4 +1,4 @@
-"""One key-value head in place of a group: how each head's numbers enter the shared ones, and are read from them."""
+"""Linear maps that merge a group of key-value heads into one, and that recover each head from the merged one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .layout.head_weights import HeadWeights
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """For each key-value head i of a group that shares ``m = sum_i write[i] v_i``; ``read[i] m`` stands for ``v_i``.
+    """The maps of K key-value heads: a group shares ``m = sum_i write[i] v_i``, and ``read[i] m`` approximates ``v_i``.
 
     Attributes:
-        write: (K, n, n) in float64, n the numbers of a key or of a value.
+        write: (K, n, n) in float64, where n is the size of a key or of a value.
         read: (K, n, n).
     """
 
@@ -27,13 +27,13 @@ class Maps:
 
     @classmethod
     def zeros(cls, products: Float[Tensor, "K n K n"]) -> Maps:
-        """Nothing yet, for keys or values of these moments."""
+        """Return maps of zeros, with the sizes of the moments `products`."""
         made = torch.zeros_like(products[:, :, 0, :1].expand(-1, -1, products.shape[1]))
         return cls(made, made.clone())
 
     @classmethod
     def of_rotations(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
-        """The mean of heads that were turned into one frame by orthogonal matrices: ``m`` is that of ``Q_i^T v_i``."""
+        """Return the maps of a mean after rotation: ``m`` is the mean of ``Q_i^T v_i`` with orthogonal ``Q_i``."""
         share = torch.empty(rotations.shape[0], 1, 1, dtype=rotations.dtype, device=rotations.device)
         for group in groups:
             share[list(group)] = 1 / len(group)
@@ -41,7 +41,7 @@ class Maps:
 
     @classmethod
     def of_first(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
-        """Return the maps by which the first head of each group stands for the others."""
+        """Return the maps by which the first head of each group, after rotation, replaces the others."""
         first = torch.zeros(rotations.shape[0], 1, 1, dtype=rotations.dtype, device=rotations.device)
         first[[group[0] for group in groups]] = 1.0
         return cls(rotations.transpose(1, 2) * first, rotations)
@@ -49,9 +49,9 @@ class Maps:
     def missed(
         self, products: Float[Tensor, "K n K n"], uses: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]
     ) -> float:
-        """Return the share of keys or values that the shared ones do not give back, in squares weighed by `uses`.
+        """Return the squared error of the recovered keys or values, weighted by `uses`, as a share of all.
 
-        That is the sum of ``e_i^T uses_i e_i`` of ``e_i = v_i - read_i m`` by the share of the sum for ``v_i`` itself.
+        That is the sum of ``e_i^T uses_i e_i`` for ``e_i = v_i - read_i m``, divided by the sum for ``v_i`` itself.
         """
         apart = whole = 0.0
         for group in groups:
@@ -68,7 +68,7 @@ class Maps:
 
 
 def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequence[int]]) -> HeadWeights:
-    """Return the layer in which each group has one key-value head; its query heads come in the order of the groups."""
+    """Return the weights with one key-value head per group; the query heads are sorted by group."""
     wide = weights.to(torch.float64)
     order = torch.tensor([kv for group in groups for kv in group], device=weights.query.device)
     heads = (order[:, None] * weights.group + torch.arange(weights.group, device=order.device)).flatten()
@@ -86,7 +86,7 @@ def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequ
 
     norm = ordered.key_norm
     if norm is not None and norm.ndim == 2:
-        enters = keys.write[order].flatten(1).any(1)  # of a head that does not, neither do the weights of its norm
+        enters = keys.write[order].flatten(1).any(1)  # a head that adds nothing to the key adds nothing to the norm
         groups_of = zip(norm.unflatten(0, (K, -1)), enters.unflatten(0, (K, -1)), strict=True)
         norm = torch.stack([some[those].mean(0) for some, those in groups_of])
     by_head = ordered.output.transpose(0, 1)  # (H, M, V)

@@ -1,1 +1,1 @@
-"""Options that several commands share, and what they read and write."""
+"""Options that several commands share, and the input and output that they name."""

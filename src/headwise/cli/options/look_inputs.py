@@ -1,4 +1,4 @@
-"""What `headwise look` reads beside a single text: a corpus, annotated sentences, texts with a needle in them."""
+"""Inputs of `headwise look` other than one text: a corpus, annotated sentences, texts with needles, pictures, sound."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .texts import check_corpus, check_named
 
 STATE = "headwise-look.state"
 AT_ONCE = 64
-"""Documents that are tokenized together."""
+"""Documents that are tokenized in one call."""
 
 NEEDLE = 7
-"""Tokens of a needle, which stands in its text twice."""
+"""Tokens of a needle, which its text contains twice."""
 
 
 class More(NamedTuple):
-    """The options that say what is read beside the text, or in its place."""
+    """The options for inputs in addition to the text, or in its place."""
 
     corpus: str | None = None
     length: int | None = None
@@ -40,13 +40,13 @@ class More(NamedTuple):
 
     @property
     def beside(self) -> dict[str, str]:
-        """The options that put something beside the text, with their values."""
+        """The given options for inputs in addition to the text, with their values."""
         named = (("image", self.image), ("audio", self.audio), ("target", self.target), ("pair", self.pair))
         return {name: value for name, value in named if value is not None}
 
 
 def checked(more: More, text: str | None, file: str | None) -> More:
-    """Return the options, once it is sure that they fit together."""
+    """Return the options after checking that they fit together; raise BadParameter otherwise."""
     for name in more.beside:
         others = (("corpus", more.corpus), ("sentences", more.sentences), ("needles", more.needles or None))
         for other, there in (*others, ("importance", more.importance or None)):
@@ -75,19 +75,19 @@ def checked(more: More, text: str | None, file: str | None) -> More:
         raise typer.BadParameter(f"--length {more.length}: a text has at least 2 tokens")
     check_corpus(more.corpus)
     state = STATE if more.state is None else more.state
-    if several.speaks():  # the one process that writes it
+    if several.speaks():  # only this process writes the state
         check_destination(state)
     return more._replace(state=state)
 
 
 def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
-    """Return the annotated sentences and needles that were asked for."""
+    """Return the annotated sentences and the needles that the options request."""
     from headwise.look import annotate, needles
 
     result: dict[str, Any] = {}
     if more.sentences is not None:
         documents = annotate.ours() if more.sentences == "ours" else annotate.read(more.sentences)
-        loaded.encode_all([one.text for one in documents])  # raises where the tokenizer would take for ever
+        loaded.encode_all([one.text for one in documents])  # raises if the tokenizer would take too long
         result["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
         if not result["sentences"]:
             most = loaded.max_positions
@@ -109,12 +109,12 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def reads_text(more: More, text: str | None, file: str | None) -> bool:
-    """Return whether there is one text to read: not with a corpus, nor with a picture or a sound alone."""
+    """Return whether one text is read: not with a corpus, and not with only a picture or a sound."""
     return more.corpus is None and (text is not None or file is not None or (more.image is None and more.audio is None))
 
 
 def opened(more: More) -> dict[str, Any]:
-    """Return the picture and the sound of the options, read before any model is."""
+    """Return the picture and the sound of the options; they are read before any model."""
     image = None if more.image is None else read_image(more.image)
     return {"image": image, "sound": None if more.audio is None else read_sound(more.audio)}
 
@@ -122,7 +122,7 @@ def opened(more: More) -> dict[str, Any]:
 def look_beside(
     loaded: Any, text: str | None, more: More, media: Mapping[str, Any], name: str, show: Callable[..., object]
 ) -> Any:
-    """Return what the heads do on a picture, a sound, a pair of sentences, or beside a decoder's own text."""
+    """Return the look at the heads on a picture, a sound, a pair of sentences, or with a text for the decoder."""
     from dataclasses import replace
 
     from headwise.hf import prepared
@@ -150,7 +150,7 @@ def look_beside(
 
 
 def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -> Any:
-    """Return what the heads do on a corpus."""
+    """Return the look at the heads on a corpus."""
     from headwise.look import Vocabulary, documents, over
 
     assert more.corpus is not None
@@ -189,7 +189,7 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
 
 
 def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more: More) -> Any:
-    """Return the look with the tokens around its evidence, and with what each head is worth and writes, if asked."""
+    """Return the look with the tokens around its evidence, and with the importance and output of heads if requested."""
     from headwise.look.collect.excerpts import with_excerpts
 
     if read:
@@ -208,12 +208,12 @@ def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more:
 
 
 def _spelt(loaded: Any) -> list[str]:
-    """Return what each id stands for as text, blanks as blanks."""
+    """Return the text of each token id, with spaces and newlines restored."""
     return [name.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n") for name in loaded.names()]
 
 
 def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:
-    """Yield the ids of each text, long ones in parts."""
+    """Yield the ids of each text; long texts are cut into parts."""
     from headwise.look.collect.corpus import cut
 
     texts = iter(texts)
@@ -224,7 +224,7 @@ def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:
 
 
 def _size(path: Path) -> int:
-    """Return bytes of all files of a corpus."""
+    """Return the bytes of all files of a corpus."""
     if path.is_dir():
         return sum(one.stat().st_size for one in path.rglob("*") if one.suffix in (".txt", ".jsonl") and one.is_file())
     return path.stat().st_size

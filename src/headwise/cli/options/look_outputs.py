@@ -1,4 +1,4 @@
-"""What `headwise look` writes: by the end of each name the report, a table, the head card or a figure."""
+"""Outputs of `headwise look`: the suffix of each name selects the report, a table, the head card or a figure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDINGS = (*PAGES, *TABLES, ".md", ".svg", ".png")
 
 
 def destinations(out: Sequence[str] | None, as_json: bool, against: str | None) -> list[str]:
-    """The files to write, each checked before any model is read: its name, its folder, and what it takes to make it."""
+    """Return the files to write, after checking names, folders and required libraries before any model is read."""
     names = list(out) if out is not None else [] if as_json or against is not None else [REPORT]
     endings = TABLES if against is not None else ENDINGS
     for name in names:
@@ -42,7 +42,7 @@ def _check(name: str, endings: Sequence[str]) -> None:
 
 
 def write(what: Any, names: Sequence[str]) -> list[str]:
-    """Write the files; return a line to print about each."""
+    """Write the files; return one line to print for each."""
     from headwise import report
     from headwise.files.text import visible
 

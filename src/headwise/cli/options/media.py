@@ -1,4 +1,4 @@
-"""Pictures and sound from files of strangers: read within bounds, or refused in one line."""
+"""Read pictures and sound from untrusted files, within limits, or refuse them with one line."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TargetOption = Annotated[
     typer.Option(help="What the decoder of an encoder-decoder reads.", show_default="the encoder's text"),
 ]
 PairOption = Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")]
-"""The options of `headwise look` that put something beside its text."""
+"""The options of `headwise look` for inputs in addition to its text."""
 
 MAX_FILE = 64_000_000
 MAX_PIXELS = 50_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LEAST_SOUND = 400
-"""Fewest numbers of a sound: a window of a spectrogram."""
+"""The fewest samples of a sound: one window of a spectrogram."""
 
 
 def read_image(path: str) -> Any:
-    """Return the picture of a file, as PIL has it, in red, green and blue."""
+    """Return the picture in a file as a PIL image in RGB."""
     try:
         from PIL import Image as pil
         from PIL import ImageOps
@@ -44,7 +44,7 @@ def read_image(path: str) -> Any:
     where = f"--image {path}"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a large picture PIL warns; here it is refused
+            warnings.simplefilter("ignore")  # PIL warns of large pictures; headwise refuses them below
             image: Any = pil.open(io.BytesIO(content), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise typer.BadParameter(
@@ -57,14 +57,14 @@ def read_image(path: str) -> Any:
         raise
     except MemoryError:
         raise
-    except Exception as error:  # a decoder of a hostile file may raise anything
+    except Exception as error:  # decoding an untrusted file may raise any exception
         raise typer.BadParameter(
             f"{where}: no picture that can be read ({_short(error)}); give a whole {', '.join(FORMATS)} file"
         ) from None
 
 
 def read_sound(path: str) -> tuple[Any, int]:
-    """The sound of a WAV file as float32 (N,), its channels' mean from -1 to 1, and how many numbers are a second."""
+    """Return the sound of a WAV file as float32 (N,), the mean of its channels from -1 to 1, and its sample rate."""
     import numpy as np
 
     content = _content(path, "--audio")
@@ -75,7 +75,7 @@ def read_sound(path: str) -> tuple[Any, int]:
             data = file.readframes(len(content))
         whole = len(data) // (width * channels) * (width * channels)
         numbers = _numbers(data[:whole], width).reshape(-1, channels).mean(axis=1, dtype=np.float64)
-    except Exception as error:  # wave.Error, EOFError, and what odd headers make of arithmetic
+    except Exception as error:  # wave.Error, EOFError, and arithmetic errors from invalid headers
         raise typer.BadParameter(
             f"{where}: no sound that can be read ({_short(error)}); give a WAV file of 8, 16, 24 or 32 bit PCM: "
             "ffmpeg -i FILE -ac 1 -ar 16000 out.wav"
@@ -90,7 +90,7 @@ def read_sound(path: str) -> tuple[Any, int]:
 
 
 def _numbers(data: bytes, width: int) -> Any:
-    """PCM as numbers from -1 to 1; of 8 bits without a sign, else with one."""
+    """Return PCM samples as numbers from -1 to 1; 8-bit samples are unsigned, all others signed."""
     import numpy as np
 
     if width == 1:

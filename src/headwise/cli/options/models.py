@@ -1,4 +1,4 @@
-"""The model that a command reads, with the libraries it needs kept quiet."""
+"""Load the model of a command, without warnings and progress bars of other libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(
     *,
     any_input: bool = False,
 ) -> Any:
-    """Return the model of a folder or name, or the one in the package; `show` is told what is being done."""
+    """Return the model of a folder or name, or the packaged model; `show` is called with each step."""
     show("loading the libraries")
     quiet(command)
     from headwise import hf, models
@@ -29,7 +29,7 @@ def load(
 
 
 def quiet(command: str) -> None:
-    """Other libraries' warnings and bars are not for a command's user."""
+    """Silence the warnings and progress bars of other libraries."""
     import warnings
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""One command that torchrun started several times: they work together, and one of them speaks."""
+"""Commands that torchrun starts in several processes: they work together, and only one prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def started() -> int:
-    """Return how many processes of this command there are; one where the number is none, which `check` refuses."""
+    """Return the number of processes of this command; 1 for an invalid number, which `check` refuses."""
     try:
         return torchrun.number("WORLD_SIZE")
     except ValueError:
@@ -25,7 +25,7 @@ def started() -> int:
 
 
 def check() -> None:
-    """Raise where what torchrun says of this process is no number, or of a process more than there are."""
+    """Raise BadParameter if torchrun's variables are not numbers, or name a rank that does not exist."""
     try:
         for name in torchrun.NUMBERS:
             torchrun.number(name)
@@ -35,12 +35,12 @@ def check() -> None:
 
 
 def speaks() -> bool:
-    """Return whether this process shows and writes what all have done."""
+    """Return whether this process prints and writes the results of all."""
     return started() < 2 or os.environ.get("RANK", "0") == "0"
 
 
 def processes() -> Processes:
-    """Return all of them; a process that has no others needs no group."""
+    """Return the process group; a single process needs none."""
     from headwise.distributed.workers import Processes
 
     return Processes.here()
@@ -48,7 +48,7 @@ def processes() -> Processes:
 
 @contextlib.contextmanager
 def said_once(text: str) -> Iterator[bool]:
-    """Whether this process is to say what it has to: the first of those that have to say the same."""
+    """Yield whether this process prints `text`: only the first of the processes with the same text does."""
     if started() < 2:
         yield True
         return
@@ -59,14 +59,14 @@ def said_once(text: str) -> Iterator[bool]:
 
 
 def own_device(name: str) -> str:
-    """``cuda`` as this process's own of a machine's GPUs, by torchrun's numbering; other names as they are."""
+    """Return ``cuda`` as this process's GPU by torchrun's local rank; other names are returned unchanged."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" and started() > 1 else name
 
 
 def end(code: object) -> None:
-    """Close the group before Python winds up: its threads must not outlive what they stand on.
+    """Close the process group before Python shuts down, because its threads must not outlive the interpreter.
 
-    After a fault others may be gone, and closing would wait for them; then the process ends here.
+    After an error other processes may be gone and closing would wait for them, so the process exits immediately.
     """
     if started() > 1 and "headwise.distributed.workers" in sys.modules:
         if code not in (None, 0):

@@ -1,4 +1,4 @@
-"""What the commands that write checkpoints share: options, texts as rows of tokens, roles before and after, tables."""
+"""Shared parts of the commands that write checkpoints: options, rows of tokens, the comparison of roles, tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .texts import check_corpus, check_named, read_text
 if TYPE_CHECKING:
     import rich.table
 
-ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
+ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens: the most per row, the fewest per row, and the most in all
 
 OutOption = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the 
 
 
 def check_out(out: str | None, dry_run: bool) -> None:
-    """One line and exit code 2 where there is nothing to write to, or something is there."""
+    """Raise BadParameter if there is no folder to write, or if it exists."""
     if out is None and not dry_run:
         raise typer.BadParameter("give --out, the folder to write, or --dry-run to see what would change")
     check_named("--out", out, give="the folder to write")
@@ -35,7 +35,7 @@ def check_out(out: str | None, dry_run: bool) -> None:
 
 
 def check_place(out: str | None, source: Any) -> None:
-    """Raise what writing would raise at last, before anything is measured or trained."""
+    """Raise the errors that writing would raise, before anything is measured or trained."""
     if out is not None:
         from headwise.files.atomic_folder import check_new_folder, try_folder
 
@@ -43,7 +43,7 @@ def check_place(out: str | None, source: Any) -> None:
 
 
 def libraries(command: str) -> Any:
-    """`headwise.hf`, with transformers kept quiet."""
+    """Return `headwise.hf`, with transformers silenced."""
     from .models import quiet
 
     quiet(command)
@@ -60,14 +60,14 @@ def tensors(rows: list[list[int]]) -> list[Any]:
 
 
 class Roles:
-    """What each head does before and after, for the end of RESHAPE.md."""
+    """A comparison of the roles of heads before and after, for the end of RESHAPE.md."""
 
     def __init__(self, hf: Any, loaded: Any, row: Any, show: Any) -> None:
         self.hf, self.before, self.row, self.show = hf, loaded, row, show
         self.record: dict[str, Any] = {}
 
     def __call__(self, folder: Path) -> str:
-        """The comparison of the original with what is in the folder, as Markdown."""
+        """Return the comparison of the original with the model in the folder, as Markdown."""
         from headwise import look
         from headwise.reshape.write.readme import PLAN
 
@@ -82,7 +82,7 @@ class Roles:
 
 
 class Beside(NamedTuple):
-    """What a model reads beside texts, or in their place, opened."""
+    """The opened inputs of a model in addition to texts, or in their place."""
 
     image: Any = None
     sound: Any = None
@@ -92,7 +92,7 @@ class Beside(NamedTuple):
     def opened(
         cls, image: str | None, audio: str | None, target: str | None, *, corpus: str | None, reconstruct: bool
     ) -> Beside | None:
-        """Return the files of the options; None where there are none."""
+        """Return the inputs that the options name; None without such options."""
         named = [("image", image), ("audio", audio), ("target", target)]
         options = [f"--{name}" for name, value in named if value is not None]
         if not options:
@@ -105,14 +105,14 @@ class Beside(NamedTuple):
         return cls(None if image is None else read_image(image), None if audio is None else read_sound(audio), target)
 
     def values(self, hf: Any, loaded: Any, texts: Iterable[str]) -> dict[str, Any]:
-        """Return what the model's processor makes of it, and of the first text, if there is one."""
+        """Return the model's inputs from its processor, for these inputs and the first text, if there is one."""
         text = next(iter(texts), None)
         read: dict[str, Any] = hf.prepared(loaded, text, image=self.image, sound=self.sound, target=self.target).values
         return read
 
 
 def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Beside | None = None) -> Iterable[str]:
-    """Return the texts of the options; none where a picture or a sound is read, and no text is named."""
+    """Return the texts of the options; none if a picture or a sound is read and no text is named."""
     if (text, file, corpus) == (None,) * 3 and beside is not None and (beside.image, beside.sound) != (None, None):
         return []
     if corpus is None:
@@ -126,7 +126,7 @@ def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Bes
 
 
 def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool = False) -> list[list[int]]:
-    """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
+    """Return the tokens of the texts in rows that the model takes; rows below `SHORTEST` tokens are left out."""
     length = min(ROW, loaded.max_positions or ROW)
     rows: list[list[int]] = []
     for content in contents:
@@ -149,7 +149,7 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool 
 
 
 def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
-    """What changed: notes and tables, or all of it as JSON."""
+    """Print the changes: notes and tables, or everything as JSON."""
     from headwise.files.text import visible
 
     if as_json:
@@ -174,7 +174,7 @@ def _heads(facts: dict[str, Any]) -> rich.table.Table:
 
 
 def _table(facts: dict[str, Any]) -> rich.table.Table:
-    """Before and after, as in RESHAPE.md."""
+    """Return the table of values before and after, as in RESHAPE.md."""
     from rich.table import Table
 
     from headwise.reshape.write.readme import rows

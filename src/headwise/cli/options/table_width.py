@@ -1,4 +1,4 @@
-"""Tables as wide as the terminal, with nothing in them cut: rich ends a number that has no room with three dots."""
+"""Fit tables to the width of the terminal without cutting text; rich would replace the end of a number by dots."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GAP = 1
-"""Blanks between the columns of a table without a frame."""
+"""Spaces between the columns of a table without a frame."""
 
 
 def parts(what: Any, shown: Console) -> Iterator[Any]:
-    """Yield what is printed of it, in order: a record that prints as tables, or a group of them, taken apart."""
+    """Yield the parts that rich prints, in order; groups and records that print as tables are split."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -30,10 +30,10 @@ def parts(what: Any, shown: Console) -> Iterator[Any]:
 
 
 def fit(table: Table, shown: Console) -> None:
-    """Give each column its width, where not all of it has room.
+    """Set the width of each column if the table is wider than the terminal.
 
-    Texts are broken between words, then numbers from their units, and before any word is, the frame goes. A pipe has no
-    width: there the table gets wider instead. In a terminal too narrow for the words they are broken: none is cut.
+    Texts are broken between words first; then the frame is removed, and then numbers are broken from their units. If
+    words still do not fit, a terminal breaks them, and a table in a pipe gets wider. No text is cut.
     """
     whole = [_widths(table, i, shown) for i in range(len(table.columns))]
     room = shown.width - _frame(table)
@@ -53,19 +53,19 @@ def fit(table: Table, shown: Console) -> None:
 
 
 def unframe(table: Table) -> None:
-    """Leave nothing but a blank between columns."""
+    """Remove the frame, and leave one space between columns."""
     table.box, table.padding, table.pad_edge = None, (0, GAP, 0, 0), False
 
 
 def _frame(table: Table) -> int:
-    """Letters of a line that are no column's."""
+    """Return the characters per line that the frame and the gaps take."""
     if table.box is None:
         return GAP * (len(table.columns) - 1)
     return 3 * len(table.columns) + 1
 
 
 def _widths(table: Table, index: int, shown: Console) -> tuple[int, int, int]:
-    """Of a column the longest word; the longest number with its unit, or word; and the longest line."""
+    """Return a column's longest word; its longest number with unit, or word; and its longest line."""
     from rich.measure import Measurement
 
     column, wide = table.columns[index], shown.options.update(width=10_000)
@@ -78,8 +78,10 @@ def _widths(table: Table, index: int, shown: Console) -> tuple[int, int, int]:
 
 
 def _shared(least: list[int], most: list[int], room: int) -> list[int]:
-    """The room dealt out: to each its least, then a letter more to the narrowest that wants one; or, short of the
-    least, a letter less to the widest."""
+    """Return column widths: each gets its minimum, then the narrowest unsatisfied column gets one character at a time.
+
+    If the minimum does not fit, the widest column loses one character at a time.
+    """
     widths = list(least)
     while sum(widths) > room and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1

@@ -1,4 +1,4 @@
-"""The text to look at: from an option, a file or stdin, and checked before any model is read."""
+"""The text to read, from an option, a file or stdin; it is checked before any model is read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MAX_FILE = 64_000_000
 
 
 def check_named(option: str, value: str | None, *, give: str = "a file") -> None:
-    """Raise where an option that takes a path has an empty one, as a shell gives of a variable that is not set.
+    """Raise BadParameter if an option for a path is empty, as from an unset shell variable.
 
-    A Path makes "." of it, the folder one stands in.
+    Path("") would mean the current folder.
     """
     if value == "":
         raise typer.BadParameter(f"{option}: the name is empty; give {give}")
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """Return the text of the options; the default text where there is neither."""
+    """Return the text of the options, or the default text without them."""
     if text is not None and file is not None:
         raise typer.BadParameter("give --text or --file, not both")
     if text is not None:
@@ -42,7 +42,7 @@ def read_text(text: str | None, file: str | None) -> str:
 
 
 def fitting(loaded: Any, text: str) -> str:
-    """The text; of the default text as much as the model takes, which stderr says. A user's own text is never cut."""
+    """Return the text; the default text is cut to the model's length, with a note on stderr. Other texts stay whole."""
     from headwise.models import default_text
 
     if text != default_text() or loaded.tokenizer is None or loaded.max_positions is None:
@@ -63,7 +63,7 @@ def fitting(loaded: Any, text: str) -> str:
 
 
 def check_corpus(corpus: str) -> None:
-    """Raise where there is nothing to read; a folder that may not be read would look like one without texts."""
+    """Raise BadParameter if the corpus cannot be read; an unreadable folder would look like one without texts."""
     check_named("--corpus", corpus, give="a file or a folder of texts")
     if not Path(corpus).exists():
         raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
@@ -72,7 +72,7 @@ def check_corpus(corpus: str) -> None:
 
 
 def _typed(text: str) -> bytes:
-    """Return the bytes that were typed. Python decodes them by the locale, and in LC_ALL=C it knows ASCII alone."""
+    """Return the bytes of a typed text; with LC_ALL=C Python decodes only ASCII and keeps the rest as surrogates."""
     try:
         return os.fsencode(text) if any("\udc80" <= c <= "\udcff" for c in text) else text.encode()
     except UnicodeEncodeError:

@@ -1,1 +1,1 @@
-"""Where a checkpoint keeps the weights of each head."""
+"""Layouts: where a checkpoint stores the weights of each head."""

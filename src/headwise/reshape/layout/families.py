@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps its attention: layers, their sizes, and how each of their tensors divides into heads."""
+"""The attention layers of a checkpoint: names, sizes, and how each of their tensors divides into heads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Layer:
     """One attention layer of a checkpoint.
 
     Attributes:
-        key: What to call it, as `headwise.plan` does: ``3``; beside a decoder's, ``encoder.3`` and ``cross.3``.
+        key: Name of the layer, as in `headwise.plan`: ``3``; in an encoder-decoder also ``encoder.3`` and ``cross.3``.
         role: ``self``, ``encoder`` or ``cross``.
-        index: Which of its role.
-        prefix: What the names of its tensors begin with.
-        sizes: Its numbers of heads, and theirs.
-        tensors: Its tensors by name, and how they divide into heads.
+        index: Index among the layers of this role.
+        prefix: Prefix of the names of its tensors.
+        sizes: Numbers of heads, and sizes of a head.
+        tensors: How each of its tensors divides into heads, by name.
     """
 
     key: str
@@ -41,15 +41,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of the architecture of one checkpoint, and its layers.
+    """The known architecture of one checkpoint, and its attention layers.
 
     Attributes:
-        model_type: Its name.
-        about: Its entry in the table of layouts.
-        fields: The config's, as the planner reads them.
-        config: config.json; of a model of several kinds of input, the part of it that is the text model's.
-        layers: Those of attention; of the text model.
-        outer: The name of that part and all of config.json, where there is such a part.
+        model_type: `model_type` of the config.
+        about: Entry of the architecture in the table of layouts.
+        fields: Fields of the config, as `headwise.plan` reads them.
+        config: The content of config.json; for a multimodal model, only the config of its text model.
+        layers: Attention layers of the text model.
+        outer: For a multimodal model, the key of the text config, and all of config.json.
     """
 
     model_type: str
@@ -60,7 +60,7 @@ class Family:
     outer: tuple[str, Mapping[str, Any]] | None = None
 
     def whole(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all of config.json, with this as `config`."""
+        """Return all of config.json, with `config` as the config of the text model."""
         if self.outer is None:
             return dict(config)
         name, outer = self.outer
@@ -68,29 +68,29 @@ class Family:
 
     @property
     def d_model(self) -> int:
-        """Width of the stream."""
+        """The width of the residual stream."""
         return self.fields.size("hidden_size")
 
     @property
     def has_head_dim(self) -> bool:
-        """Whether the config says how large a head is; else it is d_model / num_heads, and cannot stay."""
+        """True if the config can state the head dim; otherwise it is d_model / num_heads, which pruning changes."""
         return "head_dim" in self.fields.own or "head_dim" in self.fields.defaults or self.is_latent
 
     @property
     def is_latent(self) -> bool:
-        """Whether keys and values come out of a small shared vector."""
+        """True if keys and values are projected from a small shared vector (latent attention)."""
         return bool(self.fields.architecture.get("latent"))
 
     @property
     def by_layer(self) -> bool:
-        """True if a class exists whose layers have their own numbers of heads."""
+        """True if a class exists whose layers have different numbers of heads."""
         return has_heads_by_layer(base_type(self.model_type) or self.model_type)
 
     @cached_property
     def counts(self) -> dict[str, list[Layer]]:
-        """The layers by the config field that counts their query heads: all of a field have equally many.
+        """The layers by the config field that counts their query heads; layers of one field have equally many heads.
 
-        Where each layer may have its own number, each is alone under its place in the list of them.
+        Where each layer may have its own number, the key is the layer's entry in the list, with that layer alone.
         """
         if self.by_layer:
             return {f"{FIELD}[{layer.index}]": [layer] for layer in self.layers}
@@ -100,16 +100,16 @@ class Family:
         return table
 
     def field_name(self, field: str) -> str:
-        """Return what to call a field of `counts` in a text about all layers."""
+        """Return the name of a field of `counts` for messages about all layers."""
         return heads_field(self.fields, self.counts[field][0].role) if self.by_layer else field
 
     @property
     def same_heads(self) -> tuple[str, ...]:
-        """Roles whose layers share a table with a column a head, so that all must keep the same heads."""
+        """The roles whose layers share a table with one column per head, and so must keep the same heads."""
         return tuple(self.about.get("same_heads", ()))
 
     def layer(self, key: str) -> Layer:
-        """Return the layer of that name."""
+        """Return the layer named `key`; raise ValueError if there is none."""
         for layer in self.layers:
             if layer.key == key:
                 return layer
@@ -118,7 +118,7 @@ class Family:
 
 
 def _ends(keys: list[str]) -> list[str]:
-    """Return the first and the last layer of each role, as a range; a layer alone by its name."""
+    """Return the first and the last layer of each role as a range, or the name of a role's only layer."""
     ends = []
     for role in ROLES:
         mine = [key for key in keys if (key.partition(".")[0] if "." in key else "self") == role]
@@ -127,12 +127,12 @@ def _ends(keys: list[str]) -> list[str]:
 
 
 def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[str, Any]) -> Family:
-    """Return what `layouts` knows of a checkpoint with this config and these tensors.
+    """Return the architecture and the attention layers of a checkpoint with this config and these tensor names.
 
     Raises:
-        ValueError: in one line: an architecture that is not in the table, a config that contradicts itself, layers or
-            tensors of attention that are missing, or some that the table does not know and that would be left as they
-            are.
+        ValueError: in one line: an architecture that is not in the table, a config that contradicts itself, missing
+            layers or attention tensors, or attention tensors that the table does not know and that would be left
+            unchanged.
     """
     model_type, families = config.get("model_type"), layouts["families"]
     base = base_type(model_type) or model_type
@@ -196,7 +196,7 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
 
 
 def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
-    """Return layers at a path: their numbers, and for each the prefix and the rest of the names of its tensors."""
+    """Return the layers at a path: by index, the prefix and the remaining names of their tensors."""
     before, after = path.split("{}")
     match_of = re.compile(rf"((?:.*\.)?){re.escape(before)}(\d{{1,6}}){re.escape(after)}\.(.+)").fullmatch
     layers: dict[int, tuple[str, list[str]]] = {}
@@ -214,7 +214,7 @@ def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
 
 
 def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> dict[str, TensorRuns]:
-    """Return the tensors of a layer by their full names."""
+    """Return how each tensor of a layer divides into heads, by its full name; raise ValueError for unknown tensors."""
     unknown = sorted(set(tensors) - set(known))
     if unknown:
         raise ValueError(
@@ -230,7 +230,7 @@ def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> 
 
 
 def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every tensor of attention has the shape that the config promises."""
+    """Raise ValueError unless every attention tensor has the shape that the config states."""
     for layer in family.layers:
         for name, one in layer.tensors.items():
             if not one.fits(shapes[name], layer.sizes):
@@ -245,7 +245,7 @@ def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def heads_field(fields: Fields, role: str) -> str:
-    """Return the name in this config of the field that counts the query heads of a role's layers."""
+    """Return the name of the config field that counts the query heads of a role's layers."""
     return fields.raw(_standard(role, fields))[0]
 
 
@@ -262,7 +262,7 @@ def _count(role: str, fields: Fields) -> str:
 
 
 def sizes_of(fields: Fields, role: str) -> Sizes:
-    """Return the sizes of a role's layers; raise ValueError for a config that contradicts itself."""
+    """Return the sizes of a role's layers; raise ValueError if the config contradicts itself."""
     if fields.architecture.get("latent"):
         heads, rope = fields.size("num_attention_heads"), fields.size("qk_rope_head_dim")
         return Sizes(heads, heads, fields.size("qk_nope_head_dim") + rope, fields.size("v_head_dim"), rope)
@@ -280,14 +280,14 @@ def sizes_of(fields: Fields, role: str) -> Sizes:
 
 
 def spellings(fields: Fields, standard: str) -> list[str]:
-    """Return every name under which this config has the field; the architecture's own where it has none."""
+    """Return every name that this config uses for a field; if it has none, the architecture's own name."""
     own = fields.own.get(standard, standard)
     names = dict.fromkeys((own, standard, *(alias for alias, field in fields.aliases.items() if field == own)))
     return [name for name in names if name in fields.config] or [own]
 
 
 def with_heads(family: Family, counts: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-    """Return the config with other numbers of heads: (query heads, key-value heads) by `Family.counts`' fields."""
+    """Return the config with other numbers of (query heads, key-value heads), by the fields of `Family.counts`."""
     config, fields = dict(family.config), family.fields
     if base_type(family.model_type):
         return by_layer_config(config, [counts[field][0] for field in family.counts])

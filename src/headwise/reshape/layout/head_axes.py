@@ -1,4 +1,4 @@
-"""How the axes of a weight divide into heads, written as ``(H q | K k | K v) M``; and what follows for its rows."""
+"""The division of a weight's axes into heads, written as ``(H q | K k | K v) M``, and the selection of heads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PARTS = ("q", "k", "v", "o", "n")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one attention layer: H query heads, K key-value heads, D and V numbers a head.
+    """The sizes of one attention layer: H query heads, K key-value heads, D numbers per key and V per value.
 
-    `rope_dim` is how many of D a latent key shares among its heads, so its own part has ``D - rope_dim``.
+    In latent attention `rope_dim` of the D numbers are shared by all heads; each head has ``D - rope_dim`` of its own.
     """
 
     H: int
@@ -29,43 +29,43 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """G = H / K: query heads that read one key-value head."""
+        """G = H / K, the number of query heads per key-value head."""
         return self.H // self.K
 
     def of(self, part: str) -> int:
-        """Return numbers that a head has of a part: q, k, v, o (as o_proj reads it), n; one where the part is ''."""
+        """Return the numbers per head of a part: q, k, v, o (the input of o_proj) or n; 1 for the part ''."""
         return {"": 1, "q": self.D, "k": self.D, "v": self.V, "o": self.V, "n": self.D - self.rope_dim}[part]
 
     def heads(self, kind: str) -> int:
-        """Return how many there are of H or K."""
+        """Return H or K, as `kind` names it."""
         return self.H if kind == "H" else self.K
 
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """The heads of a layer that stay: query heads, and the key-value heads they read, both in order."""
+    """The heads of a layer that stay: query heads, and their key-value heads, both in order."""
 
     query: tuple[int, ...]
     kv: tuple[int, ...]
 
     def of(self, kind: str) -> tuple[int, ...]:
-        """Those of H or K."""
+        """Return the query heads for "H", the key-value heads for "K"."""
         return self.query if kind == "H" else self.kv
 
     def sizes(self, before: Sizes) -> Sizes:
-        """Return the layer's sizes with these heads alone."""
+        """Return the sizes of the layer with only these heads."""
         return Sizes(len(self.query), len(self.kv), before.D, before.V, before.rope_dim)
 
 
 @dataclass(frozen=True)
 class HeadRun:
-    """A stretch of an axis: for each head of a kind (H or K), its parts one after another."""
+    """A section of an axis: for each head of a kind (H or K), its parts one after another."""
 
     kind: str
     parts: tuple[str, ...]
 
     def width(self, sizes: Sizes) -> int:
-        """Return numbers that one head has here."""
+        """Return the numbers per head in this section."""
         return sum(sizes.of(part) for part in self.parts)
 
 
@@ -74,7 +74,7 @@ AxisRuns = tuple[HeadRun, ...]
 
 @dataclass(frozen=True)
 class TensorRuns:
-    """A tensor's axes, each the runs of heads that it is made of; an axis without heads has none.
+    """The axes of a tensor, each as a list of sections of heads; the list is empty for an axis without heads.
 
     Example:
         >>> fused = form("(H q | K k | K v) M")
@@ -87,11 +87,11 @@ class TensorRuns:
     whole: bool = False
 
     def parts(self) -> set[str]:
-        """Return which parts of a head the tensor holds."""
+        """Return the parts of a head that the tensor holds."""
         return {part for axis in self.axes for run in axis for part in run.parts}
 
     def fits(self, shape: Sequence[int], sizes: Sizes) -> bool:
-        """Return whether a tensor of this shape can be of these sizes."""
+        """Return whether a tensor of this shape agrees with these sizes."""
         if self.whole:
             return True
         return len(shape) == len(self.axes) and all(
@@ -100,7 +100,7 @@ class TensorRuns:
         )
 
     def shape(self, shape: Sequence[int], sizes: Sizes, kept: KeptHeads) -> tuple[int, ...]:
-        """Return the shape with these heads alone."""
+        """Return the shape with only the kept heads."""
         if self.whole:
             return tuple(shape)
         return tuple(
@@ -109,13 +109,13 @@ class TensorRuns:
         )
 
     def keep(self, tensor: Tensor, sizes: Sizes, kept: KeptHeads) -> Tensor:
-        """Return the tensor with these heads alone."""
+        """Return the tensor with only the kept heads."""
         for n, places in self._places(sizes, kept):
             tensor = tensor.index_select(n, places.to(tensor.device))
         return tensor
 
     def zero(self, tensor: Tensor, sizes: Sizes, kept: KeptHeads) -> Tensor:
-        """The tensor itself, with 0 in what o_proj reads of the heads that go; other tensors stay as they are."""
+        """Set the removed heads' part of o_proj to 0 in place, and return the tensor; other tensors do not change."""
         if "o" in self.parts():
             for n, places in self._places(sizes, kept):
                 goes = torch.ones(tensor.shape[n], dtype=torch.bool, device="cpu").index_fill_(0, places, False)
@@ -123,7 +123,7 @@ class TensorRuns:
         return tensor
 
     def _places(self, sizes: Sizes, kept: KeptHeads) -> Iterator[tuple[int, Tensor]]:
-        """(axis, its indices that belong to kept heads), of each axis that is made of heads."""
+        """Yield (axis, indices of the kept heads on it) for each axis that holds heads."""
         for n, axis in enumerate(self.axes):
             if not axis:
                 continue
@@ -138,10 +138,10 @@ class TensorRuns:
 
 @functools.cache
 def form(text: str) -> TensorRuns:
-    """Return what a text such as ``(H q | K k | K v) M`` says.
+    """Parse a text such as ``(H q | K k | K v) M``.
 
     Raises:
-        ValueError: a text that is none: a part that is not known, or heads within heads.
+        ValueError: a text of another form, an unknown part, or heads within heads.
 
     Example:
         >>> form("R H").axes

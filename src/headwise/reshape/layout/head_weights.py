@@ -1,4 +1,4 @@
-"""The attention weights of one layer, head by head, in one form for every checkpoint format."""
+"""The attention weights of one layer, head by head, in one form for all checkpoint formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMS = ("rms", "layer", "across")
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """How a head's queries and keys turn with the position: the first `rotary_dim` of their D numbers, in pairs.
+    """The rotary position embedding of a head: it rotates the first `rotary_dim` of its D numbers, in pairs.
 
     A pair is n and n + rotary_dim / 2, or with `interleaved` 2n and 2n + 1, as in `headwise.nn.Rotary`.
     """
@@ -34,7 +34,7 @@ class RotaryLayout:
             raise ValueError(f"numbers turn in pairs, so rotary_dim is even; got {self.rotary_dim}")
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Places (rotary_dim / 2,) of the first and of the second number of each pair."""
+        """Return the indices (rotary_dim / 2,) of the first and of the second number of each pair."""
         half = self.rotary_dim // 2
         first = torch.arange(half, device="cpu")
         return (2 * first, 2 * first + 1) if self.interleaved else (first, first + half)
@@ -42,10 +42,10 @@ class RotaryLayout:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """The weights of one layer's attention; query head h reads key-value head ``h // (H / K)``.
+    """The attention weights of one layer; query head h reads key-value head ``h // (H / K)``.
 
     ``q_h = query[h] x + query_bias[h]``, and ``out = sum_h output[:, h] head_h + output_bias``. Keys and values may
-    come from a memory of another width than x.
+    be computed from another input than x, with another width.
 
     Attributes:
         query: (H, D, M).
@@ -57,11 +57,11 @@ class HeadWeights:
         value_bias: (K, V) or None.
         output_bias: (M,) or None.
         sinks: (H,) or None.
-        query_norm: (D,), or (H, D) where each head has its own, or None: the weights of a norm of the queries.
+        query_norm: (D,), or (H, D) with one row per head, or None: the weights of a norm of the queries.
         key_norm: (D,), or (K, D), or None.
-        norm: What the norms are: "rms" or "layer" of each head's vector, or "across": one rms over all heads' numbers.
-        rotary: How queries and keys turn with the position, after the norms; None where they do not.
-        per_head: Further tensors with a row for each query head, by names of the caller's: slopes, a table of biases.
+        norm: Kind of these norms: "rms" or "layer" over each head's vector, or "across", one RMS over all heads.
+        rotary: Rotary position embedding of queries and keys, after the norms; None if there is none.
+        per_head: Further tensors with one row per query head, by names of the caller: slopes, a table of biases.
     """
 
     query: Float[Tensor, "H D M"]
@@ -84,27 +84,27 @@ class HeadWeights:
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """H, the number of query heads."""
         return self.query.shape[0]
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """K, the number of key-value heads."""
         return self.key.shape[0]
 
     @property
     def group(self) -> int:
-        """G = H / K: how many query heads read one key-value head."""
+        """G = H / K, the number of query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """D, the size of a query or key."""
         return self.query.shape[1]
 
     @property
     def value_dim(self) -> int:
-        """V."""
+        """V, the size of a value."""
         return self.value.shape[1]
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class HeadWeights:
         return f"HeadWeights(H={H}, K={K}, D={D}, V={V}, {describe(self.query)})"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each tensor that is there, and the tensor; those of `per_head` by their own names."""
+        """Yield (name, tensor) for each tensor that is not None; those of `per_head` have their own names."""
         for entry in fields(self):
             part = getattr(self, entry.name)
             if isinstance(part, Tensor):
@@ -120,7 +120,7 @@ class HeadWeights:
         yield from self.per_head.items()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadWeights:
-        """Return the same weights with `change` done to each tensor."""
+        """Return the same weights with `change` applied to each tensor."""
         parts = {e.name: getattr(self, e.name) for e in fields(self)}
         changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **changed, per_head={name: change(part) for name, part in self.per_head.items()})
@@ -130,16 +130,16 @@ class HeadWeights:
         return self.map(lambda part: part.to(dtype))
 
     def select(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> HeadWeights:
-        """Return the layer of these query heads, in this order; the others are left out.
+        """Return the weights with only these query heads, in this order.
 
         Args:
             heads: Indices of query heads, each at most once.
-            kv_heads: The key-value heads that they read, in order: the first ``len(heads) / len(kv_heads)`` heads read
-                the first, and so on. By default those they read now; then `heads` must have the same number of each,
-                one after the other.
+            kv_heads: Their key-value heads, in order: the first ``len(heads) / len(kv_heads)`` query heads read the
+                first one, and so on. By default each query head keeps its key-value head; then `heads` must list
+                equally many query heads of each, one group after the other.
 
         Raises:
-            TypeError, ValueError: no such heads, one twice, or heads that cannot be grouped like this.
+            TypeError, ValueError: an unknown head, a head named twice, or heads that cannot be grouped like this.
 
         Example:
             >>> weights = HeadWeights(*(torch.randn(6, 3, 7) for _ in range(3)), torch.randn(7, 6, 3))
@@ -169,7 +169,7 @@ class HeadWeights:
         )
 
     def _read_by(self, heads: list[int]) -> list[int]:
-        """The key-value heads that these query heads read, each once, where equal numbers of neighbours read each."""
+        """Return the key-value heads of these query heads, each once; raise ValueError for uneven or mixed groups."""
         read = [head // self.group for head in heads]
         shared = list(dict.fromkeys(read))
         size = len(read) // len(shared)
@@ -181,7 +181,7 @@ class HeadWeights:
         return shared
 
     def expanded(self) -> HeadWeights:
-        """Return the same layer with a key-value head for each query head: K = H, each repeated for its group."""
+        """Return the same layer with K = H: each key-value head is repeated for the query heads of its group."""
         group = self.group
 
         def repeat(part: Tensor | None) -> Tensor | None:
@@ -194,7 +194,7 @@ class HeadWeights:
 
 
 def check_chosen(name: str, chosen: Sequence[int], count: int) -> list[int]:
-    """Indices of heads, at least one, each once and below `count`, as a list of ints."""
+    """Return indices of heads as a list of ints; raise ValueError if empty, repeated or not below `count`."""
     heads = whole_numbers(name, chosen)
     if not heads or len(set(heads)) < len(heads) or not all(0 <= head < count for head in heads):
         raise ValueError(f"{name} are some of the {count}, 0 to {count - 1}, each once; got {shown(chosen)}")
@@ -202,7 +202,7 @@ def check_chosen(name: str, chosen: Sequence[int], count: int) -> list[int]:
 
 
 def _check(weights: HeadWeights) -> None:
-    """Ranks, sizes and kinds of all parts, against each other."""
+    """Check the shapes, dtypes and devices of all tensors against each other."""
     rule = "query is (H, D, M), key (K, D, N), value (K, V, N), output (M, H, V)"
     for name in ("query", "key", "value", "output"):
         part = getattr(weights, name)

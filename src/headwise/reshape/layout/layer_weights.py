@@ -1,4 +1,4 @@
-"""A layer's tensors as `HeadWeights`, head by head, whatever the format; and the way back."""
+"""Convert the tensors of a layer to `HeadWeights`, for every checkpoint format, and convert them back."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NORMS = {"q_norm.weight": "query_norm", "k_norm.weight": "key_norm"}
 
 
 def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) -> HeadWeights:
-    """Return the weights of a layer whose tensors `read` gives by name.
+    """Return the weights of a layer; `read` returns a tensor by name.
 
     Raises:
-        ValueError: latent attention, whose keys and values are not of that form.
+        ValueError: latent attention, because its keys and values do not have this form.
     """
     if family.is_latent:
         raise ValueError(
@@ -51,7 +51,7 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
 def layer_tensors(
     family: Family, layer: Layer, weights: HeadWeights, read: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of a layer, from weights that may have fewer heads; those without heads are as `read` gives them."""
+    """Return the tensors of a layer, from weights that may have fewer heads; `read` gives those without heads."""
     made: dict[str, Tensor] = {}
     output_bias = _output_bias(layer)
     sizes = replace(layer.sizes, H=weights.num_heads, K=weights.num_kv_heads)
@@ -78,7 +78,7 @@ def layer_tensors(
 
 
 def rotary_layout(family: Family, layer: Layer) -> RotaryLayout | None:
-    """Return how a layer's queries and keys turn with the position; None where they do not."""
+    """Return the rotary position embedding of a layer's queries and keys, or None if it has none."""
     about = family.about.get("turns")
     if about is None:
         return None
@@ -86,7 +86,7 @@ def rotary_layout(family: Family, layer: Layer) -> RotaryLayout | None:
     if "layers" in about and not _turning(config, about, layer):
         return None
     dim = layer.sizes.D
-    if "factor" not in about:  # whatever the config says of one, this class does not read it
+    if "factor" not in about:  # this class ignores a factor in the config
         return RotaryLayout(dim, interleaved=about.get("interleaved", False))
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -102,7 +102,7 @@ def rotary_layout(family: Family, layer: Layer) -> RotaryLayout | None:
 
 
 def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) -> bool:
-    """Return whether a layer's queries and keys turn, where a list or an interval in the config says which do."""
+    """Return whether a layer has rotary positions, if a list or an interval in the config decides this by layer."""
     turning, every = config.get(about["layers"]), config.get(about["every"]) or about["default"]
     if turning is None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -117,18 +117,18 @@ def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) 
 
 
 def _output_bias(layer: Layer) -> str:
-    """Return the name that the bias of the output projection has, if there is one: beside what o_proj reads."""
+    """Return the name that a bias of the output projection would have, derived from the name of its weight."""
     weight = next(name for name, form in layer.tensors.items() if "o" in form.parts())
     return weight.removesuffix("weight") + "bias"
 
 
 def _norm(tensor: Tensor, layer: Layer) -> Tensor:
-    """Return a norm's weights, by head where it has some for each."""
+    """Return the weights of a norm, as (heads, D) if each head has its own."""
     return tensor.unflatten(0, (-1, layer.sizes.D)) if tensor.ndim == 1 and len(tensor) > layer.sizes.D else tensor
 
 
 def _cut(tensor: Tensor, form: TensorRuns, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """(part, its numbers by head): (H, D, M), for o (M, H, V), for biases (H, D)."""
+    """Yield (part, its numbers by head): (H, D, M); for o (M, H, V); for biases (H, D)."""
     for n, axis in enumerate(form.axes):
         start = 0
         for run in axis:
@@ -144,7 +144,7 @@ def _cut(tensor: Tensor, form: TensorRuns, layer: Layer) -> Iterator[tuple[str, 
 
 
 def _joined(form: TensorRuns, weights: HeadWeights, *, bias: bool) -> Tensor:
-    """Return the way back from `_cut`."""
+    """Return the tensor from which `_cut` yields these parts."""
     [n] = [n for n, axis in enumerate(form.axes) if axis]
     return torch.cat([_stretch(run, n, weights, bias=bias) for run in form.axes[n]], n)
 

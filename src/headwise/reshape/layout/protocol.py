@@ -1,4 +1,4 @@
-"""What the writer and the planners ask of an opened checkpoint; `headwise.hf.checkpoint` hands one over."""
+"""Protocols for an open checkpoint, as the writer and the planners use it; `headwise.hf.checkpoint` opens one."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ...shapes.arguments import shown
 
 @runtime_checkable
 class Entry(Protocol):
-    """What a checkpoint's header says of one tensor."""
+    """The header entry of one tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its numbers."""
+        """The dtype of the tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The shape of the tensor."""
 
 
 def check_source(source: object) -> None:
-    """An open checkpoint; raises TypeError."""
+    """Check that `source` is an open checkpoint; raise TypeError otherwise."""
     if not (hasattr(source, "config") and hasattr(source, "tensors")):
         raise TypeError(f"source is a checkpoint that headwise.hf.checkpoint opened; got {shown(source)}")
 
 
 def check_unpruned(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a checkpoint with ``pruned_heads``, which transformers would load as if it had none."""
+    """Raise ValueError for a config with ``pruned_heads``; transformers would load it as if no head was pruned."""
     if config.get("pruned_heads"):
         raise ValueError(
             "config.json has pruned_heads, as transformers up to version 4 wrote them, and version 5 does not load "
@@ -42,51 +42,51 @@ def check_unpruned(config: Mapping[str, Any]) -> None:
 
 @runtime_checkable
 class CheckpointSource(Protocol):
-    """A checkpoint folder, opened read-only, every header checked, no tensor in memory."""
+    """A checkpoint folder, opened read-only, with all headers checked and no tensor in memory."""
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The path of the folder."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json, less the keys that name code, kernels or further files."""
+        """The content of config.json, without the keys that name code, kernels or further files."""
 
     @property
     def tensors(self) -> Mapping[str, Entry]:
-        """Every tensor by name; a tied weight that the files leave out is not there."""
+        """The header entries of all tensors by name; a tied weight that is not stored has no entry."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files beside config and weights that belong to a copy: tokenizer, generation_config.json, licence."""
+        """Further files that a copy needs: tokenizer, generation_config.json, licence."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Every file that is read: config.json, weights and their index, and `files`."""
+        """All files that are read: config.json, weights, their index, and `files`."""
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU, in memory of its own."""
+        """Return one tensor on the CPU, in its own memory."""
 
     def chunks(self, file: str) -> Iterator[bytes]:
         """Yield the bytes of one of `inputs`, in pieces."""
 
     def copy(self, file: str) -> Iterator[bytes]:
-        """Yield the bytes of one of `files` as they may be handed on: without keys that name code."""
+        """Yield the bytes of one of `files` for a copy, without keys that name code."""
 
     def check(self) -> None:
-        """Raise ValueError unless every file is what it was when the folder was opened."""
+        """Raise ValueError if a file has changed since the folder was opened."""
 
 
 @runtime_checkable
 class ReshapableCheckpoint(CheckpointSource, Protocol):
-    """A checkpoint with the table of layouts, and with the proof of a result, as `headwise.hf.checkpoint` opens it."""
+    """A checkpoint that also has the table of layouts and can prove a result, as `headwise.hf.checkpoint` opens it."""
 
     @property
     def layouts(self) -> Mapping[str, Any]:
-        """How checkpoints store their attention."""
+        """The table of layouts: how each architecture stores its attention."""
 
     def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
-        """Return what a fresh process measures of the result."""
+        """Return the measurements that a fresh process takes of the result."""
 
 
 @runtime_checkable
@@ -94,4 +94,4 @@ class BuildableCheckpoint(ReshapableCheckpoint, Protocol):
     """A checkpoint that can also build a model of its architecture, as `headwise.hf.checkpoint` opens it."""
 
     def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
-        """Return the model of a config and its tensors, in float32."""
+        """Return the model of this config with these tensors, in float32."""

@@ -1,4 +1,4 @@
-"""Which class of transformers loads a model with other numbers of heads, and computes the same with it."""
+"""Find the class of transformers that loads a model with other numbers of heads and computes the same."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Counts = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Target:
-    """A class that loads the result.
+    """The class that loads the result.
 
     Attributes:
-        model_type: Which.
+        model_type: `model_type` of the class.
         config: The whole config.json.
-        why: Why it is another class than before; empty where it is the same.
-        transposed: Ends of the names of weights that this class stores the other way round.
+        why: Why it is not the original class; empty if it is.
+        transposed: Suffixes of the names of weights that this class stores transposed.
     """
 
     model_type: str
@@ -31,10 +31,10 @@ class Target:
 
 
 def target(family: Family, counts: Counts) -> Target:
-    """Return the class for these numbers of (query, key-value) heads, by the config's fields as in `Family.counts`.
+    """Return the class that loads these numbers of (query, key-value) heads, by the config's fields (`Family.counts`).
 
     Raises:
-        ValueError: in one line: there is none, and why.
+        ValueError: in one line: no class loads them, and why.
     """
     why = refusal(family, counts)
     if not why:
@@ -62,7 +62,7 @@ def loads(family: Family, counts: Counts) -> bool:
 
 
 def refusal(family: Family, counts: Counts) -> str:
-    """Why the model's own class does not load these numbers; empty where it does."""
+    """Return why the model's own class does not load these numbers; empty if it does."""
     for field, layers in family.counts.items():
         sizes, (heads, kv_heads) = layers[0].sizes, counts[field]
         if (heads, kv_heads) == (sizes.H, sizes.K):
@@ -81,7 +81,7 @@ def refusal(family: Family, counts: Counts) -> str:
 
 
 def _misfit(family: Family, counts: Counts, choice: Mapping[str, Any]) -> str:
-    """Why another class does not stand in; empty where it does."""
+    """Return why another class cannot replace the model's class; empty if it can."""
     about, fields = architectures()[choice["class"]], family.fields
     for name, value in choice.get("when", {}).items():
         actual = fields.config.get(name, fields.defaults.get(name, value))
@@ -101,9 +101,9 @@ def _misfit(family: Family, counts: Counts, choice: Mapping[str, Any]) -> str:
 
 
 def _head_without_class(family: Family, about: Mapping[str, Any]) -> str:
-    """The class of this checkpoint whose head, above the model itself, the other architecture has not; empty without.
+    """Return the checkpoint's class if it has a task head that the other architecture lacks; otherwise an empty text.
 
-    A text model inside of another has the other's head.
+    The text model of a multimodal model is not checked, because the task head belongs to the outer model.
     """
     old = family.fields.architecture["classes"]
     stem = old["config"].removesuffix("Config")
@@ -115,7 +115,7 @@ def _head_without_class(family: Family, about: Mapping[str, Any]) -> str:
 
 
 def _instead(family: Family, counts: Counts, choice: Mapping[str, Any], why: str) -> Target:
-    """The same model under another class: its fields, what of the old class's defaults differs, and what is set."""
+    """Return the same model as another class: its fields, defaults that differ between the classes, and set values."""
     [field] = family.counts
     sizes, (_, kv_heads) = family.counts[field][0].sizes, counts[field]
     old, new = family.fields.architecture, architectures()[choice["class"]]
@@ -124,7 +124,7 @@ def _instead(family: Family, counts: Counts, choice: Mapping[str, Any], why: str
         config["num_key_value_heads"] = kv_heads
     if "head_dim" in new["defaults"]:
         config["head_dim"] = sizes.D
-    for name in choice.get("when", {}):  # at the value that the new class has by nature
+    for name in choice.get("when", {}):  # the new class always has this value
         if name not in new["defaults"]:
             config.pop(name, None)
     config |= {name: _value(value, sizes.D) for name, value in choice["set"].items()}
@@ -139,7 +139,7 @@ def _instead(family: Family, counts: Counts, choice: Mapping[str, Any], why: str
 
 
 def _defaults(family: Family, new: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes that the config leaves to the old class's defaults and the new class would take otherwise."""
+    """Return the fields that are missing in the config and have another default in the new class."""
     fields = family.fields
     return {
         name: value
@@ -149,12 +149,12 @@ def _defaults(family: Family, new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Any, dim: int) -> Any:
-    """Return a value to set; the one that is arithmetic on the head dim."""
+    """Return the value to set; "{D} ** -0.5" is computed from the head dim."""
     return dim**-0.5 if value == "{D} ** -0.5" else value
 
 
 def _class(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """Return what the class of a model with some head is called in the new architecture."""
+    """Return the name of a model class, such as one with a task head, in the new architecture."""
     by_name = {old[kind]: new[kind] for kind in ("lm", "base")}
     before, after = old["config"].removesuffix("Config"), new["config"].removesuffix("Config")
     return by_name.get(name) or (after + name.removeprefix(before) if name.startswith(before) else name)

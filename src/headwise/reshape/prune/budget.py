@@ -1,4 +1,4 @@
-"""How many heads of each layer stay, and which: from a list, a fraction or a budget to the heads of every layer."""
+"""Choose the heads that stay in every layer, from a list of heads, a fraction or a budget."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from . import selection as choose
 from .selection import OR_ZERO, Count, HeadScores
 
 Chosen = tuple[dict[str, KeptHeads], tuple[str, ...]]
-"""The heads that stay, by layer, and what to say of the choice."""
+"""The heads that stay, by layer, and notes on the choice."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Megabytes (of 1,000,000 bytes) for weights and the key-value cache of one text.
+    """A limit in megabytes (1,000,000 bytes each) for the weights and the key-value cache of one text.
 
     Attributes:
-        megabytes: How many.
+        megabytes: The limit.
         context: Tokens of the text; 0 leaves the cache out.
 
     Raises:
-        ValueError: no number of megabytes above 0, or no number of tokens.
+        ValueError: `megabytes` is not a finite number above 0, or `context` is not a number of tokens.
 
     Example:
         >>> import headwise.hf, headwise.models
@@ -58,14 +58,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class PruneRequest:
-    """What shall stay.
+    """A request to prune heads.
 
     Attributes:
-        gone: Heads that must go, by layer.
-        scores: What each head is worth; None where nobody says.
-        keep_fraction: The part of the heads of each layer that stays.
-        budget: What the result may weigh.
-        zero: Whether heads are zeroed, so that each layer may lose any.
+        gone: The heads that must go, by layer.
+        scores: A score for each head; None without scores.
+        keep_fraction: The fraction of the heads of each layer that stays.
+        budget: The limit for the size of the result.
+        zero: True to zero heads instead of removing them; then each layer may lose any heads.
     """
 
     gone: Mapping[str, set[int]]
@@ -76,10 +76,10 @@ class PruneRequest:
 
 
 def select(family: Family, tensors: Mapping[str, Entry], wish: PruneRequest) -> Chosen:
-    """Return the heads that stay.
+    """Return the heads that stay, and notes on the choice.
 
     Raises:
-        ValueError: in one line, why there are none such.
+        ValueError: in one line, why no heads fulfil the request.
     """
     if wish.budget is not None and wish.zero:
         raise ValueError("zeroed heads weigh what they did, so no budget is met by them; leave zero out")
@@ -98,37 +98,37 @@ def select(family: Family, tensors: Mapping[str, Entry], wish: PruneRequest) -> 
 
 
 def _all_but(layer: Layer, gone: set[int]) -> KeptHeads:
-    """Any heads at all, for what keeps its size."""
+    """Return all heads except `gone`, in any combination; for zeroing, which keeps all sizes."""
     return KeptHeads(tuple(head for head in range(layer.sizes.H) if head not in gone), tuple(range(layer.sizes.K)))
 
 
 def counts_of(family: Family, chosen: Mapping[str, KeptHeads]) -> dict[str, Count]:
-    """(query heads, key-value heads) by config field."""
+    """Return the numbers (query heads, key-value heads) by config field."""
     first = {field: chosen[layers[0].key] for field, layers in family.counts.items()}
     return {field: (len(some.query), len(some.kv)) for field, some in first.items()}
 
 
 def _only(family: Family, field: str, count: Count) -> dict[str, Count]:
-    """These numbers in one field, the others as they are."""
+    """Return the numbers of heads with `count` in one field and the present numbers in all others."""
     now = {name: (layers[0].sizes.H, layers[0].sizes.K) for name, layers in family.counts.items()}
     return {**now, field: count}
 
 
 def _best(family: Family, counts: Mapping[str, Count], scores: HeadScores) -> dict[str, KeptHeads]:
-    """Return the best heads, so many, where none must go."""
+    """Return the heads with the best scores in every layer, as many as `counts` states."""
     best = choose.choose(family, counts, {layer.key: set() for layer in family.layers}, scores)
     assert best is not None
     return best
 
 
 def loadable(family: Family, field: str) -> list[Count]:
-    """Return the numbers of heads that pruning can leave and some class loads, the most first."""
+    """Return the numbers of heads that pruning can leave and that some class loads, in descending order."""
     sizes = family.counts[field][0].sizes
     return [count for count in choose.possible(sizes) if loads(family, _only(family, field, count))]
 
 
 def _fraction(family: Family, fraction: float | int, scores: HeadScores, *, zero: bool) -> Chosen:
-    """As near to the fraction as can be, in each field; of equally many heads, the better ones."""
+    """Keep a number of heads nearest to the fraction in each field; of equal numbers, the one with the best scores."""
     counts: dict[str, Count] = {}
     notes = []
     for field, layers in family.counts.items():
@@ -147,7 +147,7 @@ def _fraction(family: Family, fraction: float | int, scores: HeadScores, *, zero
 
 
 def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
-    """Why no heads would go, though some should."""
+    """Return the message for a fraction that removes no heads although it should."""
     sizes = family.counts[field][0].sizes
     wanted = f"{fraction:g} of {sizes.H} heads is {fraction * sizes.H:g}"
     fewer = [count[0] / sizes.H for count in loadable(family, field) if count[0] < sizes.H]
@@ -161,7 +161,7 @@ def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
 
 
 def _completed(family: Family, gone: Mapping[str, set[int]], scores: HeadScores) -> Chosen:
-    """Return what stays without the named heads and as few others as one config needs, the worst by score."""
+    """Remove the named heads and, by lowest score, as few others as one config for all layers requires."""
     counts: dict[str, Count] = {}
     for field, layers in family.counts.items():
         mine = {layer.key for layer in layers}
@@ -192,12 +192,12 @@ def _completed(family: Family, gone: Mapping[str, set[int]], scores: HeadScores)
 
 
 def bytes_of(tensors: Iterable[Entry | Planned]) -> int:
-    """Of all these tensors."""
+    """Return the bytes of all these tensors."""
     return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _steps(family: Family) -> list[dict[str, Count]]:
-    """Return all numbers of heads that load, the most first; several fields shrink together, by the same part."""
+    """Return all numbers of heads that load, in descending order; several fields shrink by the same fraction."""
     fields = {field: loadable(family, field) for field in family.counts}
     if len(fields) == 1:
         [(field, counts)] = fields.items()
@@ -214,7 +214,7 @@ def _steps(family: Family) -> list[dict[str, Count]]:
 
 
 def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
-    """Return the most heads that the budget allows; of equally many, the better ones."""
+    """Return the largest number of heads within the budget; of equal numbers, the heads with the best scores."""
     best: tuple[float, dict[str, KeptHeads], int] | None = None
     enough, least, most = 0, 0, budget.megabytes * 1e6
     for counts in _steps(family):
@@ -244,7 +244,7 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
 
 
 def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str, KeptHeads]) -> int:
-    """Return bytes of all weights once these heads alone are left."""
+    """Return the bytes of all weights with only these heads."""
     forms = {name: (layer, form) for layer in family.layers for name, form in layer.tensors.items()}
     total = 0
     for name, entry in tensors.items():
@@ -255,7 +255,7 @@ def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str
 
 
 def cache_of(family: Family, tensors: Mapping[str, Entry], counts: Mapping[str, Count], context: int) -> int:
-    """Return bytes of keys and values of one text, in the dtype of the weights; 0 for a model that only reads."""
+    """Return the bytes of the cache of one text, in the dtype of the weights; 0 for a model with only an encoder."""
     if not context or all(layer.role == "encoder" for layer in family.layers):
         return 0
     width = max(tensors[name].dtype.itemsize for layer in family.layers for name in layer.tensors)

@@ -1,4 +1,4 @@
-"""Prune heads of a module in memory: its own weights shrink, and any layer may lose any number."""
+"""Prune heads of a module in memory: its weights shrink, and layers may lose different numbers of heads."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def prune_module(
     *,
     layouts: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Take heads out of a module, in place: parameters are replaced by smaller ones, so give them to a new optimizer.
+    """Remove heads of a module, in place. Parameters are replaced by smaller ones, so create a new optimizer.
 
-    Layers may lose different numbers of heads. Under GQA every key-value head that stays must be read by equally many.
+    Layers may lose different numbers of heads. Under GQA every remaining key-value head must keep equally many query
+    heads.
 
     Args:
         module: A `headwise.MultiHeadAttention`; a model that holds some; or, with `layouts`, a transformers model.
-        heads: The query heads that go: a list for one module, ``{"blocks.0.attend": [1, 3]}`` for a model that holds
+        heads: The query heads to remove: a list for one module, ``{"blocks.0.attend": [1, 3]}`` for a model that holds
             some; for a transformers model as in `prune`: ``"0.1,3.7"`` or ``{0: [1], 3: [7]}``.
         layouts: ``headwise.hf.layouts()``, for a transformers model.
 
@@ -40,7 +41,8 @@ def prune_module(
         The module.
 
     Raises:
-        TypeError, ValueError: something else; heads that are not there, or that cannot go alone. Then nothing changed.
+        TypeError, ValueError: another type of module or heads; unknown heads, or heads that cannot be removed alone.
+            Then nothing has changed.
 
     Example:
         >>> import torch, headwise
@@ -77,7 +79,7 @@ def prune_module(
 
 
 def _prune_ours(modules: Mapping[str, MultiHeadAttention], heads: Mapping[Any, Iterable[int]]) -> None:
-    """All is checked before the first module changes."""
+    """Prune headwise's own modules; all arguments are checked before the first module changes."""
     wanted = []
     for name, gone in heads.items():
         if name not in modules:
@@ -117,7 +119,7 @@ def _check_projections(mha: MultiHeadAttention) -> None:
 
 
 def _checked(layer: Layer, gone: list[int]) -> KeptHeads:
-    """Return what stays of one layer; raise ValueError for heads that cannot go."""
+    """Return the heads of one layer that stay; raise ValueError for heads that cannot be removed."""
     wrong = [head for head in gone if not 0 <= head < layer.sizes.H]
     if wrong:
         raise ValueError(f"layer {layer.key} has the heads 0 to {layer.sizes.H - 1}; got {wrong[0]}")
@@ -128,7 +130,7 @@ def _checked(layer: Layer, gone: list[int]) -> KeptHeads:
 
 
 def _cut(linear: nn.Linear, weight: Any, bias: Any, sizes: Sizes, kept: KeptHeads) -> None:
-    """The rows or columns of a projection that belong to kept heads."""
+    """Keep only the rows or columns of a projection that belong to kept heads."""
     linear.weight = _parameter(weight(linear.weight.detach(), sizes, kept), linear.weight)
     if bias is not None and linear.bias is not None:
         linear.bias = _parameter(bias(linear.bias.detach(), sizes, kept), linear.bias)
@@ -143,7 +145,7 @@ def _parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
 
 
 def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> None:
-    """A model whose config names its architecture."""
+    """Prune a model whose config names its architecture."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         raise TypeError(f"layouts are for a model with a config, as transformers has them; got {type(model).__name__}")
@@ -159,7 +161,7 @@ def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> No
     for layer in family.layers:
         _prune_layer(model, layer, kept[layer.key], layouts["attributes"])
     if family.by_layer and base_type(family.model_type) is None:
-        return  # its config has one number of heads for all layers, and takes the size of a head from it
+        return  # this config has one number of heads for all layers, and the size of a head depends on it
     counts = {
         field: {(len(kept[layer.key].query), len(kept[layer.key].kv)) for layer in layers}
         for field, layers in family.counts.items()
@@ -174,7 +176,7 @@ def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> No
 
 
 def _check_together(family: Family, kept: Mapping[str, KeptHeads]) -> None:
-    """Layers that share a table of biases keep the same heads; where they share more, as many."""
+    """Raise ValueError if layers with a shared bias table keep different heads, or need equal numbers and differ."""
     for role in family.same_heads:
         if len({kept[layer.key] for layer in family.layers if layer.role == role}) > 1:
             raise ValueError(
@@ -196,7 +198,7 @@ def _check_shapes(layer: Layer, state: Mapping[str, Tensor]) -> None:
 
 
 def _prune_layer(model: nn.Module, layer: Layer, kept: KeptHeads, attributes: Mapping[str, str]) -> None:
-    """The tensors of one layer, and what its modules keep of their numbers."""
+    """Replace the tensors of one layer, and update the numbers that its modules store."""
     sizes, after = layer.sizes, kept.sizes(layer.sizes)
     for name, one in layer.tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -219,7 +221,7 @@ def _prune_layer(model: nn.Module, layer: Layer, kept: KeptHeads, attributes: Ma
 
 
 def _features(owner: nn.Module, old: Tensor, new: Tensor) -> list[tuple[str, int, int]]:
-    """Attributes of linear layers and tables that tell their sizes: (name, before, now)."""
+    """Return the attributes of linear layers and embeddings that store sizes: (name, before, after)."""
     rows, columns = ("out_features", "in_features") if hasattr(owner, "out_features") else ("nx", "nf")
     if isinstance(owner, nn.Embedding):
         rows, columns = "num_embeddings", "embedding_dim"

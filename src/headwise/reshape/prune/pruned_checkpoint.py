@@ -1,4 +1,4 @@
-"""Prune heads of a checkpoint: which go, what each tensor becomes, which class loads it; then the folder, proved."""
+"""Prune heads of a checkpoint: plan the tensors and the class that loads them, write the folder, and prove it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ HeadChoice = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
 
 @dataclass(frozen=True)
 class Pruning:
-    """What pruning a checkpoint would change; nothing is written yet.
+    """A plan to prune a checkpoint; nothing is written yet.
 
     Attributes:
         source: The checkpoint.
         family: Its architecture and layers.
         kept: The heads that stay, by layer.
         target: The class that loads the result, and its config.
-        zero: Whether heads are zeroed instead, at the same size.
-        notes: What to say of the choice.
-        solved: Tensors that were solved anew (see `headwise.reshape.reconstruct`), by name.
-        losses: What was measured of that, as plain data.
+        zero: True if heads are zeroed instead of removed, so that all sizes stay.
+        notes: Notes on the choice, for the user.
+        solved: Tensors that were solved again (see `headwise.reshape.reconstruct`), by name.
+        losses: Losses before and after this reconstruction, as plain data.
     """
 
     source: ReshapableCheckpoint
@@ -56,7 +56,7 @@ class Pruning:
 
     @cached_property
     def gone(self) -> dict[str, list[int]]:
-        """The heads that go, by layer; layers that lose none are left out."""
+        """The heads to remove, by layer; a layer that loses none is left out."""
         lost = {
             layer.key: sorted(set(range(layer.sizes.H)) - set(self.kept[layer.key].query))
             for layer in self.family.layers
@@ -79,16 +79,16 @@ class Pruning:
         return planned
 
     def heads_plan(self) -> dict[str, Any]:
-        """Return the heads that stay, by layer, as `headwise.plan.of` reads it."""
+        """Return the heads that stay, by layer, in the form that `headwise.plan.of` reads."""
         return {"layers": {key: {"keep": list(some.query)} for key, some in self.kept.items()}}
 
     def gates(self) -> list[list[int]]:
-        """1 for each head that stays and 0 for each that goes, layer by layer in the order in which they attend."""
+        """Return 1 for each head that stays and 0 for each other; layers are in the order in which they attend."""
         order = in_order(self.family.layers)
         return [[int(head in self.kept[layer.key].query) for head in range(layer.sizes.H)] for layer in order]
 
     def facts(self, context: int = 8192) -> dict[str, Any]:
-        """What changes, as plain data: heads, sizes, class, and what `headwise.plan` counts at so many tokens."""
+        """Return the changes as plain data: heads, sizes, class, and the counts of `headwise.plan` at `context`."""
         before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
         count = sum(map(len, self.gone.values()))
         heads = sum(layer.sizes.H for layer in self.family.layers)
@@ -114,7 +114,7 @@ class Pruning:
         }
 
     def _counts(self, *, pruned: bool) -> dict[str, int | list[int]]:
-        """Return heads and key-value heads, by the config's fields; layer by layer where each has its own number."""
+        """Return the numbers of heads and key-value heads by config field; as a list if layers differ."""
         counts: dict[str, int | list[int]] = {}
         if base_type(self.target.model_type):
             return {
@@ -130,7 +130,7 @@ class Pruning:
 
 
 def changed(planned: Planned, form: TensorRuns, sizes: Sizes, some: KeptHeads, *, zero: bool) -> Planned:
-    """Return a tensor with these heads alone, or with 0 for the others."""
+    """Return a tensor with only these heads, or with 0 for the others."""
     make = planned.make
     if zero:
         return Planned(planned.name, planned.dtype, planned.shape, lambda: form.zero(make(), sizes, some))
@@ -139,7 +139,7 @@ def changed(planned: Planned, form: TensorRuns, sizes: Sizes, some: KeptHeads, *
 
 
 def as_stored(planned: Planned, target: Target) -> Planned:
-    """Return a tensor as the class stores it that loads the result: a matrix the other way round, where it does."""
+    """Return a tensor as the target class stores it: transposed if the class stores it transposed."""
     if not planned.name.endswith(target.transposed):
         return planned
     make = planned.make
@@ -155,12 +155,12 @@ def plan_prune(
     scores: HeadScores | Scorer | None = None,
     zero: bool = False,
 ) -> Pruning:
-    """Return what `prune` would change, and nothing written. The arguments are those of `prune`.
+    """Return the changes that `prune` would make; write nothing. The arguments are those of `prune`.
 
     Raises:
-        TypeError: something of another type.
-        ValueError: in one line, what does not fit: an architecture whose layout is not known, heads that are not there
-            or cannot go alone, a number of heads that no class of transformers loads.
+        TypeError: an argument of another type.
+        ValueError: in one line, what does not fit: an unknown architecture, heads that do not exist or cannot go
+            alone, a number of heads that no class of transformers loads.
 
     Example:
         >>> import headwise.hf, headwise.models
@@ -185,7 +185,7 @@ def plan_prune(
 
 
 def _check_request(heads: object, keep_fraction: object, budget: object, zero: object) -> None:
-    """Kinds and ranges of what is requested, and one way of saying it."""
+    """Check types and ranges of the request, and that it is given in exactly one way."""
     check_flags(zero=zero)
     ways = {"heads": heads, "keep_fraction": keep_fraction, "budget": budget}
     names = [name for name, value in ways.items() if value is not None]
@@ -201,7 +201,7 @@ def _check_request(heads: object, keep_fraction: object, budget: object, zero: o
 
 
 def _target(family: Family, chosen: Mapping[str, KeptHeads]) -> Target:
-    """Return the class that loads what is left, or an error that says what would load instead."""
+    """Return the class that loads the result; raise ValueError with the numbers of heads that would load."""
     loses = any(len(chosen[layer.key].query) < layer.sizes.H for layer in family.layers)
     if loses and "inexact" in family.about:
         raise ValueError(
@@ -214,7 +214,7 @@ def _target(family: Family, chosen: Mapping[str, KeptHeads]) -> Target:
 
 
 def _what_loads(family: Family) -> str:
-    """Return which numbers of heads load, in words, where there is one number for all layers."""
+    """Return a hint with the numbers of heads that load; empty if layers have several fields."""
     if len(family.counts) > 1:
         return ""
     [(field, layers)] = family.counts.items()
@@ -235,34 +235,34 @@ def prune(
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Take heads out of a checkpoint, and write one that stock transformers loads: whole, or not at all.
+    """Remove heads of a checkpoint and write one that unmodified transformers loads; after an error no folder is left.
 
-    The config counts the heads of all layers by one number, so as many go in each layer. An encoder keeps a number for
-    each layer, in a class that `headwise.hf` registers with transformers (see `headwise.plan.model.heads_by_layer`).
-    Query heads that share a key-value head (GQA) go as whole groups, or as many of each group.
+    One number in the config counts the heads of all layers, so each layer loses equally many. An encoder keeps a number
+    for each layer, in a class that `headwise.hf` registers with transformers (see `headwise.plan.model.heads_by_layer`).
+    Query heads that share a key-value head (GQA) go as whole groups, or equally many of each group.
 
     Args:
-        source: What `headwise.hf.checkpoint` opens; it is only read.
+        source: An open checkpoint, as `headwise.hf.checkpoint` opens it; it is only read.
         destination: The folder to write; it must not exist.
-        heads: Those that go: ``"0.1,3.7"`` (layer 0 head 1, layer 3 head 7), ``{0: [1], 3: [7]}``, or pairs. In an
-            encoder with a decoder the layers are ``encoder.0``, ``0`` (the decoder's own) and ``cross.0``. With
-            `scores` too, further heads go where one number for all layers wants it.
-        keep_fraction: The part of the heads of each layer that stays, as near as can be.
-        budget: What weights and cache may come to.
-        scores: What each head is worth, {(layer, head): number}, or a function of the layers that gives it, such as
-            `random_scores()`. Those with the least go.
-        zero: Write 0 where o_proj reads these heads, instead of taking them out: any heads, any architecture, the same
+        heads: The heads to remove: ``"0.1,3.7"`` (layer 0 head 1, layer 3 head 7), ``{0: [1], 3: [7]}``, or pairs. In
+            an encoder-decoder the layers are ``encoder.0``, ``0`` (the decoder's self-attention) and ``cross.0``. With
+            `scores`, further heads are removed if all layers need the same number.
+        keep_fraction: The fraction of the heads of each layer that stays; the nearest possible number is taken.
+        budget: The limit for the bytes of weights and cache.
+        scores: A score for each head, {(layer, head): number}, or a function of the layers that returns it, such as
+            `random_scores()`. The heads with the lowest scores are removed.
+        zero: Write 0 where o_proj reads these heads, instead of removing them: any heads, any architecture, the same
             size and speed.
-        proof: With what to prove the result before it gets its name; None: unproved.
-        progress: Called with the bytes done and the bytes in all.
-        remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
+        proof: Settings of the proof that runs before the folder gets its name; None for no proof.
+        progress: Called with the bytes done and the total bytes.
+        remark: Called with the folder after the proof, before it gets its name; its text is appended to RESHAPE.md.
 
     Returns:
-        What changed and what was proved, as plain data; RESHAPE.md in the folder tells the same. `heads-plan.json` in
-        it says which heads stayed, as `headwise plan` and `headwise look --against` read it.
+        The changes and the proof, as plain data; RESHAPE.md in the folder states the same. `heads-plan.json` in the
+        folder lists the heads that stayed, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
-        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing has been written.
 
     Example:
         >>> import tempfile, headwise.hf, headwise.models
@@ -287,7 +287,7 @@ def write_pruned(
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Write what `plan_prune` planned, changed by `reconstruct` or not: arguments, result and errors as of `prune`."""
+    """Write a plan of `plan_prune` or of `reconstruct`; arguments, result and errors are those of `prune`."""
     check_kind(Pruning, "plan_prune", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()

@@ -1,4 +1,4 @@
-"""What heads are worth: numbers from elsewhere, by the layer and head they belong to."""
+"""Scores that rank heads for pruning: random, from a list by layer and head, or from redundancy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..layout.families import Layer
 from .selection import HeadScores
 
 Scorer = Callable[[tuple[Layer, ...]], HeadScores]
-"""Gives each head a score: from the layers to a number for every (key of the layer, head). The lowest go first."""
+"""A function from the layers to a score for every (key of the layer, head). The lowest scores go first."""
 NearestHead = tuple[tuple[int, int], float | None, tuple[int, int] | None]
-"""A head as (layer, head), how far its nearest is, and which that is; None where there is none."""
+"""A head as (layer, head), the distance to its nearest head, and that head; None for both if there is none."""
 
 
 def random_scores(seed: int = 0) -> Scorer:
-    """Return a scorer that draws numbers from `seed`: the baseline that any other has to beat.
+    """Return a scorer that draws numbers from `seed`, as the baseline for other scores.
 
-    Raises TypeError or ValueError for a seed that is no int of at least 0.
+    Raises TypeError or ValueError if the seed is not an int of at least 0.
 
     Example:
         >>> import headwise.hf, headwise.models
@@ -38,20 +38,20 @@ def random_scores(seed: int = 0) -> Scorer:
 
 
 def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
-    """Return a scorer of numbers ``[layer][head]``, layers in the order in which they attend in a forward pass.
+    """Return a scorer for numbers ``[layer][head]``, with layers in the order in which they attend in a forward pass.
 
-    Such are those of `headwise.look.importance`. An encoder attends before its decoder, and in each layer of that
-    self-attention before cross-attention.
+    `headwise.look.importance` returns such numbers. An encoder attends before its decoder, and in each decoder layer
+    self-attention runs before cross-attention.
 
     Args:
-        values: A row a layer, a number a head; those with the least go first.
+        values: One row per layer, one number per head; the heads with the lowest numbers are removed first.
 
     Returns:
-        For `scores=` of `prune` and `plan_prune`.
+        A scorer for `scores=` of `prune` and `plan_prune`.
 
     Raises:
-        TypeError: no list of lists.
-        ValueError: other sizes than the model has, once it is called.
+        TypeError: not a list of lists.
+        ValueError: other sizes than the model's, raised when the scorer is called.
 
     Example:
         >>> import headwise.hf, headwise.models
@@ -62,7 +62,6 @@ def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
         >>> plan.gone["0"]
         [0, 1]
     """
-
     rule = "scores have a row a layer, a number a head"
     if not _is_list(values) or not all(map(_is_list, values)):
         raise TypeError(f"{rule}; got {shown(values)}")
@@ -87,21 +86,21 @@ def _is_list(value: object) -> bool:
 
 
 def in_order(layers: Iterable[Layer]) -> list[Layer]:
-    """Return the layers in the order in which they attend."""
+    """Return the layers in the order in which they attend in a forward pass."""
     return sorted(layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross"))
 
 
 def by_twins(twins: Iterable[NearestHead]) -> list[list[float]]:
-    """``[layer][head]``: how little a head is repeated by another, for `by_call`; of two that are alike one is spared.
+    """Return scores ``[layer][head]`` for `by_call` that are low for redundant heads; one of two similar heads stays.
 
-    A head is worth its distance (0 to 1) to the nearest one; if that one is to go before it, 1 more.
+    The score of a head is its distance (0 to 1) to the nearest head, plus 1 if that head is removed earlier.
 
     Args:
-        twins: ((layer, head), distance, nearest) of each head, as `headwise.look.redundancy` measures them; None for
-            both where a head has no nearest.
+        twins: ((layer, head), distance, nearest) for each head, as `headwise.look.redundancy` measures it; None for
+            both if a head has no nearest.
 
     Raises:
-        TypeError, ValueError: no such list, or an empty one.
+        TypeError, ValueError: not such a list, or an empty one.
 
     Example:
         >>> by_twins([((0, 0), 0.1, (0, 1)), ((0, 1), 0.1, (0, 0)), ((0, 2), 0.7, (0, 0))])

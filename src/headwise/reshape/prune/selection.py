@@ -1,4 +1,4 @@
-"""Which heads go: as many of each layer as its class can count, by name or by score."""
+"""Choose the heads to remove in each layer, by name or by score, within the numbers that a class can load."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..layout.families import Family, Layer
 from ..layout.head_axes import KeptHeads, Sizes
 
 HeadScores = Mapping[tuple[str | int, int], float | int]
-"""What each head is worth: (key of the layer, head) to a number."""
+"""The score of each head, by (key of the layer, head)."""
 Count = tuple[int, int]
 """(query heads, key-value heads) that a layer keeps."""
 
 
 def parse_heads(text: str) -> list[tuple[str, int]]:
-    """Return heads as the command line has them: LAYER.HEAD, with commas between.
+    """Parse heads as given on the command line: LAYER.HEAD, separated by commas.
 
     Raises:
-        ValueError: anything else.
+        ValueError: a text of another form.
 
     Example:
         >>> parse_heads("0.1, encoder.3.7")
@@ -45,7 +45,7 @@ def _plain(key: str) -> str:
 
 
 def named(family: Family, heads: str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]) -> dict[str, set[int]]:
-    """Return the heads to lose of each layer, checked; of every layer, with an empty set for one that loses none."""
+    """Return the heads to remove by layer, checked; layers that lose none have an empty set."""
     if isinstance(heads, str):
         pairs: list[tuple[Any, Any]] = list(parse_heads(heads))
     elif isinstance(heads, Mapping):
@@ -76,11 +76,11 @@ def _pair(item: Any) -> tuple[Any, Any]:
 
 
 def checked_scores(family: Family, scores: HeadScores) -> HeadScores:
-    """Return a finite score of every head of every layer; raise ValueError for one that is missing."""
+    """Return the scores by layer and head; raise ValueError unless every head of every layer has a finite one."""
     if not isinstance(scores, Mapping) or not all(isinstance(key, tuple) and len(key) == 2 for key in scores):
         raise TypeError(f"scores are numbers by (layer, head), or a function that gives them; got {short(scores)}")
     for (key, head), value in scores.items():
-        if not (isinstance(value, float) and not math.isfinite(value)):  # those are told below, by their head
+        if not (isinstance(value, float) and not math.isfinite(value)):  # the loop below reports non-finite scores
             check_numbers(**{f"the score of head {key}.{head}": value})
     known: dict[tuple[str | int, int], float | int] = {
         (str(layer), head): float(value) for (layer, head), value in scores.items()
@@ -99,7 +99,7 @@ def checked_scores(family: Family, scores: HeadScores) -> HeadScores:
 
 
 def kept_exactly(layer: Layer, gone: set[int]) -> KeptHeads | None:
-    """Return what stays where these heads go, and no other; None where the key-value heads would be read unevenly."""
+    """Return the heads left after removing exactly `gone`; None if the key-value heads would be read unevenly."""
     sizes, group = layer.sizes, layer.sizes.group
     query = [head for head in range(sizes.H) if head not in gone]
     read = [head // group for head in query]
@@ -110,9 +110,9 @@ def kept_exactly(layer: Layer, gone: set[int]) -> KeptHeads | None:
 
 
 def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float | int]) -> KeptHeads | None:
-    """Return the best-scored heads of a layer, so many of them, none that must go; None where there are not so many.
+    """Return the heads of a layer with the best scores, `count` of them, none from `gone`; None if too few are left.
 
-    Whole groups go, and as many heads of each group that stays. Of equal scores the first stay.
+    Whole groups are removed, and equally many heads of each remaining group. Of equal scores the first heads stay.
     """
     heads, kv_heads = count
     each, group = heads // kv_heads, sizes.group
@@ -129,13 +129,13 @@ def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float 
 
 
 def possible(sizes: Sizes) -> list[Count]:
-    """Every (query heads, key-value heads) that pruning can leave, the most heads first; of equal ones fewer keys."""
+    """Return all (query heads, key-value heads) that pruning can leave: most query heads first, then fewest keys."""
     counts = {(kv * each, kv) for kv in range(1, sizes.K + 1) for each in range(1, sizes.group + 1)}
     return sorted(counts, key=lambda count: (-count[0], count[1]))
 
 
 def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float | int) -> list[Count]:
-    """Those of the possible counts whose heads come nearest to the fraction; the larger of two that are as near."""
+    """Return the counts whose heads are nearest to the fraction; if two are equally near, the larger one."""
     wanted = Fraction(str(fraction)) * sizes.H
     counts = list(counts)
     far = min((abs(heads - wanted), -heads) for heads, _ in counts)
@@ -148,7 +148,7 @@ def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float | int) -> lis
 def choose(
     family: Family, counts: Mapping[str, Count], gone: Mapping[str, set[int]], scores: HeadScores
 ) -> dict[str, KeptHeads] | None:
-    """Return the best heads of every layer, so many as `counts` says by config field; None where too many must go."""
+    """Return the heads with the best scores in every layer, in the numbers of `counts`; None if too many must go."""
     kept: dict[str, KeptHeads] = {}
     for field, layers in family.counts.items():
         for together in _together(family, layers):
@@ -163,22 +163,22 @@ def choose(
 
 
 def _together(family: Family, layers: list[Layer]) -> list[list[Layer]]:
-    """Return the layers that must keep the same heads, together; each other one alone."""
+    """Return lists of layers that must keep the same heads; each other layer is in a list of its own."""
     shared = [[layer for layer in layers if layer.role == role] for role in family.same_heads]
     alone = [[layer] for layer in layers if layer.role not in family.same_heads]
     return [some for some in shared if some] + alone
 
 
 def total(kept: Mapping[str, KeptHeads], scores: HeadScores) -> float | int:
-    """Return the scores of all heads that stay."""
+    """Return the sum of the scores of all heads that stay."""
     return sum(scores[key, head] for key, some in kept.items() for head in some.query)
 
 
 def exactly(family: Family, gone: Mapping[str, set[int]]) -> dict[str, KeptHeads]:
-    """Return what stays where these heads go and no other.
+    """Return the heads left after removing exactly `gone`.
 
     Raises:
-        ValueError: in one line, which more heads would have to go for one config to count them all.
+        ValueError: in one line, which more heads must be removed so that one config counts them all.
     """
     kept = {}
     for layer in family.layers:
@@ -208,7 +208,7 @@ OR_ZERO = "or add zero (--zero), which keeps all sizes and writes zeros"
 
 
 def uneven_groups(layer: Layer, gone: set[int]) -> str:
-    """Why these heads of a layer cannot go, in words."""
+    """Return the message that says why these heads of a layer cannot be removed."""
     sizes, group = layer.sizes, layer.sizes.group
     if len(gone) == sizes.H:
         return f"layer {layer.key} would lose all its {sizes.H} heads; leave one, {OR_ZERO}"

@@ -1,1 +1,1 @@
-"""Let query heads share keys and values."""
+"""Merge key-value heads, so that groups of query heads share keys and values."""

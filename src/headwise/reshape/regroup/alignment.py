@@ -1,9 +1,10 @@
-"""Heads in one frame: turns of each head's keys and values that its queries and its output take back.
+"""Rotate the heads of a group into one basis before their keys and values are averaged.
 
-A head's values may be turned by any orthogonal matrix, for the output projection turns them back; its keys too, for its
-queries turn alike, as long as the turn commutes with what stands between projection and score. Rotary positions leave
-one angle for each pair of numbers, a norm's weights less. As in Jin et al. 2024, "Align Attention Heads Before Merging
-Them: An Effective Way for Converting MHA to GQA", arXiv 2412.20677. `fit` takes back more than turns.
+Any orthogonal matrix may rotate a head's values, because the output projection can rotate them back. Keys may be
+rotated too, because queries can be rotated in the same way, if the rotation commutes with all operations between
+projection and score. Rotary positions leave one angle for each pair of numbers; the weights of a norm leave less. See
+Jin et al. 2024, "Align Attention Heads Before Merging Them: An Effective Way for Converting MHA to GQA", arXiv
+2412.20677. `least_squares` allows more than rotations.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from ..layout.head_weights import HeadWeights
 from ..maps import Maps
 from ..repair.moments import Moments
 
-ROUNDS = 100  # a frame settles within ten or so
-SETTLED = 1e-12  # of the agreement; what a further round gains
-OPEN = 1e-9  # of the largest product; smaller ones do not tell how to turn
+ROUNDS = 100  # the rotations converge within about ten
+SETTLED = 1e-12  # relative gain of a round below which the iteration stops
+OPEN = 1e-9  # relative to the largest product; smaller products do not determine a rotation
 
 
 def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
-    """Return the mean of each group's values, turned to be closest to each other."""
+    """Return the maps to the mean of each group's values, after rotating them closest to each other."""
     rotations = Maps.zeros(moments.value).read
     for group in groups:
         members = list(group)
@@ -33,7 +34,7 @@ def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
 
 
 def aligned_keys(frame: KeyBasis, moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
-    """Return the mean of each group's keys, turned to be closest to each other."""
+    """Return the maps to the mean of each group's keys, after rotating them closest to each other."""
     rotations = Maps.zeros(moments.key).read
     for group in groups:
         members = list(group)
@@ -42,11 +43,11 @@ def aligned_keys(frame: KeyBasis, moments: Moments, groups: Sequence[Sequence[in
 
 
 class KeyBasis:
-    """Which turns of a layer's keys its queries can take back, and the best of them.
+    """The rotations of a layer's keys that its queries can undo, and the best of them.
 
-    A pair of numbers that turns with the position may turn by an angle, the numbers beside them by any orthogonal
-    matrix. With an rms norm before that, its weights must be the same for all numbers that mix, or only signs are left;
-    a layer norm takes off the mean, and leaves nothing.
+    A pair of numbers with rotary positions may rotate by an angle, the other numbers by any orthogonal matrix. With an
+    RMS norm, the norm's weights must be equal for all numbers that mix; otherwise only changes of sign are possible. A
+    layer norm subtracts the mean, so no rotation is possible.
     """
 
     def __init__(self, weights: HeadWeights) -> None:
@@ -62,7 +63,7 @@ class KeyBasis:
         self.free_rest = bool((rows[:, self.rest] == rows[:, self.rest][:, :1]).all())
 
     def rotations(self, moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
-        """Return the rotations of a group's heads."""
+        """Return the rotations that align a group's keys, from their moments."""
         n, D = moments.shape[:2]
         made = torch.eye(D, dtype=moments.dtype, device=moments.device).repeat(n, 1, 1)
         if self.fixed:
@@ -77,27 +78,27 @@ class KeyBasis:
         return made
 
     def put_pairs(self, into: Float[Tensor, "n D D"], factors: Complex[Tensor, "n pairs"]) -> None:
-        """Write the matrices that multiply pairs, as complex numbers, by these factors."""
+        """Write matrices into `into` that multiply each pair, as a complex number, by its factor."""
         first, second = self.first, self.second
         into[:, first, first] = into[:, second, second] = factors.real
         into[:, second, first] = factors.imag
         into[:, first, second] = -factors.imag
 
     def rest_of(self, moments: Float[Tensor, "n D m D"]) -> Float[Tensor, "n R m R"]:
-        """Return the moments of the numbers that do not turn with the position."""
+        """Return the moments of the numbers without rotary positions."""
         return moments[:, self.rest][:, :, :, self.rest]
 
     def pairs_of(self, moments: Float[Tensor, "n D n D"]) -> Complex[Tensor, "pairs n n"]:
-        """Moments of each pair of numbers as one complex number: the sum of ``k_i conj(k_j)``."""
+        """Return the moments of each pair as a complex number: the sum of ``k_i conj(k_j)``."""
         a, b = self.first, self.second
 
         def part(one: Tensor, other: Tensor) -> Tensor:
-            return moments[:, one, :, other]  # indices on both sides of a slice: their axis comes first
+            return moments[:, one, :, other]  # with indices on both sides of a slice, their axis comes first
 
         return torch.complex(part(a, a) + part(b, b), part(b, a) - part(a, b))
 
     def agreement(self, moments: Float[Tensor, "K D K D"]) -> Float[Tensor, "K K"]:
-        """For every two heads the largest sum of ``k_i . k_j`` over tokens that turns can reach."""
+        """Return for every two heads the largest sum of ``k_i . k_j`` over tokens that rotations can reach."""
         rest = self.rest_of(moments)
         if self.fixed:
             return torch.einsum("idjd->ij", moments)
@@ -108,21 +109,21 @@ class KeyBasis:
 
 
 def aligned_differences(weights: HeadWeights, moments: Moments) -> Float[Tensor, "K K"]:
-    """How far every two heads' keys, and values, stay from each other after turning, as shares of all, added up."""
+    """Return for every two heads the distances of keys and of values after rotation, as shares of all, added up."""
     return unlike(moments.key, KeyBasis(weights).agreement) + unlike(moments.value, nuclear)
 
 
 def unlike(products: Float[Tensor, "K n K n"], agreement: Callable[[Tensor], Tensor]) -> Float[Tensor, "K K"]:
-    """Return the squared distance of every two heads at their largest agreement, as a share of the squares of all."""
+    """Return for every two heads the squared distance at their largest agreement, as a share of all squares."""
     square = torch.einsum("idid->i", products)
     apart = square[:, None] + square - 2 * agreement(products)
     return apart.clamp_min(0) / square.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def phases(pairs: Complex[Tensor, "pairs n n"], free: Tensor) -> Complex[Tensor, "n pairs"]:
-    """Unit numbers u that make the sum of ``conj(u_i) c_ij u_j`` as large as it gets; the first head's is 1.
+    """Return unit numbers u that maximize the sum of ``conj(u_i) c_ij u_j``; the first head's is 1.
 
-    Begins at the best vector of any length, the first of c's eigenvectors; where a pair is not `free`, u is 1 or -1.
+    The start is the first eigenvector of c, the optimum without the unit length. If a pair is not `free`, u is 1 or -1.
     """
     n = pairs.shape[-1]
 
@@ -143,15 +144,15 @@ def phases(pairs: Complex[Tensor, "pairs n n"], free: Tensor) -> Complex[Tensor,
             break
         before = now
     u = unit(u * u[:1].conj())
-    u[0] = 1.0  # not only to rounding
+    u[0] = 1.0  # exactly, not only up to rounding
     return u
 
 
 def orthogonal_rotations(moments: Float[Tensor, "n V n V"]) -> Float[Tensor, "n V V"]:
-    """Generalized Procrustes: orthogonal Q that make the sum of ``tr(Q_i^T C_ij Q_j)`` as large as it gets.
+    """Return orthogonal Q that maximize the sum of ``tr(Q_i^T C_ij Q_j)`` (generalized Procrustes); the first is I.
 
-    One head after the other is turned to the sum of the others (Gower 1975, "Generalized Procrustes analysis", for
-    heads in place of shapes), from a start at the head that agrees most with the rest. The first head's is 1.
+    Each head in turn is rotated to the sum of the others (Gower 1975, "Generalized Procrustes analysis", with heads in
+    place of shapes). The start is the head that agrees most with the rest.
     """
     n, V = moments.shape[:2]
     blocks = moments.transpose(1, 2)  # (n, n, V, V)
@@ -174,19 +175,19 @@ def orthogonal_rotations(moments: Float[Tensor, "n V n V"]) -> Float[Tensor, "n 
 
 
 def sign_flips(moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
-    """As `orthogonal_rotations`, where each number may at most change its sign."""
+    """Return the best rotations as `orthogonal_rotations` does, if each number may only change its sign."""
     diagonal = torch.einsum("idjd->dij", moments)
     free = torch.zeros(diagonal.shape[0], dtype=torch.bool, device=moments.device)
     return torch.diag_embed(phases(torch.complex(diagonal, torch.zeros_like(diagonal)), free).real)
 
 
 def nearest_orthogonal(matrix: Float[Tensor, "V V"]) -> Float[Tensor, "V V"]:
-    """Return the orthogonal Q with the largest ``tr(Q^T matrix)``; what the matrix leaves open stays as it is."""
+    """Return the orthogonal Q with the largest ``tr(Q^T matrix)``; undetermined directions stay as they are."""
     open_ends = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device) * (OPEN * matrix.abs().max())
     U, _, Vh = torch.linalg.svd(matrix + open_ends)
     return U @ Vh
 
 
 def nuclear(moments: Float[Tensor, "n V n V"]) -> Float[Tensor, "n n"]:
-    """For every two heads the largest sum of ``v_i . v_j`` over tokens that orthogonal turns can reach."""
+    """Return for every two heads the largest sum of ``v_i . v_j`` over tokens that rotations can reach."""
     return torch.linalg.svdvals(moments.transpose(1, 2)).sum(-1)

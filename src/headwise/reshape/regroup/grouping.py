@@ -1,4 +1,4 @@
-"""Which key-value heads share one: groups of equal size whose heads differ least."""
+"""Choose which key-value heads share one: groups of equal size whose heads differ least."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ...shapes import check_head_counts
 from ..layout.head_weights import check_chosen
 
 Groups = tuple[tuple[int, ...], ...]
-MOST_PARTITIONS = 20_000  # up to this many are all tried; 12 heads in pairs are 10,395
-STARTS = 8  # of the search among more
+MOST_PARTITIONS = 20_000  # up to this number all are tried; 12 heads in pairs have 10,395
+STARTS = 8  # starting orders of the search, if there are more partitions
 
 
 def contiguous(num_kv_heads: int, groups: int) -> Groups:
-    """Neighbours together, as grouped-query attention is usually made: heads 0 and 1, 2 and 3, and so on."""
+    """Return groups of neighbouring heads, the usual order of grouped-query attention: heads 0 and 1, 2 and 3, ..."""
     check_head_counts(num_kv_heads, groups)
     size = num_kv_heads // groups
     return tuple(tuple(range(first, first + size)) for first in range(0, num_kv_heads, size))
 
 
 def check_groups(groups: Sequence[Sequence[int]], num_kv_heads: int) -> Groups:
-    """Groups of equal size that hold each head once."""
+    """Check that groups have equal size and hold each head once; return them as tuples, or raise ValueError."""
     made = tuple(tuple(check_chosen("the heads of a group", group, num_kv_heads)) for group in groups)
     if len({len(group) for group in made}) != 1 or sorted(h for group in made for h in group) != list(
         range(num_kv_heads)
@@ -38,10 +38,10 @@ def check_groups(groups: Sequence[Sequence[int]], num_kv_heads: int) -> Groups:
 
 
 def grouped(differ: Float[Tensor, "K K"], groups: int, seed: int = 0) -> Groups:
-    """Return heads in groups of equal size such that the differences within groups sum to the least.
+    """Return groups of equal size with the smallest sum of differences within groups.
 
-    All ways are tried where they are few (`MOST_PARTITIONS`); else heads are put together greedily from several orders
-    drawn by `seed`, and then swapped between groups as long as that helps.
+    Up to `MOST_PARTITIONS`, all partitions are tried. Otherwise heads are grouped greedily from several orders drawn by
+    `seed`, and then swapped between groups as long as that reduces the sum.
     """
     K = differ.shape[0]
     check_head_counts(K, groups)
@@ -57,12 +57,12 @@ def grouped(differ: Float[Tensor, "K K"], groups: int, seed: int = 0) -> Groups:
 
 
 def cost(d: list[list[float]], groups: Sequence[Sequence[int]]) -> float:
-    """Return the differences within groups."""
+    """Return the sum of the differences within groups."""
     return sum(d[i][j] for group in groups for n, i in enumerate(group) for j in group[:n])
 
 
 def partitions(K: int, size: int) -> int:
-    """In how many ways K heads make groups of that size."""
+    """Return the number of ways to divide K heads into groups of that size."""
     return math.factorial(K) // (math.factorial(size) ** (K // size) * math.factorial(K // size))
 
 
@@ -81,7 +81,7 @@ def _all(heads: list[int], size: int) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _greedy(d: list[list[float]], order: list[int], size: int) -> list[list[int]]:
-    """Return groups made in order: the next head begins one, and takes the nearest of those that are left."""
+    """Return groups made in order: the next head begins a group and takes its nearest remaining heads."""
     left, groups = list(order), []
     while left:
         group = [left.pop(0)]
@@ -94,7 +94,7 @@ def _greedy(d: list[list[float]], order: list[int], size: int) -> list[list[int]
 
 
 def _swapped(d: list[list[float]], groups: list[list[int]]) -> list[list[int]]:
-    """Return the groups after swaps of heads between two of them, until no swap helps."""
+    """Return the groups after swaps of heads between two groups, until no swap reduces the sum of differences."""
 
     def ties(head: int, group: list[int], without: int) -> float:
         return sum(d[head][member] for member in group if member != without)

@@ -1,10 +1,10 @@
-"""Shared keys and values that are fitted: in least squares the best for what a group's queries and outputs use.
+"""Fit the shared keys and values of a group by least squares to its queries and output projections.
 
-A rotation and a mean (`align`) treat a group's heads alike in size and in every number. But values may go through any
-matrix that the output projection takes up, and a pair of numbers of a key through any complex factor that the
-queries' pair takes up. So the shared ones can be those from which all of a group's are recovered best: the first
-principal components of the group's values, each head weighed by what its output projection makes of them, and of its
-keys, each weighed by the queries that meet them."""
+Rotations and a mean (`alignment`) give equal weight to all heads of a group and to every number. But the output
+projection can undo any matrix on the values, and the queries' pair any complex factor on a pair of a key. So the shared
+values can be the first principal components of the group's values, with each head weighted by its output projection;
+and the shared keys those of its keys, with each head weighted by the queries that read them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..maps import Maps
 from ..repair.moments import Moments
 from .alignment import KeyBasis, aligned_keys, unlike
 
-UNUSED = 1e-12  # of the largest eigenvalue: below it nothing reads a direction
+UNUSED = 1e-12  # relative to the largest eigenvalue; nothing reads a direction below it
 
 
 def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequence[int]]) -> tuple[Maps, Maps]:
-    """Those of the keys and of the values. Keys that a norm makes of one size are aligned, not fitted."""
+    """Return the maps of the keys and of the values; keys after a norm, which fixes their size, are aligned instead."""
     frame = KeyBasis(weights)
     values = Maps.zeros(moments.value)
     keys = aligned_keys(frame, moments, groups) if frame.normed else Maps.zeros(moments.key)
@@ -37,7 +37,7 @@ def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequenc
 
 
 def _key_basis(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
-    """`basis` of a group's keys, (n, D, D) each: of every pair that turns, and of the rest."""
+    """Return `basis` of a group's keys, (n, D, D) each: for every rotary pair, and for the other numbers."""
     made = torch.zeros(products.shape[0], *products.shape[1:2] * 2, dtype=products.dtype, device=products.device)
     write, read = made, made.clone()
     if len(frame.first):
@@ -50,7 +50,7 @@ def _key_basis(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor,
 
 
 def fitted_differences(weights: HeadWeights, moments: Moments) -> Tensor:
-    """How much every two heads lose by sharing fitted keys and values, (K, K): shares of what all use, added up."""
+    """Return the loss of every two heads that share fitted keys and values, (K, K), as shares of all, added up."""
     frame = KeyBasis(weights)
     K, meets = weights.num_kv_heads, query_uses(weights, moments)
     values = [(moments.value, output_uses(weights))]
@@ -68,15 +68,15 @@ def fitted_differences(weights: HeadWeights, moments: Moments) -> Tensor:
 
 
 def basis(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how n heads of d numbers share d numbers best: write and read, (..., n, d, d) each, as in `Maps`.
+    """Return the maps by which n heads of d numbers share d numbers best: write and read, (..., n, d, d), as in `Maps`.
 
-    With ``products`` (..., n, d, n, d) the sums over tokens of ``v_i v_j^H``, and ``uses`` (..., n, d, d) how errors
-    count, they make the sum of ``e_i^H uses_i e_i`` of ``e_i = v_i - read_i m`` the least. `m` is as large as a head.
+    ``products`` (..., n, d, n, d) are the sums over tokens of ``v_i v_j^H``; ``uses`` (..., n, d, d) weight the errors.
+    The maps minimize the sum of ``e_i^H uses_i e_i`` for ``e_i = v_i - read_i m``. `m` is as large as a head.
     """
     n, d = products.shape[-2:]
     weighed, root, back = _weighed(products, uses)
     size, vectors = torch.linalg.eigh(weighed.flatten(-4, -3).flatten(-2))
-    top = vectors[..., -d:].unflatten(-2, (n, d))  # (..., n, d, d): what the shared numbers are in each head's
+    top = vectors[..., -d:].unflatten(-2, (n, d))  # (..., n, d, d): each head's part of the shared numbers
     wanted = torch.einsum("...ixix->...", products).real / n
     scale = (wanted / size[..., -d:].sum(-1).clamp_min(torch.finfo(size.dtype).tiny)).sqrt()[..., None, None, None]
     scale = torch.where(scale > 0, scale, 1.0)
@@ -84,7 +84,7 @@ def basis(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weighed(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the products in numbers whose plain squares count, the way there, and the way back."""
+    """Return the products in a basis where `uses` is the identity, the map to this basis, and the map back."""
     size, vectors = torch.linalg.eigh(uses)
     size = size.clamp_min(0)
     used = size > UNUSED * size.amax((-2, -1), keepdim=True)
@@ -95,37 +95,37 @@ def _weighed(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _beyond(weighed: Tensor) -> float:
-    """Return what the d numbers that n heads share best leave out."""
+    """Return the weighted squares that are lost when n heads share their best d numbers."""
     d = weighed.shape[-1]
     return float(torch.linalg.eigvalsh(weighed.flatten(-4, -3).flatten(-2))[..., :-d].clamp_min(0).sum())
 
 
 def _kinds(frame: KeyBasis) -> list[Callable[[KeyBasis, Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """Of what the keys are made: pairs that turn, numbers that do not."""
+    """Return the functions for the parts of a key that exist: rotary pairs, and numbers without rotary positions."""
     return [kind for kind, places in ((_pairs, frame.first), (_rest, frame.rest)) if len(places)]
 
 
 def _pairs(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
-    """Products and uses of each pair that turns, as of one complex number."""
+    """Return products and uses of each rotary pair, as one complex number."""
     return frame.pairs_of(products)[:, :, None, :, None], uses[:, frame.first, frame.first].T[..., None, None]
 
 
 def _rest(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
-    """Products and uses of the numbers that do not turn."""
+    """Return products and uses of the numbers without rotary positions."""
     return frame.rest_of(products), uses[:, frame.rest[:, None], frame.rest]
 
 
 def output_uses(weights: HeadWeights) -> Tensor:
-    """(K, V, V): the sum of ``W_O^T W_O`` over the query heads that read a value head."""
+    """Return (K, V, V): for each value head the sum of ``W_O^T W_O`` over its query heads."""
     wide = weights.output.to(torch.float64)
     return torch.einsum("mhv,mhw->hvw", wide, wide).unflatten(0, (weights.num_kv_heads, -1)).sum(1)
 
 
 def query_uses(weights: HeadWeights, moments: Moments) -> Tensor:
-    """(K, D, D): the sum of ``q q^T`` over tokens and over the query heads that read a key head.
+    """Return (K, D, D): for each key head the sum of ``q q^T`` over tokens and over its query heads.
 
-    Numbers that turn with the position count alike with their partner, and not with others: over many distances a
-    query meets a pair at every angle.
+    The two numbers of a rotary pair get equal weight and no cross terms, because over many distances a query is
+    compared with a pair at every angle.
     """
     frame = KeyBasis(weights)
     plain = moments.query.unflatten(0, (weights.num_kv_heads, -1)).sum(1)

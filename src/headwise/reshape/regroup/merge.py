@@ -1,4 +1,4 @@
-"""Fewer key-value heads: groups of them become one, as they stand or after turning them into one frame."""
+"""Merge groups of key-value heads into one each, as they are, aligned, or fitted by least squares."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ METHODS: dict[str, str] = {
     "aligned": "the mean of each group's keys and values, turned to agree",
     "fitted": "keys and values fitted to each group in least squares",
 }
-"""How heads come to share, in words."""
+"""The methods, with a description of each for the user."""
 
 
 def check_method(method: object) -> None:
-    """One of METHODS; raises ValueError."""
+    """Check that `method` is one of METHODS; raise ValueError otherwise."""
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"method is one of {', '.join(METHODS)}; got {shown(method)}")
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """How a layer gets fewer key-value heads; `apply` does it.
+    """The decision how a layer's key-value heads are merged; `apply` merges them.
 
     Attributes:
-        groups: Which of the former key-value heads each one stands for.
-        keys: How the former keys enter the shared ones, and are read from them.
+        groups: The former key-value heads of each group.
+        keys: Maps from the former keys to the shared ones, and back.
         values: The same for values.
-        lost: The share that the shared ones miss of what queries see of the keys, and outputs of the values: in squares
-            over the tokens of the moments.
+        lost: The loss of keys, weighted by the queries, and of values, weighted by the output projection: shares of the
+            squares over the tokens of the moments.
     """
 
     groups: Groups
@@ -51,11 +51,11 @@ class Merge:
     lost: tuple[float, float]
 
     def heads(self, group: int) -> tuple[int, ...]:
-        """The former numbers of the query heads in their new order, where `group` of them read a key-value head."""
+        """Return the former indices of the query heads in their new order, with `group` of them per key-value head."""
         return tuple(kv * group + n for some in self.groups for kv in some for n in range(group))
 
     def apply(self, weights: HeadWeights) -> HeadWeights:
-        """Return the layer with fewer key-value heads; its query heads stand in the order in which groups read them."""
+        """Return the layer with fewer key-value heads; its query heads are sorted by group."""
         if all(len(group) == 1 for group in self.groups):
             return weights
         return shared(weights, self.keys, self.values, self.groups)
@@ -71,23 +71,23 @@ def merge(
     seed: int = 0,
     name: str = "these weights",
 ) -> Merge:
-    """How groups of key-value heads come to share one: multi-head attention becomes grouped-query or multi-query.
+    """Choose how groups of key-value heads share one: multi-head attention becomes grouped-query or multi-query.
 
     Args:
         weights: The layer, with any number K of key-value heads.
-        num_kv_heads: How many are left, a divisor of K.
-        method: What a group shares: its "first" head's keys and values; their "mean" (Ainslie et al. 2023, arXiv
-            2305.13245); the mean of heads that were "aligned" (arXiv 2412.20677, see `align`); or what is "fitted" to
-            all of them in least squares (see `fit`).
-        moments: Of the layer's heads on calibration text, for "aligned", "fitted" and `Merge.lost`; without them the
-            weights alone tell how alike heads are.
-        groups: Which heads share; by default neighbours, with "aligned" and "fitted" those that lose least.
-        seed: Of the search for groups, where there are too many to try them all.
-        name: Of the layer, for the error where its weights are not finite.
+        num_kv_heads: The number of key-value heads that are left, a divisor of K.
+        method: The keys and values of a group: those of its "first" head; their "mean" (Ainslie et al. 2023, arXiv
+            2305.13245); the mean after they were "aligned" (arXiv 2412.20677, see `alignment`); or "fitted" to all of
+            them by least squares (see `least_squares`).
+        moments: Moments of the layer's heads on calibration text, for "aligned", "fitted" and `Merge.lost`; without
+            them the moments are computed from the weights alone.
+        groups: The heads that share; by default neighbours, with "aligned" and "fitted" the groups that lose least.
+        seed: Seed of the search for groups, if there are too many to try all.
+        name: Name of the layer, for the error if its weights are not finite.
 
     Raises:
-        TypeError, ValueError: `num_kv_heads` does not divide K, an unknown method, groups that are none, or weights
-            that are not finite.
+        TypeError, ValueError: `num_kv_heads` does not divide K, an unknown method, invalid groups, or weights that are
+            not finite.
 
     Example:
         >>> weights = HeadWeights(*(torch.randn(6, 3, 7) for _ in range(3)), torch.randn(7, 6, 3))
@@ -115,7 +115,7 @@ def merge(
 
 
 def _check_finite(weights: HeadWeights, name: str) -> None:
-    """Raise ValueError where a layer's projections hold NaN or infinity: heads cannot be compared by them."""
+    """Raise ValueError if a layer's projections hold NaN or infinity, because such heads cannot be compared."""
     for part in ("query", "key", "value", "output"):
         bias = getattr(weights, f"{part}_bias")
         if not all(bool(some.isfinite().all()) for some in (getattr(weights, part), bias) if some is not None):
@@ -126,7 +126,7 @@ def _check_finite(weights: HeadWeights, name: str) -> None:
 
 
 def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[Maps, Maps]:
-    """Return how keys, and values, become shared ones."""
+    """Return the maps of the keys and of the values for a method."""
     if method == "fitted":
         return fitted_maps(weights, moments, groups)
     if method == "aligned":

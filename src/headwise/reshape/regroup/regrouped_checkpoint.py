@@ -1,4 +1,4 @@
-"""Regroup a checkpoint's heads: fewer key-value heads; then the folder, proved."""
+"""Regroup a checkpoint: merge its key-value heads, write the folder, and prove it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ OnLayer = Callable[[str, int, int], None] | None
 
 @dataclass(frozen=True)
 class Regrouping:
-    """What regrouping a checkpoint would change; nothing is written yet.
+    """A plan to regroup a checkpoint; nothing is written yet.
 
     Attributes:
         source: The checkpoint.
         family: Its architecture and layers.
-        num_kv_heads: Key-value heads that are left.
-        method: What a group shares.
-        merges: Which heads share, and how, by layer.
+        num_kv_heads: The number of key-value heads that are left.
+        method: The method of `merge`.
+        merges: The heads that share, and their maps, by layer.
         target: The class that loads the result, and its config.
         reconstructed: The weights that replace the merged ones, by layer (see `headwise.reshape.reconstruct`).
         measured: Losses and errors of the reconstruction, as plain data.
@@ -61,7 +61,7 @@ class Regrouping:
     measured: Mapping[str, Any]
 
     def tensors(self) -> list[Planned]:
-        """Return every tensor of the result; a layer's are made together when the first of them is asked for."""
+        """Return every tensor of the result; all tensors of a layer are computed when its first one is needed."""
         layer_of = {name: layer for layer in self.family.layers for name in layer.tensors}
         maker = _Maker(self)
         made = []
@@ -73,7 +73,7 @@ class Regrouping:
         return made
 
     def heads_plan(self) -> dict[str, Any]:
-        """The query heads in their new order where that changed, and how many key-value heads are left, by layer."""
+        """Return, by layer, the new order of the query heads if it changed, and the number of key-value heads."""
         layers: dict[str, Any] = {}
         for layer in self.family.layers:
             sizes = layer.sizes
@@ -83,7 +83,7 @@ class Regrouping:
         return {"layers": layers}
 
     def facts(self, context: int = 8192) -> dict[str, Any]:
-        """What changes, as plain data: heads, sizes, class, losses; and what `headwise.plan` counts at `context`."""
+        """Return the changes as plain data: heads, sizes, class, losses, and `headwise.plan`'s counts at `context`."""
         sizes = self.family.layers[0].sizes
         field = self.family.field_name(next(iter(self.family.counts)))
         notes = [f"{sizes.K} key-value heads became {self.num_kv_heads} in each layer: {METHODS[self.method]}."]
@@ -114,7 +114,7 @@ class Regrouping:
 
 
 class _Maker:
-    """Makes the tensors of one layer after the other; the last layer's are kept until the next one's are wanted."""
+    """A cache of one layer's new tensors, kept until another layer's are needed."""
 
     def __init__(self, plan: Regrouping) -> None:
         self.plan = plan
@@ -141,7 +141,7 @@ class _Maker:
 
 
 def read_weights(source: ReshapableCheckpoint, family: Family, layer: Layer) -> HeadWeights:
-    """Return the weights of a layer of a checkpoint, in float32 at least."""
+    """Return the weights of a layer of a checkpoint, in float32 or wider."""
 
     def read(name: str) -> Tensor:
         part = source.read(name)
@@ -161,11 +161,11 @@ def plan_regroup(
     seed: int = 0,
     progress: OnLayer = None,
 ) -> Regrouping:
-    """Return what `regroup` would change, and nothing written. The arguments are those of `regroup`.
+    """Return the changes that `regroup` would make; write nothing. The arguments are those of `regroup`.
 
     Raises:
-        TypeError, ValueError: in one line, what does not fit: an architecture whose layout is not known, a number of
-            heads that does not divide, or that no class of transformers loads.
+        TypeError, ValueError: in one line, what does not fit: an unknown architecture, or a number of heads that does
+            not divide, or that no class of transformers loads.
     """
     check_source(source)
     check_counts(seed=seed)
@@ -177,7 +177,7 @@ def plan_regroup(
     check_groups_by_layer(groups, [layer.key for layer in family.layers])
     known = {}
     if rows and model is not None:
-        text = batches_of(rows)[0] if len(rows) > 1 else rows  # some is left that nothing is fitted to
+        text = batches_of(rows)[0] if len(rows) > 1 else rows  # keep the rows that `reconstruct` holds out unread
         tell = None if progress is None else lambda done, total: progress("reading the text", done, total)
         known = read_moments(model, family_in_memory(model, source.layouts), text, tell)
     merges = {}
@@ -192,10 +192,10 @@ def plan_regroup(
 
 
 def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> tuple[Family, Target]:
-    """Return what of a regrouping is known without a weight: the layers, and the class that loads the result.
+    """Return the layers and the class that loads the result, without reading weights.
 
     Raises:
-        TypeError, ValueError: as `plan_regroup`.
+        TypeError, ValueError: as in `plan_regroup`.
     """
     check_counts(1, num_kv_heads=num_kv_heads)
     check_method(method)
@@ -206,7 +206,7 @@ def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> 
 
 
 def _target(family: Family, num_kv_heads: int) -> Target:
-    """Return the class that loads it, or an error that says what would load."""
+    """Return the class that loads the result; raise ValueError with the numbers that are possible."""
     counts = {}
     for field, layers in family.counts.items():
         sizes = layers[0].sizes
@@ -223,7 +223,7 @@ def _target(family: Family, num_kv_heads: int) -> Target:
 
 
 def _errors(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Return a table of the errors before and after a reconstruction, if there was one."""
+    """Return the table of errors before and after a reconstruction, or no table without one."""
     if not measured:
         return []
     errors = [(name, *(f"{error:.4f}" for error in pair)) for name, pair in measured["errors"].items()]
@@ -243,29 +243,30 @@ def regroup(
     proof: Proof | None = PLAIN,
     progress: OnLayer = None,
 ) -> dict[str, Any]:
-    """Let groups of key-value heads of a checkpoint share one, and write one that stock transformers loads.
+    """Merge groups of key-value heads of a checkpoint, and write a checkpoint that unmodified transformers loads.
 
-    Multi-head attention becomes grouped-query or multi-query, and the cache smaller by as much. Whole, or not at all.
+    Multi-head attention becomes grouped-query or multi-query, and the cache shrinks in proportion. After an error no
+    folder is left.
 
     Args:
-        source: What `headwise.hf.checkpoint` opens; it is only read.
+        source: An open checkpoint, as `headwise.hf.checkpoint` opens it; it is only read.
         destination: The folder to write; it must not exist.
-        num_kv_heads: How many are left in each layer, a divisor of those that there are.
+        num_kv_heads: The number of key-value heads left in each layer, a divisor of the present number.
         method: "first", "mean", "aligned" or "fitted", as in `merge`.
-        model: The same model, loaded in float32: for reading text.
-        rows: Text as ids (B, T), each a batch without padding, every fifth of which is left to check by; without text,
-            weights alone tell how alike heads are.
-        groups: Which heads share, by layer; by default as in `merge`.
-        seed: Of the search for groups.
-        proof: With what to prove the result before it gets its name; None: unproved.
+        model: The same model, loaded in float32, to read text.
+        rows: Text as ids (B, T), each a batch without padding; every fifth is held out. Without text, heads are
+            compared by their weights alone.
+        groups: The heads that share, by layer; by default as in `merge`.
+        seed: Seed of the search for groups.
+        proof: Settings of the proof that runs before the folder gets its name; None for no proof.
         progress: Called as ``progress(what, done, total)``.
 
     Returns:
-        What changed and what was measured, as plain data; RESHAPE.md in the folder tells the same. `heads-plan.json` in
-        it has the new order of the query heads, as `headwise plan` and `headwise look --against` read it.
+        The changes and the measurements, as plain data; RESHAPE.md in the folder states the same. `heads-plan.json` in
+        the folder has the new order of the query heads, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
-        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing has been written.
     """
     check_writing(destination, proof, progress=progress)
     check_rows(rows, 0)
@@ -283,16 +284,14 @@ def write_regrouped(
     progress: OnLayer = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Write what was planned, as `regroup` does.
+    """Write a plan of `plan_regroup` or of `reconstruct`; result and errors are those of `regroup`.
 
     Args:
-        plan: What `plan_regroup` made, changed by `reconstruct` or not.
+        plan: The plan.
         destination: The folder to write; it must not exist.
-        proof: With what to prove the result before it gets its name; None: unproved.
+        proof: Settings of the proof that runs before the folder gets its name; None for no proof.
         progress: Called as ``progress("writing", done, total)``.
-        remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
-
-    Result and errors are those of `regroup`.
+        remark: Called with the folder after the proof, before it gets its name; its text is appended to RESHAPE.md.
     """
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)

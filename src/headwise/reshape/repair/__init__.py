@@ -1,1 +1,1 @@
-"""Bring back what a smaller model lost: in closed form, or by training."""
+"""Recover the quality that a smaller model lost: in closed form, or by distillation."""

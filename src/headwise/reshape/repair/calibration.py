@@ -1,4 +1,4 @@
-"""What a model with a config tells of its attention on text: its layers by name, moments of heads, losses."""
+"""Measure a model with a config on text: its layers by name, moments of its heads, and losses."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OnBatch = Callable[[int, int], None] | None
 
 
 def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
-    """Return what `layouts` knows of a model that is loaded, its tensors under the names they have there.
+    """Return the architecture and layers of a loaded model, with its tensors under their names in memory.
 
     Raises:
-        TypeError: no model with a config.
-        ValueError: an architecture whose layout is not known.
+        TypeError: not a model with a config.
+        ValueError: an unknown architecture.
     """
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
@@ -36,12 +36,12 @@ def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
 
 
 def weights_in_memory(model: nn.Module, family: Family, layer: Layer) -> HeadWeights:
-    """Return the weights of a layer of a model that is loaded."""
+    """Return the weights of a layer of a loaded model."""
     return head_weights(family, layer, lambda name: model.get_parameter(name).detach())
 
 
 def projections_of(family: Family) -> dict[str, Projections]:
-    """Return where the output and value matrices of each attention module are, for `reconstruct_modules`."""
+    """Return the output and value projections of each attention module by its name, for `reconstruct_modules`."""
     made = {}
     for layer in family.layers:
         matrices = {name: form for name, form in layer.tensors.items() if name.endswith("weight")}
@@ -54,7 +54,7 @@ def projections_of(family: Family) -> dict[str, Projections]:
 
 
 def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
-    """Places on its axis of heads of what belongs to a part, head by head."""
+    """Return the indices of a part (q, k, v or o) on the axis of heads, head by head."""
     places: list[int] = []
     for axis in form.axes:
         start = 0
@@ -72,7 +72,7 @@ def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
 def read_moments(
     model: nn.Module, family: Family, rows: Sequence[Tensor], progress: OnBatch = None
 ) -> dict[str, Moments]:
-    """Return the moments of each layer's heads while the model reads rows of ids, each (B, T), by the layer's key.
+    """Return the moments of each layer's heads, by the layer's key, while the model reads rows of ids, each (B, T).
 
     Raises:
         ValueError: queries, keys or values that are NaN or infinite.
@@ -96,14 +96,14 @@ def read_moments(
 
 
 def say(model: nn.Module, ids: Any) -> Any:
-    """Return what a model gives of texts; the decoder of an encoder-decoder reads the text that its encoder reads."""
+    """Return the output of a model for ids; in an encoder-decoder, encoder and decoder read the same text."""
     takes = inspect.signature(model.forward).parameters
     both = {"decoder_input_ids": ids} if "decoder_input_ids" in takes else {}
     return model(input_ids=ids, use_cache=False, **both)
 
 
 def loss_of(model: nn.Module, rows: Sequence[Tensor]) -> float | None:
-    """Nats a token, of each token after the first of its row; None where the model gives no logits of words."""
+    """Return the loss in nats per token, without the first token of each row; None if there are no token logits."""
     total, count = 0.0, 0
     with resting(model):
         for ids in rows:

@@ -1,7 +1,7 @@
-"""Distillation: train a changed model for a few steps to predict what its original predicts.
+"""Distillation: train a changed model for a few steps to predict the same as its original.
 
-A plain loop in PyTorch. Every batch follows from the seed and the number of the step alone, so a run that was stopped
-goes on to the same result; its state is on disk whole or not at all.
+A plain loop in PyTorch. Each batch depends only on the seed and the step number, so a run that continues after a stop
+gives the same result. The state file is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from ..arguments import check_kind, check_models, check_rows
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
 STATE = {"recipe", "student", "optimizer", "step", "steps", "held", "text", "teacher"}
-"""What the file of a run's state has by name."""
+"""The keys of the state file of a run."""
 MARKED = 1024
-"""Numbers of a tensor that a mark is made of, at least where it has as many."""
+"""The number of values that are hashed of a float tensor, at least, if it has that many."""
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """How to distill.
+    """Settings of a distillation.
 
     Attributes:
         steps: Updates of the weights.
-        rows: Windows of text a step, over all processes.
-        length: Tokens of a window.
+        rows: Windows of text per step, over all processes.
+        length: Tokens per window.
         lr: Largest learning rate of AdamW; after a linear warm-up it falls by a cosine to a hundredth.
         warmup: Steps of the warm-up.
-        weight_decay: Of matrices; vectors have none.
-        text: How much the loss on the text itself counts beside the teacher's word.
-        seed: Which windows of the text are read.
+        weight_decay: Weight decay of matrices; vectors have none.
+        text: Weight of the loss on the text itself, added to the divergence from the teacher.
+        seed: Seed for drawing the windows of the text.
 
     Raises:
-        TypeError, ValueError: a number that is none, or out of range.
+        TypeError, ValueError: a value that is not a number, or out of range.
 
     Example:
         >>> config = DistillConfig(steps=200, warmup=10)
@@ -82,7 +82,7 @@ class DistillConfig:
         return self.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
     def batch(self, stream: Tensor, step: int, first: int | None = None) -> Tensor:
-        """Return the windows (rows, length) of a step; each begins with the token `first`, where there is one."""
+        """Return the windows (rows, length) of a step; each begins with the token `first` if it is given."""
         check_counts(step=step)
         _check_stream(stream, self, first)
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
@@ -94,11 +94,11 @@ class DistillConfig:
 
 @dataclass
 class LossCurve:
-    """What was measured on the way, as plain data.
+    """The losses measured during a distillation, as plain data.
 
     Attributes:
-        steps: Loss of each step: the divergence from the teacher, and with `DistillConfig.text` the text's share.
-        held: [step, divergence, loss] on text that is not trained on; in nats a token.
+        steps: Loss of each step: the divergence from the teacher, plus the weighted loss on the text.
+        held: [step, divergence, loss] on held-out text, in nats per token.
     """
 
     steps: list[float]
@@ -119,30 +119,30 @@ def distill(
     accelerator: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LossCurve:
-    """Train `student`, in place, to give the teacher's distribution of the next token.
+    """Train `student` in place to predict the teacher's distribution of the next token.
 
-    The loss is the Kullback-Leibler divergence of the student's distribution from the teacher's, a token (Hinton et al.
-    2015, arXiv 1503.02531). Under torchrun each process reads its share of the windows, and gradients are averaged.
+    The loss is the Kullback-Leibler divergence of the student's distribution from the teacher's, per token (Hinton et
+    al. 2015, arXiv 1503.02531). Under torchrun each process reads a share of the windows, and gradients are averaged.
 
     Args:
         student: The changed model, in float32.
-        teacher: The original; it only reads.
+        teacher: The original; it is not trained.
         stream: Text as one row of ids (N,), longer than a window.
         config: Steps, batch, learning rate.
-        held: Windows (n, T) to measure on at the start, every so many steps, and at the end.
+        held: Held-out windows (n, T), measured at the start, after every `every` steps, and at the end.
         first: A token to put before every window, such as BOS.
-        state: A file to keep the state of the run in, every so many steps; a run that finds one there goes on from it,
-            if it is of the same config, text and teacher.
-        every: How many steps that is.
-        call: The logits (B, T, vocabulary) of a model; by default of a transformers model, without a cache.
-        accelerator: An `accelerate.Accelerator`, to place the models and to run backward.
+        state: A file for the state of the run, written after every `every` steps. A run continues from an existing
+            file, if its config, text and teacher are the same.
+        every: Steps between two measurements and between two writes of the state.
+        call: Returns the logits (B, T, vocabulary) of a model; by default of a transformers model, without a cache.
+        accelerator: An `accelerate.Accelerator`, which places the models and runs the backward pass.
         progress: Called as ``progress(done, total)`` after each step.
 
     Returns:
-        The losses. Every process has the same.
+        The losses, the same in every process.
 
     Raises:
-        TypeError, ValueError: a stream that is no row of ids or too short; a state of another config, text or
+        TypeError, ValueError: `stream` is not a row of ids, or too short; the state has another config, text or
             teacher.
         OSError: `state` cannot be written.
 
@@ -167,7 +167,7 @@ def distill(
     if state is not None:
         run.marks = {"text": _mark_of(stream, held, first), "teacher": _mark_of(*teacher.state_dict().items())}
     run.begin()
-    with in_eval_mode(run.student, run.teacher):  # each step depends on its batch alone
+    with in_eval_mode(run.student, run.teacher):  # without dropout each step depends on its batch alone
         for step in range(run.step, config.steps):
             if held is not None and step % every == 0:
                 run.measure(held)
@@ -183,19 +183,19 @@ def distill(
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return what a transformers model says of the next token."""
+    """Return the logits of the next token from a transformers model."""
     return model(input_ids=ids, use_cache=False).logits
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence of each place's distribution, summed: nats."""
+    """Return the Kullback-Leibler divergence of the distributions, summed over positions, in nats."""
     said, known = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
-    apart = (known - said).masked_fill(known == -math.inf, 0.0)  # of what cannot come: 0 log 0 is 0
+    apart = (known - said).masked_fill(known == -math.inf, 0.0)  # probability 0 adds 0 log 0 = 0
     return (known.exp() * apart).sum()
 
 
 class _Run:
-    """A run: models, optimizer, where it stands."""
+    """A run of a distillation: models, optimizer, step and losses."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _Run:
         self.marks: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Go on where the last run stopped, if it left anything."""
+        """Continue from the state file if it exists, and prepare the models for the accelerator."""
         if self.state is not None and not self.processes.rank:
             check_destination(self.state)
         if self.state is not None and self.state.exists():
@@ -236,7 +236,7 @@ class _Run:
             try:
                 self.plain.load_state_dict(saved["student"])
                 self.optimizer.load_state_dict(saved["optimizer"])
-            except (RuntimeError, ValueError):  # other tensors, or other sizes
+            except (RuntimeError, ValueError):  # the saved tensors have other names or sizes
                 raise ValueError(f"{self.state}: the state of another model; remove it to begin anew") from None
             self.step, self.curve = saved["step"], LossCurve(saved["steps"], saved["held"])
         if self.accelerator is not None:
@@ -244,7 +244,7 @@ class _Run:
             self.teacher = self.teacher.to(self.accelerator.device)
 
     def update(self, rows: Tensor) -> None:
-        """One step."""
+        """Run one optimizer step on a batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.rate(self.step)
         ids = self.processes.share(rows).to(next(self.plain.parameters()).device)
@@ -262,7 +262,7 @@ class _Run:
         return [p for p in self.plain.parameters() if p.requires_grad]
 
     def loss(self, ids: Tensor) -> Tensor:
-        """Return the mean of each row's places, summed over rows."""
+        """Return the mean loss over the positions of each row, summed over rows."""
         said = self.call(self.student, ids)
         with torch.no_grad():
             known = self.call(self.teacher, ids)
@@ -276,11 +276,11 @@ class _Run:
     def backward(self, loss: Tensor) -> None:
         if self.accelerator is None:
             loss.backward()
-        else:  # it averages over processes, each of which has its part of the sum
+        else:  # the accelerator averages over processes, but each process has a part of the sum
             self.accelerator.backward(loss * self.processes.size)
 
     def measure(self, rows: Tensor) -> None:
-        """A point of the curve on text that is not trained on."""
+        """Add the losses on held-out text to the curve."""
         device = next(self.plain.parameters()).device
         far = loss = torch.zeros((), dtype=torch.float64, device=device)
         with resting(self.plain):
@@ -294,7 +294,7 @@ class _Run:
         self.curve.held.append([self.step, float(far) / counts[0], float(loss) / counts[1]])
 
     def save(self) -> None:
-        """The state, whole or not at all."""
+        """Write the state file, completely or not at all."""
         if self.state is None or self.processes.rank:
             return
         parts = {"student": self.plain.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
@@ -303,9 +303,10 @@ class _Run:
 
 
 def _mark_of(*parts: Any) -> str:
-    """Return what tells texts and models apart: a hash.
+    """Return a hash that identifies texts and models.
 
-    Of a tensor of weights some numbers from everywhere in it: another model's are others, and a large one is not read.
+    Of a float tensor only some values from all over it are hashed: enough to identify a model, and quick for a large
+    one.
     """
     mark = hashlib.sha256()
     for part in parts:
@@ -323,12 +324,12 @@ def _mark_of(*parts: Any) -> str:
 
 
 def _state_of(path: Path) -> dict[str, Any]:
-    """Return what a run left. Anything may stand in a file of that name, and torch says of it how to run its code."""
+    """Return the state of a run from its file; raise ValueError for any other file, whose code torch must not run."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception:  # pickle's, zip's, torch's own
+    except Exception:  # errors of pickle, zipfile and torch
         saved = None
     if not isinstance(saved, dict) or not saved.keys() >= STATE:
         raise ValueError(f"{path}: no state that a distillation left; remove it to begin anew")

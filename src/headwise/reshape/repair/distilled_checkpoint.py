@@ -1,4 +1,4 @@
-"""A distilled checkpoint: the student's weights under the names of its folder, with the curve and a picture of it."""
+"""Write a distilled checkpoint: the student's weights under the names of its folder, with the loss curve as a plot."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CURVE, PICTURE = "distill.json", "distill.png"
 
 
 def distilled_tensors(source: ReshapableCheckpoint, student: nn.Module) -> list[Planned]:
-    """Return the student's numbers, in the dtype and under the name that each tensor of its checkpoint has.
+    """Return the student's weights, with the name and dtype of each tensor of its checkpoint.
 
     Raises:
-        ValueError: the checkpoint has a tensor that the student has not, in that shape.
+        ValueError: the student lacks a tensor of the checkpoint, or has it in another shape.
     """
     state = student.state_dict()
     base = getattr(student, "base_model_prefix", "")
@@ -48,16 +48,16 @@ def _converted(part: Tensor, dtype: Any) -> Callable[[], Tensor]:
 def distill_facts(
     source: ReshapableCheckpoint, teacher: str, config: DistillConfig, curve: LossCurve, context: int = 8192
 ) -> dict[str, Any]:
-    """Return what was done, as plain data, for JSON and RESHAPE.md.
+    """Return the facts of a distillation as plain data, for JSON and RESHAPE.md.
 
     Args:
         source: The student's checkpoint, as `headwise.hf.checkpoint` opens it.
-        teacher: What the teacher is called in the text.
-        config: What `distill` was given.
-        curve: What `distill` returned.
+        teacher: Name of the teacher in the text.
+        config: The config that `distill` was given.
+        curve: The losses that `distill` returned.
         context: Tokens of the cache that is counted.
 
-    Raises TypeError for what is something else.
+    Raises TypeError for arguments of another type.
     """
     check_source(source)
     check_texts(teacher=teacher)
@@ -94,21 +94,21 @@ def write_distilled(
     proof: Proof | None = PLAIN,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Write the distilled checkpoint, whole or not at all, with its curve as JSON and as a picture.
+    """Write the distilled checkpoint with its loss curve as JSON and as a plot; after an error no folder is left.
 
     Args:
         source: The checkpoint that the student was loaded from.
-        student: The model, distilled.
+        student: The distilled model.
         destination: The folder to write; it must not exist.
-        facts: What `distill_facts` tells; the proof is added.
-        proof: With what to prove that the result loads; None: unproved.
-        progress: Called with the bytes done and the bytes in all.
+        facts: The result of `distill_facts`; the proof is added.
+        proof: Settings of the proof that the result loads; None for no proof.
+        progress: Called with the bytes done and the total bytes.
 
     Returns:
-        `facts`, with what was proved.
+        `facts`, with the proof.
 
     Raises:
-        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing has been written.
     """
     check_source(source)
     check_models(student=student)
@@ -137,7 +137,7 @@ def write_distilled(
 
 
 def picture_of(curve: LossCurve) -> bytes | None:
-    """Return the losses as a PNG; None where matplotlib is not installed."""
+    """Return a plot of the losses as PNG; None if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The matrix of a linear module, whichever way round it is stored."""
+"""The matrix of a linear module as (inputs, outputs), also if it is stored transposed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...nn.hooks.projections import is_linear
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """``y = x W + b`` of a module with a `weight` and maybe a `bias`, such as `torch.nn.Linear`.
+    """The matrix of ``y = x W + b`` in a module with a `weight` and maybe a `bias`, such as `torch.nn.Linear`.
 
     Attributes:
         module: The module.
-        by_rows: Whether each row of the stored weight makes one number of y, as in `torch.nn.Linear`; else each column
-            does, as in transformers' Conv1D.
+        by_rows: True if each row of the stored weight makes one number of y, as in `torch.nn.Linear`; False if each
+            column does, as in transformers' Conv1D.
     """
 
     module: nn.Module
@@ -26,14 +26,14 @@ class Matrix:
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Matrix:
-        """Raise TypeError for a module that holds no such matrix."""
+        """Return the matrix of a module; raise TypeError for a module that holds no such matrix."""
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
             raise TypeError(
                 f"the matrix of {name!r} is solved anew, and {type(module).__name__} has no weight of two axes in "
                 "floating point; merge adapters first, and load without quantisation"
             )
-        if is_linear(module):  # whatever hooks it has: our own read it
+        if is_linear(module):  # hooks are allowed, because headwise itself adds some to read the module
             if not isinstance(weight, nn.Parameter):
                 raise TypeError(
                     f"the matrix of {name!r} is solved anew, and its weight is computed from others "
@@ -47,9 +47,9 @@ class Matrix:
         x[0, 0] = 1.0
         try:
             with torch.no_grad():
-                y = module.forward(x)  # past hooks, such as our own
+                y = module.forward(x)  # forward() skips hooks, such as those of headwise
                 expected = weight[0] if bias is None else weight[0] + bias
-        except RuntimeError as error:  # of another width
+        except RuntimeError as error:  # the input has another width
             raise TypeError(f"{other} ({error}); merge adapters first") from None
         if y.shape[-1] != weight.shape[1] or not torch.allclose(y[0], expected):
             raise TypeError(f"{other}; merge adapters first")
@@ -57,13 +57,13 @@ class Matrix:
 
     @property
     def W(self) -> Tensor:
-        """(n, m), a view of what is stored."""
+        """The weight as (n, m), a view of the stored tensor."""
         weight: Any = self.module.weight
         stored: Tensor = weight.detach()
         return stored.T if self.by_rows else stored
 
     @property
     def b(self) -> Tensor | None:
-        """(m,), a view of what is stored, or None."""
+        """The bias (m,), a view of the stored tensor, or None."""
         bias = getattr(self.module, "bias", None)
         return None if bias is None else bias.detach()

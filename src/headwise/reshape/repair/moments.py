@@ -1,4 +1,4 @@
-"""What a layer's keys and values are alike in on calibration text: their second moments, added up batch by batch."""
+"""Second moments of a layer's queries, keys and values on calibration text, added up batch by batch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..layout.head_weights import HeadWeights
 
 @dataclass(eq=False)
 class Moments:
-    """Sums over tokens of products of a layer's queries, keys and values: all that comparing its heads needs.
+    """Sums over tokens of products of a layer's queries, keys and values; comparing its heads needs nothing else.
 
-    Memory does not grow with the text. Queries and keys may be added as attention sees them, turned by their positions:
-    a turn that two heads share leaves the products of a pair of numbers with the same pair as they were, and of those
-    that turn no others are used.
+    Memory does not grow with the text. Queries and keys may be added after their rotary embedding: a rotation that two
+    heads share does not change the products of a rotary pair with the same pair, and no other products of rotary
+    numbers are used.
 
     Attributes:
         query: (H, D, D) in float64: the sum over tokens of ``q_h q_h^T``.
         key: (K, D, K, D); ``key[i, :, j]`` is the sum of ``k_i k_j^T``.
-        value: (K, V, K, V), alike.
-        tokens: How many tokens were added.
+        value: (K, V, K, V), the same for values.
+        tokens: The number of tokens that were added.
     """
 
     query: Float[Tensor, "H D D"]
@@ -36,7 +36,7 @@ class Moments:
 
     @classmethod
     def like(cls, weights: HeadWeights) -> Moments:
-        """No tokens yet, for a layer of these weights."""
+        """Return moments of no tokens, for a layer with these weights."""
         H, K, D, V = weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.value_dim
         query, key, value = (
             torch.zeros(size, dtype=torch.float64, device=weights.query.device)
@@ -46,7 +46,7 @@ class Moments:
 
     @classmethod
     def of_weights(cls, weights: HeadWeights) -> Moments:
-        """Those of inputs whose numbers are independent and of size 1: for want of text."""
+        """Return the moments for inputs of independent numbers with variance 1, computed from the weights alone."""
         wide = weights.to(torch.float64)
         made = cls.like(weights)
         made._count(*(part.permute(2, 0, 1) for part in (wide.query, wide.key, wide.value)))
@@ -55,7 +55,7 @@ class Moments:
     def add(
         self, query: Float[Tensor, "B H T D"], key: Float[Tensor, "B K S D"], value: Float[Tensor, "B K S V"]
     ) -> None:
-        """Count in the queries, keys and values of a batch of tokens.
+        """Add the queries, keys and values of a batch of tokens.
 
         Raises:
             ValueError: another number of heads, or heads of another size.
@@ -71,13 +71,13 @@ class Moments:
         self.tokens += key.shape[0] * key.shape[2]
 
     def watch(self, call: AttentionCall) -> None:
-        """Count in an attention call that a probe saw."""
+        """Add the queries, keys and values of an attention call from `headwise.nn.probe`."""
         if call.value is None:
             raise ValueError(f"module {call.module!r} attends without values; its heads cannot be compared")
         self.add(call.query, call.key, call.value)
 
     def check_finite(self, name: str) -> None:
-        """Raise ValueError where the layer's queries, keys or values were NaN or infinite on the text."""
+        """Raise ValueError if the layer's queries, keys or values were NaN or infinite on the text."""
         for part, what in (("query", "queries"), ("key", "keys"), ("value", "values")):
             if not bool(getattr(self, part).isfinite().all()):
                 raise ValueError(
@@ -86,7 +86,7 @@ class Moments:
                 )
 
     def _count(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Each (tokens, heads, n) in float64."""
+        """Add queries, keys and values, each (tokens, heads, n) in float64."""
         self.query += torch.einsum("thd,the->hde", query, query)
         for total, rows in ((self.key, key), (self.value, value)):
             flat = rows.flatten(1)

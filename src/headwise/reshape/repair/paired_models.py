@@ -1,4 +1,4 @@
-"""A changed model beside its original: what goes through the projections of both while they read the same text."""
+"""Run a changed model and its original on the same text, and record the inputs and outputs of their projections."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True)
 class Projections:
-    """Where an attention module keeps the matrices that are solved anew, by qualified names inside the model.
+    """The qualified names of an attention module's projections that are solved again.
 
     Attributes:
-        output: The module that mixes the heads: it takes them side by side, (..., H V).
-        value: The module that makes the values; None where they are left as they are.
-        value_rows: Which of its outputs are the values, K V of them in the order of heads; None: all.
+        output: The output projection; its input is the heads concatenated, (..., H V).
+        value: The module that computes the values; None to leave the values unchanged.
+        value_rows: The indices of its outputs that are values, K V of them in the order of heads; None for all.
 
     Example:
         >>> from headwise import reshape
@@ -38,7 +38,7 @@ class Projections:
 
 @dataclass(eq=False)
 class ModuleBatch:
-    """Of one attention module and one batch: what the changed one takes, and what the original gives out.
+    """The record of one attention module and one batch: inputs of the changed module, and output of the original.
 
     A part that was not run is None.
     """
@@ -51,10 +51,10 @@ class ModuleBatch:
 
 @dataclass(eq=False)
 class Pair:
-    """Both models under hooks; `read` runs a batch through both.
+    """The changed and the original model with hooks; `read` runs a batch through both.
 
-    With `forced`, each attention module of the changed model gives out what the original's does, so that all of its
-    layers read the original's inputs.
+    With `forced`, each attention module of the changed model outputs what the original's does, so that all its layers
+    have the original's inputs.
     """
 
     changed: nn.Module
@@ -67,7 +67,7 @@ class Pair:
     last: str | None = None
 
     def read(self, batch: Batch, until: str | None = None) -> dict[str, ModuleBatch]:
-        """Return what each attention module saw; with `until`, no module after that one is run."""
+        """Return the record of each attention module; with `until`, stop after that module."""
         self.seen, self.last = {name: ModuleBatch() for name in self.layers}, until
         for model in (self.original, self.changed):
             with suppress(_Enough):
@@ -76,9 +76,9 @@ class Pair:
 
     @contextmanager
     def watched(self, calls: bool) -> Iterator[Pair]:
-        """The hooks are there inside the with block, and no gradients; both models are in eval mode.
+        """Install the hooks for the with block, in eval mode and without gradients.
 
-        With `calls`, queries and keys are seen as well.
+        With `calls`, queries and keys are recorded as well.
         """
         with ExitStack() as undo:
             undo.enter_context(uncompiled())
@@ -119,7 +119,7 @@ class Pair:
 
 
 class _Enough(Exception):
-    """Ends a forward pass: all that was wanted was seen."""
+    """The signal that ends a forward pass once everything needed is recorded."""
 
 
 def _part(model: nn.Module, name: str) -> nn.Module:
@@ -130,12 +130,12 @@ def _part(model: nn.Module, name: str) -> nn.Module:
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
-    """``model(batch)``, or ``model(**batch)`` for a mapping."""
+    """Return ``model(batch)``, or ``model(**batch)`` for a mapping."""
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
 def batches_of(batches: Sequence[Some]) -> tuple[list[Some], list[Some]]:
-    """Return what is fitted to, and every fifth batch (or the last) to check it by."""
+    """Return the batches to fit to, and the batches to check by: every fifth one, or the last."""
     if isinstance(batches, Tensor) or not isinstance(batches, Sequence) or len(batches) < 2:
         raise ValueError(
             "batches are a list of at least two, each ids (B, T) or the keywords of a call: some are fitted to, others "

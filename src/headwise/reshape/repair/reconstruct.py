@@ -29,7 +29,7 @@ RECONSTRUCTED = ("value", "output", "value_bias", "output_bias")
 
 Plan = TypeVar("Plan", Pruning, Regrouping)
 WeightsOf = Callable[[str], HeadWeights]
-"""The weights of a layer of the reconstructed model, by the layer's key."""
+"""A function from a layer's key to its weights in the reconstructed model."""
 
 
 def reconstruct(
@@ -46,15 +46,15 @@ def reconstruct(
     Nothing is trained: each layer is a least-squares problem, see `headwise.reshape.reconstruct_modules`.
 
     Args:
-        plan: What `plan_prune` or `plan_regroup` returned.
-        model: The original, loaded, in float32.
+        plan: A plan of `plan_prune` or `plan_regroup`.
+        model: The original model, loaded in float32.
         rows: Text as ids, each (B, T), at least two; every fifth is held out to measure the loss on.
         inputs: As in `reconstruct_modules`.
         value_steps: As in `reconstruct_modules`.
         progress: Called as ``progress(done, total)`` after each batch of text.
 
     Raises:
-        TypeError: a plan or model of another kind, or a checkpoint that cannot build the changed model.
+        TypeError: a plan or model of another type, or a checkpoint that cannot build the changed model.
         ValueError: too few rows, or a plan with zeroed heads, whose columns must stay 0.
     """
     if not isinstance(plan, (Pruning, Regrouping)):
@@ -83,7 +83,7 @@ def reconstruct(
     def weights_of(key: str) -> HeadWeights:
         return weights_in_memory(changed, family, family.layer(key))
 
-    finished: Any  # mypy does not see that it is of the plan's own kind
+    finished: Any  # mypy cannot infer that it has the type of the plan
     if isinstance(plan, Pruning):
         finished = _with_solved(plan, weights_of, losses, tokens)
     else:
@@ -92,7 +92,7 @@ def reconstruct(
 
 
 def _with_solved(plan: Pruning, weights_of: WeightsOf, losses: Mapping[str, float | None], tokens: int) -> Pruning:
-    """Return the pruning with the tensors that were solved, under their names in the checkpoint."""
+    """Return the plan with the solved tensors, under their names in the checkpoint."""
     solved: dict[str, Tensor] = {}
     for layer in plan.family.layers:
         made = layer_tensors(plan.family, layer, weights_of(layer.key), lambda name: torch.empty(0, device="cpu"))
@@ -110,7 +110,7 @@ def _with_weights(
     tokens: int,
     done: Sequence[Reconstruction],
 ) -> Regrouping:
-    """Return the regrouping with the weights that replace the merged ones, by layer."""
+    """Return the plan with the weights that replace the merged ones, by layer."""
     reconstructed = {}
     for layer in plan.family.layers:
         parts = dict(weights_of(layer.key).tensors())

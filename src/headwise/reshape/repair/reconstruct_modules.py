@@ -1,7 +1,8 @@
 """Reconstruct attention modules in closed form: solve their projections so that attention outputs what it did before.
 
-No training: W_O by ridge regression on calibration text, from sums added up in float64, and then the values' matrix
-given W_O, for attention is linear in both. Queries and keys stay, and with them what each head attends.
+Nothing is trained: attention is linear in W_O, and in the values' projection for a given W_O. W_O is solved by ridge
+regression on calibration text, from sums in float64, and the values' projection after it. The query and key
+projections do not change, so for the same inputs the attention weights stay the same.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ Inputs = Literal["original", "own"]
 
 
 def check_kind_of_layers(layers: object) -> None:
-    """Modules by name, and where their matrices are; raises TypeError."""
+    """Check that `layers` maps names of modules to `Projections`; raise TypeError otherwise."""
     if not isinstance(layers, Mapping) or not all(isinstance(where, Projections) for where in layers.values()):
         raise TypeError(f"layers are headwise.reshape.Projections by the name of a module; got {shown(layers)}")
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What was done to one attention module.
+    """The result for one attention module.
 
     Attributes:
         module: Its name.
-        before: The squared error of its output on text that was not fitted to, as a share of the output's squares.
-        after: The same, reconstructed.
-        ridge: What held W_O to what it was; None where it was left alone, for no fit did better.
-        values: Whether the values' matrix was changed.
+        before: The squared error of its output on held-out text, as a share of the output's squares.
+        after: The same after the reconstruction.
+        ridge: The ridge of the fit of W_O; None if no fit was better, so that W_O did not change.
+        values: True if the values' projection was changed.
     """
 
     module: str
@@ -59,27 +60,27 @@ def reconstruct_modules(
     call: Callable[[nn.Module, Batch], Any] = run_model,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Reconstruction]:
-    """Solve the output projections of `changed`, and then its values, anew, in place.
+    """Solve the output projections of `changed` again, and then its value projections, in place.
 
     Args:
-        changed: A model with fewer or other heads, under the names of its original.
-        original: What its attention modules should give out.
+        changed: A model with fewer or other heads, with the module names of its original.
+        original: The model whose attention outputs are the target.
         batches: Calibration text without padding, at least two batches: ids (B, T), or the keywords of a call.
-        layers: Attention modules by name, and where their matrices are.
-        inputs: What the changed layers read while they are fitted: the "original" model's hidden states, or their
-            "own", layer after layer, with the errors of those before.
-        value_steps: Steps of conjugate gradients for the values of each layer; 0 leaves the values alone and takes
-            one pass over the text in place of one a layer.
-        call: How a batch is put through a model.
+        layers: The projections of each attention module, by its name.
+        inputs: The inputs of the changed layers during the fit: the "original" model's hidden states, or their "own",
+            layer after layer, with the errors of earlier layers.
+        value_steps: Steps of conjugate gradients for the values of each layer; 0 leaves the values unchanged and, with
+            "original" inputs, needs one pass over the text in place of one per layer.
+        call: Runs a model on a batch.
         progress: Called as ``progress(done, total)`` after each batch of text.
 
     Returns:
-        What was done to each attention module, in the order in which they run.
+        The result for each attention module, in the order in which they run.
 
     Raises:
         TypeError: a module that holds no matrix of its own.
-        ValueError: `inputs` is neither, too few batches, or no such module in a model; an output projection that was
-            not run, or that takes other than the heads side by side; heads or outputs that are not finite.
+        ValueError: unknown `inputs`, too few batches, or a module that a model lacks; an output projection that was not
+            run, or whose input is not the concatenated heads; heads or outputs that are not finite.
 
     Example:
         >>> import headwise
@@ -107,7 +108,7 @@ def reconstruct_modules(
 
 
 class _Reconstructor:
-    """One reconstruction: both models under hooks, the text to fit to and the text to check by."""
+    """A reconstruction: both models with hooks, the batches to fit to, and the batches to check by."""
 
     def __init__(
         self, pair: Pair, fit: list[Batch], check: list[Batch], progress: Callable[[int, int], None] | None
@@ -117,7 +118,7 @@ class _Reconstructor:
         self.passes = self.done = 0
 
     def begin(self, passes: int) -> None:
-        """Run both models whole once, to see that all modules are there and in which order they run."""
+        """Run both models once, to check that all modules run, and to record their order."""
         self.passes = passes
         for name, seen in self.pair.read(self.fit[0]).items():
             output = self.pair.layers[name].output
@@ -127,7 +128,7 @@ class _Reconstructor:
         self.order = list(self.pair.order)
 
     def read(self, batches: list[Batch], until: str | None) -> Iterator[dict[str, ModuleBatch]]:
-        """Yield what the modules see of each batch."""
+        """Yield the record of the modules for each batch, and report progress."""
         for batch in batches:
             yield self.pair.read(batch, until)
             self.done += 1
@@ -135,11 +136,11 @@ class _Reconstructor:
                 self.progress(self.done, self.passes * (len(self.fit) + len(self.check)))
 
     def projection(self, where: str) -> Matrix:
-        """Return a projection of the changed model."""
+        """Return the matrix of a projection of the changed model."""
         return Matrix.of(self.pair.changed.get_submodule(where), where)
 
     def sums(self, names: Sequence[str]) -> dict[str, tuple[NormalEquations, NormalEquations]]:
-        """Normal equations of the output projections: of the text to fit to, and to check by."""
+        """Return normal equations of the output projections: from the fit batches, and from the check batches."""
         until = names[-1] if len(names) == 1 else None
         matrices = {name: self.projection(self.pair.layers[name].output) for name in names}
         both = {name: (_empty(matrix), _empty(matrix)) for name, matrix in matrices.items()}
@@ -150,7 +151,7 @@ class _Reconstructor:
         return both
 
     def solve_output(self, name: str, fit: NormalEquations, check: NormalEquations) -> Reconstruction:
-        """Solve W_O and puts it in its place."""
+        """Solve W_O and write it into the module."""
         if not (fit.is_finite() and check.is_finite()):
             raise ValueError(
                 f"module {name!r}: its heads or its outputs on this text hold NaN or infinity, and nothing is fitted "
@@ -167,7 +168,7 @@ class _Reconstructor:
         return Reconstruction(name, check.error(start), check.error(_whole(matrix)), ridge, values=False)
 
     def solve_both(self, name: str, steps: int) -> Reconstruction:
-        """Solve W_O, then W_V given it, then W_O once more."""
+        """Solve W_O, then W_V for this W_O, then W_O again."""
         where = self.pair.layers[name]
         matrix = self.projection(where.output)
         samples: list[list[Sample]] = []
@@ -203,7 +204,7 @@ class _Reconstructor:
 
 
 def _whole(matrix: Matrix) -> Tensor:
-    """Return the matrix in float64, its bias as a last row."""
+    """Return the matrix in float64, with its bias as the last row."""
     parts = [matrix.W] if matrix.b is None else [matrix.W, matrix.b[None]]
     return torch.cat(parts).to(torch.float64)
 
@@ -214,7 +215,7 @@ def _empty(matrix: Matrix) -> NormalEquations:
 
 
 def _with_ones(heads: Tensor, matrix: Matrix) -> Tensor:
-    """Return the heads side by side, and a 1 that meets the bias."""
+    """Return the concatenated heads, with a 1 appended for the bias."""
     return heads if matrix.b is None else torch.cat([heads, heads.new_ones(*heads.shape[:-1], 1)], -1)
 
 
@@ -228,7 +229,7 @@ def _sample(seen: ModuleBatch, name: str) -> Sample:
 
 
 def _check_heads(layer: ValueSystem, W: Tensor, sample: Sample, name: str) -> None:
-    """What we attend to is what the module makes of it: no norm of the values, no gate between."""
+    """Raise ValueError unless attention with these values gives the input of W_O, without a norm or gate between."""
     expected = layer.heads(W, sample.call, sample.source)
     if not torch.allclose(expected, sample.heads, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         raise ValueError(

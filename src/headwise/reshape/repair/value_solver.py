@@ -1,4 +1,4 @@
-"""The values' matrix solved anew, given what each head attends and given W_O: attention is linear in its values."""
+"""Solve the values' projection again, for given attention weights and W_O: attention is linear in its values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...ops.attention import attention
 
 @dataclass(frozen=True, eq=False)
 class ValueSystem:
-    """What stays while W_V is solved.
+    """The parts of a layer that do not change while W_V is solved.
 
     Attributes:
-        output: (H V, M), W_O.
+        output: (H V, M), the matrix W_O.
         output_bias: (M,) or None.
         value_bias: (K V,) or None.
         num_kv_heads: K.
@@ -29,7 +29,7 @@ class ValueSystem:
     num_kv_heads: int
 
     def heads(self, W: Tensor, call: AttentionCall, source: Tensor, *, bias: bool = True) -> Tensor:
-        """(B, T, H V): what the heads give side by side, with values of W (N, K V) from the source (B, S, N)."""
+        """Return the concatenated heads (B, T, H V), with values from W (N, K V) and the source (B, S, N)."""
         value = source @ W
         if bias and self.value_bias is not None:
             value = value + self.value_bias
@@ -39,9 +39,9 @@ class ValueSystem:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One batch: what attended, the hidden states (B, S, N) that become values, the output (B, T, M) to reach.
+    """One batch: the attention call, the hidden states (B, S, N) that become values, and the target output (B, T, M).
 
-    `heads`, (B, T, H V), is what the output projection took when it was seen.
+    `heads`, (B, T, H V), is the recorded input of the output projection.
     """
 
     call: AttentionCall
@@ -51,7 +51,7 @@ class Sample:
 
 
 def error(layer: ValueSystem, W: Tensor, samples: Sequence[Sample]) -> float:
-    """Return the squared error of the output with these values, as a share of the squares of the output to reach."""
+    """Return the squared error of the output with these values, as a share of the target's squares."""
     left = whole = 0.0
     with torch.no_grad():
         for sample in samples:
@@ -65,11 +65,11 @@ def error(layer: ValueSystem, W: Tensor, samples: Sequence[Sample]) -> float:
 def solve_values(
     layer: ValueSystem, start: Tensor, fit: Sequence[Sample], check: Sequence[Sample], steps: int
 ) -> Tensor | None:
-    """Return the W (N, K V) of least error on `fit`, by so many steps of conjugate gradients from `start`.
+    """Return the W (N, K V) of least error on `fit`, after `steps` steps of conjugate gradients from `start`.
 
-    Of the steps the one that does best on `check` is taken, None where that is the start. The matrix of the normal
-    equations is as large as W squared and never made: a step is one pass of attention forward and backward. They are
-    scaled by the second moments of the hidden states and of W_O, which the steps then need not find out.
+    The step with the least error on `check` is returned, or None if that is the start. The matrix of the normal
+    equations has as many entries as W squared and is never computed: a step is one forward and backward pass of
+    attention. The steps are preconditioned by the second moments of the hidden states and of W_O.
     """
     by_source, by_output = _scaling(layer, start, fit)
 
@@ -78,7 +78,7 @@ def solve_values(
         return torch.einsum("nkv,kvw->nkw", blocks, by_output).flatten(1)
 
     def product(direction: Tensor, *, residual: bool = False) -> Tensor:
-        """Return the normal equations' matrix times a direction; or the gradient at it of half the squared error."""
+        """Return the normal equations' matrix times `direction`; with `residual`, the gradient of half the error."""
         total = torch.zeros_like(direction)
         for sample in fit:
             W = direction.detach().to(sample.source.dtype).requires_grad_()
@@ -97,7 +97,7 @@ def solve_values(
     toward = scaled(left)
     direction, agreement = toward, float((left * toward).sum())
     for _ in range(steps):
-        if not agreement > 0:  # nothing left to gain
+        if not agreement > 0:  # the residual is zero
             break
         pushed = product(direction)
         length = agreement / max(float((direction * pushed).sum()), torch.finfo(torch.float64).tiny)
@@ -112,7 +112,7 @@ def solve_values(
 
 
 def _scaling(layer: ValueSystem, start: Tensor, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Inverses of the second moments of the sources (N, N), and of W_O for each key-value head (K, V, V)."""
+    """Return the inverse second moments of the sources (N, N), and of W_O for each key-value head (K, V, V)."""
     source = torch.zeros(start.shape[0], start.shape[0], dtype=torch.float64, device=start.device)
     for sample in samples:
         rows = sample.source.to(torch.float64).flatten(0, -2)
@@ -123,7 +123,7 @@ def _scaling(layer: ValueSystem, start: Tensor, samples: Sequence[Sample]) -> tu
 
 
 def _inverse(matrix: Tensor, least: float = 1e-4) -> Tensor:
-    """Of a positive matrix, held away from 0: a scaling need not be exact."""
+    """Return the inverse of a positive matrix plus a small multiple of I; a preconditioner need not be exact."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     return torch.linalg.inv(matrix + (least * mean + torch.finfo(matrix.dtype).tiny) * eye)

@@ -1,1 +1,1 @@
-"""Write a checkpoint whole or not at all, and verify it."""
+"""Write a checkpoint folder, complete or not at all, and verify it."""

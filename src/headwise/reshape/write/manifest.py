@@ -1,4 +1,4 @@
-"""What a written folder holds, with a sha256 of every file, and what it was made from."""
+"""The manifest of a written folder: a sha256 of every file, and of every source file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Digest = tuple[int, str]
 
 @dataclass(frozen=True)
 class Manifest:
-    """Bytes and sha256 of each file by name: of those written, and of those of the source.
+    """The size in bytes and the sha256 of each written file and of each source file, by name.
 
-    It holds no time and no path, so the same work gives the same manifest.
+    It holds no time and no path, so the same input gives the same manifest.
     """
 
     version: str
@@ -31,7 +31,7 @@ class Manifest:
     source: Mapping[str, Digest]
 
     def to_json(self) -> bytes:
-        """As it stands in the folder."""
+        """Return the manifest as the JSON that is written into the folder."""
         tables = {"files": self.files, "source": self.source}
         rows = {
             key: {name: {"bytes": size, "sha256": digest} for name, (size, digest) in table.items()}
@@ -41,7 +41,7 @@ class Manifest:
 
 
 def digest(pieces: Iterable[bytes]) -> Digest:
-    """Return bytes and sha256 of a file that comes in pieces."""
+    """Return the size in bytes and the sha256 of a file that is given in pieces."""
     sha, size = hashlib.sha256(), 0
     for piece in pieces:
         sha.update(piece)
@@ -52,16 +52,16 @@ def digest(pieces: Iterable[bytes]) -> Digest:
 def verify(folder: str | os.PathLike[str]) -> Manifest:
     """Read every file of a written folder again, and compare it with the folder's manifest.
 
-    Files that the manifest does not name are not looked at.
+    Files that the manifest does not name are ignored.
 
     Args:
-        folder: what `headwise.reshape.write.writer.write` wrote.
+        folder: A folder that `headwise.reshape.write.writer.write` wrote.
 
     Returns:
         The manifest.
 
     Raises:
-        ValueError: no manifest; or a file is missing, or is not what was written.
+        ValueError: there is no manifest, or a file is missing or has changed.
     """
     path = Path(folder)
     manifest = _read(path)
@@ -79,7 +79,7 @@ def verify(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def _read(folder: Path) -> Manifest:
-    """Return the manifest, and no guess at what a damaged one could mean."""
+    """Return the manifest; raise ValueError for one that is damaged."""
     path = folder / MANIFEST
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode) or os.lstat(path).st_size > MAX_MANIFEST:

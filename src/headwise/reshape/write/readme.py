@@ -1,4 +1,4 @@
-"""What was done to a checkpoint, in words: RESHAPE.md, the note in README.md, and rows for a table."""
+"""Text about what was done to a checkpoint: RESHAPE.md, the note in README.md, and rows for a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = tuple[str, str, str]
 
 
 def readme(title: str, *notes: str) -> bytes:
-    """Return the folder's README."""
+    """Return the README.md of the folder."""
     return f"# {title}\n\n{' '.join(notes)}\n\n{RESHAPE} has the details.\n".encode()
 
 
@@ -35,9 +35,10 @@ def proved(
     prove: Callable[[Path], dict[str, Any]] | None,
     remark: Callable[[Path], str] | None = None,
 ) -> Callable[[Path], dict[str, bytes]]:
-    """What `write` does with the finished folder: prove it, note the proof in the facts, and tell all in RESHAPE.md.
+    """Return the `check` for `write`: it proves the finished folder, adds the proof to `facts`, and makes RESHAPE.md.
 
-    `prove` gives what the proof measured; None leaves it out. What `remark` gives of the folder ends RESHAPE.md.
+    `prove` returns the measurements of the proof; with None there is no proof. `remark` returns text for the end of
+    RESHAPE.md.
     """
 
     def check(folder: Path) -> dict[str, bytes]:
@@ -51,7 +52,7 @@ def proved(
 
 
 def markdown(facts: Mapping[str, Any], source: CheckpointSource, further: str = "") -> bytes:
-    """RESHAPE.md of the facts; `further` is Markdown to end with."""
+    """Return RESHAPE.md for these facts; `further` is Markdown for its end."""
     paragraphs = [f"# {facts['done']}", *(_sentence(note) for note in facts["notes"])]
     if facts["gone"]:
         heads = [(layer, ", ".join(map(str, heads))) for layer, heads in facts["gone"].items()]
@@ -77,7 +78,7 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def rows(facts: Mapping[str, Any]) -> list[Row]:
-    """Return what is different, before and after: sizes, and what was measured."""
+    """Return rows (name, before, after) of sizes and measurements."""
     return [*_sizes(facts), *_measured(facts.get("proof") or {})]
 
 
@@ -100,7 +101,7 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield what the proof measured."""
+    """Yield the rows of what the proof measured."""
     loss, seconds = proof.get("loss"), proof.get("seconds") or {}
     yield from _pair("parameters", proof.get("parameters"), "{:,}".format)
     yield from _pair(f"cache of {proof.get('tokens')} tokens in float32", proof.get("cache_bytes"), _bytes)
@@ -112,7 +113,7 @@ def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _proof(proof: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield what was proved, in sentences."""
+    """Yield the results of the proof, in sentences."""
     if proof is None:
         yield "Not verified: nobody loaded the result."
         return
@@ -143,6 +144,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _pair(what: str, pair: Sequence[Any] | None, text: Callable[[Any], str]) -> Iterator[Row]:
-    """Yield a row, where there is anything to tell."""
+    """Yield a row, if there is a value after the change."""
     if pair is not None and pair[1] is not None:
         yield what, "" if pair[0] is None else text(pair[0]), text(pair[1])

@@ -1,4 +1,4 @@
-"""How tensors are laid out in safetensors files, from their shapes alone: headers are known before any number is."""
+"""Plan the layout of safetensors files from shapes alone, so that headers are known before any tensor is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_SHARD = 5 * 10**9
-"""Bytes of tensors in a file, as others write them; a larger tensor has a file of its own."""
+"""The largest number of tensor bytes in a file, a common limit; a larger tensor has a file of its own."""
 
 METADATA = "__metadata__"
 NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
@@ -29,14 +29,14 @@ WORDS = {
     torch.bool: "BOOL",
 }
 ORDER = [*WORDS]
-"""As the safetensors library has them in a file: wide numbers first, so that each is aligned."""
+"""The order of the safetensors library within a file: wide dtypes first, so that each tensor is aligned."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written: what it will be, and how it is made when its turn comes.
+    """A tensor to be written: its name, dtype and shape, and the function that computes it when it is written.
 
-    `make` may return a view of something larger; nothing keeps what it returns.
+    `make` may return a view of a larger tensor; its result is dropped after writing.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Planned:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of tensors, in the order in which they stand in it."""
+    """A file of tensors, in the order in which they are stored."""
 
     name: str
     header: bytes
@@ -60,12 +60,12 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Of its tensors, in bytes."""
+        """The size of its tensors in bytes."""
         return sum(tensor.size for tensor in self.tensors)
 
 
 def plan_shards(tensors: Sequence[Planned]) -> list[Shard]:
-    """Return the files of these tensors: filled in their order, so that a layer stays together."""
+    """Return the files for these tensors, filled in their order, so that a layer stays together."""
     _check(tensors)
     groups: list[list[Planned]] = [[]]
     filled = 0
@@ -81,14 +81,14 @@ def plan_shards(tensors: Sequence[Planned]) -> list[Shard]:
 
 
 def index(shards: Sequence[Shard]) -> bytes:
-    """model.safetensors.index.json: which file a tensor is in."""
+    """Return model.safetensors.index.json, which names the file of each tensor."""
     table = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     size = sum(shard.size for shard in shards)
     return as_json({"metadata": {"total_size": size}, "weight_map": table})
 
 
 def as_json(table: object) -> bytes:
-    """JSON as transformers writes it: sorted, with a line end."""
+    """Return JSON in transformers' format: sorted keys, and a newline at the end."""
     return (json.dumps(table, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 

@@ -1,4 +1,4 @@
-"""Proof that a written checkpoint is what it should be: reloaded in a fresh process, compared, counted and timed."""
+"""Prove that a written checkpoint is correct: a fresh process loads it, compares outputs, counts and measures speed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Proof:
-    """What to prove a written checkpoint with: a fresh process of stock transformers loads it and compares outputs.
+    """Settings of the proof: a fresh process loads the checkpoint with unmodified transformers and compares outputs.
 
     Attributes:
-        ids: Tokens of a text, for the loss before and after; random ones are read where there are none.
-        mask_id: The id of the mask of a model that was trained with one.
-        speed: Whether to measure the speed before and after.
+        ids: Tokens of a text, for the loss before and after; if empty, random ones are read.
+        mask_id: The id of the mask token, for a model that was trained with one.
+        speed: True to measure the speed before and after.
 
     Raises:
-        TypeError, ValueError: ids that are no whole numbers, or a `mask_id` below 0.
+        TypeError, ValueError: ids that are not ints, or a `mask_id` below 0.
 
     Example:
         >>> from headwise import reshape
@@ -41,7 +41,7 @@ class Proof:
             check_counts(0, mask_id=self.mask_id)
 
     def request(self, gates: list[list[int]] | None, *, same: bool = True) -> dict[str, Any]:
-        """As the process reads it; not `same` where the outputs are to differ, and the losses tell by how much."""
+        """Return the request for the process; with `same=False` outputs may differ, and the losses show by how much."""
         check_flags(same=same)
         request = {"ids": list(self.ids) or None, "mask_id": self.mask_id, "speed": self.speed, "gates": gates}
         return request if same else {**request, "same": False}
@@ -51,7 +51,7 @@ PLAIN = Proof()
 
 
 def require(answer: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the result loads whole and computes what the gated original does."""
+    """Raise ValueError unless the result loads completely and computes the same as the original with gated heads."""
     for kind in ("missing", "unexpected"):
         if answer[kind]:
             raise ValueError(
@@ -77,7 +77,7 @@ def require(answer: Mapping[str, Any]) -> None:
 
 
 def planned(config: Mapping[str, Any], context: int) -> dict[str, Any] | None:
-    """Parameters and bytes of the cache as `headwise.plan` counts them; None for what it does not count exactly."""
+    """Return parameters and cache bytes as `headwise.plan` counts them; None if it cannot count them exactly."""
     check_counts(context=context)
     try:
         plan = of(dict(config), context=max(context, 1), kv_dtype="fp32")

@@ -1,4 +1,4 @@
-"""Writes a checkpoint folder: whole, or not at all."""
+"""Write a checkpoint folder, complete or not at all."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .shards import Shard, as_json, index, plan_shards
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 PIECE = 8 << 20
-CODE = (".py", ".pyc", ".so", ".sh")  # never in a folder of weights
+CODE = (".py", ".pyc", ".so", ".sh")  # a folder of weights must not contain code
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 Bytes = bytes | memoryview
 
 
 def kept(source: CheckpointSource, name: str) -> Planned:
-    """Return a tensor of the source as it is."""
+    """Return an unchanged tensor of the source."""
     entry = source.tensors[name]
     return Planned(name, entry.dtype, entry.shape, lambda: source.read(name))
 
@@ -42,32 +42,32 @@ def write(
     check: Callable[[Path], Mapping[str, bytes] | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
-    """Write config, weights, the source's `files` and a manifest into a folder that is there whole, or not at all.
+    """Write config, weights, the source's `files` and a manifest into a folder; after an error no folder is left.
 
-    It is written beside the destination under a hidden name, synced, checked, and renamed once. A run that is killed
-    leaves that hidden folder, and the next run in the same place removes it. The memory it takes is that of one tensor
-    and of what making it takes.
+    The folder is written under a hidden name in the same directory, synced, checked, and renamed once. A killed run
+    leaves the hidden folder, and the next run in the same directory removes it. Only one tensor is in memory, and
+    whatever computing it needs.
 
     Args:
-        destination: the folder; it must not exist, its parent must.
-        config: what becomes config.json.
-        tensors: the weights; each is made when its turn comes, and dropped before the next.
-        source: where they come from; it must not change meanwhile.
-        extra: further files by name; one of the source's `files` of that name is left out.
-        check: called with the finished folder under its hidden name. What it raises ends the run, and nothing is left;
-            what it returns are further files (a report of the check).
-        progress: called with the bytes done and the bytes in all, of tensors to be written and of tensors to be hashed.
+        destination: The folder; it must not exist, but its parent must.
+        config: The content of config.json.
+        tensors: The weights; each is computed when it is written, and dropped before the next.
+        source: The checkpoint that the weights come from; it must not change meanwhile.
+        extra: Further files by name; one of the source's `files` of that name is left out.
+        check: Called with the finished folder under its hidden name. An exception ends the run and nothing is left; the
+            files that it returns are added (a report of the check).
+        progress: Called with the bytes done and the total bytes, for writing tensors and for hashing the source.
 
     Returns:
-        The manifest, which also lies in the folder.
+        The manifest, which is also in the folder.
 
     Raises:
-        ValueError: the destination is the source, or lies in it; the source changed meanwhile; a tensor is not what was
-            planned; a name that is no file's.
+        ValueError: the destination is the source or inside it; the source changed meanwhile; a tensor differs from its
+            plan; an invalid file name.
         FileExistsError: the destination exists.
-        FileNotFoundError: its parent does not.
-        PermissionError: its parent may not be written.
-        OSError: the disk is full, or broken.
+        FileNotFoundError: its parent does not exist.
+        PermissionError: its parent is not writable.
+        OSError: the disk is full or broken.
     """
     shards = plan_shards(tensors)
     settings = {CONFIG: as_json(config)} | ({INDEX: index(shards)} if len(shards) > 1 else {})
@@ -100,7 +100,7 @@ def write(
 
 
 def _checked(files: Mapping[str, bytes] | None, taken: set[str]) -> dict[str, bytes]:
-    """Further files, if their names are free and no code's."""
+    """Return the further files; raise ValueError for a name that is taken, is not plain, or names code."""
     for name, content in (files or {}).items():
         if not FILE.fullmatch(name) or name.endswith(CODE):
             raise ValueError(f"{name[:80]!r} is no name of a file beside weights: a plain name, and no code")
@@ -138,7 +138,7 @@ def _bytes(planned: Planned) -> Iterator[Bytes]:
 
 
 class ByteProgress:
-    """Counts bytes, of tensors to be written and then of those to be hashed, and tells."""
+    """A counter of the bytes written and then of the bytes hashed; it calls `tell` after each step."""
 
     def __init__(
         self, tell: Callable[[int, int], None] | None, shards: Sequence[Shard], source: CheckpointSource
@@ -148,20 +148,20 @@ class ByteProgress:
         self.done, self.total = 0, sum(shard.size for shard in shards) + sum(sizes)
 
     def add(self, size: int) -> None:
-        """So many bytes more; headers and small files beyond the total are not counted."""
+        """Count `size` more bytes; the total does not include headers and small files, so the count is capped at it."""
         self.done = min(self.done + size, self.total)
         if self.tell is not None:
             self.tell(self.done, self.total)
 
     def over(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the same pieces, each counted."""
+        """Yield the same pieces, and count each."""
         for piece in pieces:
             self.add(len(piece))
             yield piece
 
 
 class Folder:
-    """The hidden folder, which files are put into one by one, each synced and hashed."""
+    """The hidden folder; its files are written one by one, and each is synced and hashed."""
 
     def __init__(self, path: Path, destination: str | os.PathLike[str], progress: ByteProgress) -> None:
         self.path, self.destination, self.progress = path, destination, progress
@@ -170,7 +170,7 @@ class Folder:
 
     @contextlib.contextmanager
     def plain_errors(self) -> Iterator[None]:
-        """What the system says, in a line that tells what to do; texts of ours stay as they are."""
+        """Raise OSError from the system again with a line that says what to do; other errors pass unchanged."""
         try:
             yield
         except OSError as error:
@@ -181,17 +181,17 @@ class Folder:
             ) from error
 
     def claim(self) -> None:
-        """Make it and locks it."""
+        """Create the folder and lock it."""
         with self.plain_errors():
             self.lock = claim(self.path)
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """Write a new file, and sync it."""
+        """Write and sync a new file."""
         sha, size = hashlib.sha256(), 0
         with self.plain_errors():
             descriptor = os.open(self.path / name, NEW, 0o666)
         try:
-            for piece in pieces:  # what goes wrong in making one is not ours to tell
+            for piece in pieces:  # errors from computing a piece are not errors of writing
                 with self.plain_errors():
                     done = 0
                     while done < len(piece):
@@ -199,7 +199,7 @@ class Folder:
                 sha.update(piece)
                 size += len(piece)
                 self.progress.add(len(piece))
-                del piece  # it holds the tensor that it is of, and the next is about to be made
+                del piece  # frees its tensor before the next one is computed
             with self.plain_errors():
                 os.fsync(descriptor)
         finally:
@@ -208,12 +208,12 @@ class Folder:
         self.files[name] = size, sha.hexdigest()
 
     def settle(self, target: Path) -> None:
-        """Give it its name."""
+        """Rename the folder to `target`."""
         with self.plain_errors():
             settle(self.path, target)
 
     def check(self) -> None:
-        """Raise ValueError unless it holds what was put into it, and no more: a check may have written there."""
+        """Raise ValueError unless the folder holds exactly the files that were put; a check may have written there."""
         sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)}
         for name in sorted(sizes.keys() | self.files.keys()):
             if sizes.get(name) != (self.files[name][0] if name in self.files else None):
@@ -222,7 +222,7 @@ class Folder:
 
 @contextlib.contextmanager
 def cleared(folder: Folder) -> Iterator[None]:
-    """Without the folder, if the work in it does not end well; an interrupt, too, must leave nothing half-written."""
+    """Remove the folder if the block raises; this includes an interrupt, which must not leave half-written files."""
     try:
         yield
     except BaseException:
