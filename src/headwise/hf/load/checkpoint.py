@@ -151,7 +151,7 @@ class Checkpoint:
         return prove(folder, self.config if compare else None, weights, request)
 
     def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PreTrainedModel:
-        """Return the model of a config, of this or another architecture, and its tensors: see `headwise.hf.load.model.build`."""
+        """Return a text model of any architecture from its config and tensors: see `headwise.hf.load.model.build`."""
         return build(config, state)
 
     def check(self) -> None:
