@@ -134,8 +134,8 @@ def beginning(tokenizer: Any, text: str, max_positions: int) -> str:
 def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:
     """Raise ModelError if the text has more tokens than the model takes, without reading all of a far too long text.
 
-    A text is refused if its beginning alone has more than twice as many tokens as the model takes. The rest can complete the last word
-    and so remove a few of these tokens, but not half of them.
+    A text is refused if its beginning alone has more than twice as many tokens as the model takes. The rest can
+    complete the last word and so remove a few of these tokens, but not half of them.
     """
     if max_positions is None:
         _count(tokenizer, text)
