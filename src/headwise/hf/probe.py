@@ -83,8 +83,8 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
         The `headwise.nn.Probe`; each attention call is appended to its ``calls`` as the model runs.
 
     Raises:
-        ModelError: The model, or a part of it, is not on the interface, or an attention module did not call the
-            interface. The message names the model and the module.
+        ModelError: The model, or a part of it, is not on the interface, or an attention module that should have run
+            did not call headwise. The message names the model and the module.
         TypeError: `model` is not a transformers model.
 
     Warns:

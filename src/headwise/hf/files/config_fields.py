@@ -67,7 +67,7 @@ def harmless(value: Any) -> Any:
 
 
 def taken(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return config.json with only the keys that its config class knows; raise ModelError for sizes out of bounds."""
+    """Return config.json with only the keys that its config class uses; raise ModelError for sizes out of bounds."""
     return _sizes(raw, class_of_config(raw["model_type"], where), where) | _words(raw, where)
 
 

@@ -69,7 +69,7 @@ class Checkpoint:
 
     Attributes:
         folder: The path of the folder.
-        config: The content of config.json without the keys that its config class in transformers does not know.
+        config: The content of config.json without the keys that its config class in transformers does not use.
         dropped: The removed keys, sorted.
         tensors: Every tensor by name, with `dtype` and `shape`.
         files: The files of a copy besides config and weights: tokenizer, generation_config.json, licence.

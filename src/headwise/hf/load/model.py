@@ -213,7 +213,7 @@ def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig
             config = config_class.from_dict(taken(raw, where))
         except ModelError:
             raise
-        except Exception as error:  # transformers' validation raises many types of exceptions.
+        except Exception as error:  # The validation raises many types, as below.
             raise _no_config(where, config_class, error) from None
         cls = _class_of(raw, config)
         require_interface(cls, model_type)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 GATED = "reshape_gated"
-"""The registered name of the attention with gates. transformers searches such names for words that it knows."""
+"""The registered name of the attention with gates. transformers searches names for words such as "sdpa"; it has none."""
 REGISTERED = "headwise_"
 """The prefix of each model_type that headwise.hf registers."""
 OUTPUTS = ("logits", "logits_per_image", "prediction_logits", "start_logits", "last_hidden_state")
@@ -278,7 +278,7 @@ def _write(model: Any, out: Any) -> None:
 def _times(models: list[Any], prepare: Any, run: Any) -> list[float]:
     """Return the median of five alternating runs of each model after a warm-up run; `prepare` is not timed.
 
-    A large model gets fewer runs, because no round of runs starts after ENOUGH seconds.
+    A large model gets fewer runs, because no further round starts after ENOUGH seconds.
     """
     taken: list[list[float]] = [[] for _ in models]
     began = time.perf_counter()

@@ -24,7 +24,7 @@ from ..load.layouts import layouts
 
 
 class HeadsByLayerConfig(PreTrainedConfig):
-    """The additional fields of such a config: the number of heads of each layer; None keeps all heads."""
+    """The additional fields of such a config: the number of heads of each layer (None keeps all) and how to load it."""
 
     heads_by_layer: list[int] | None = None
     loads_with: str = HOW

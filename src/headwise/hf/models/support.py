@@ -51,7 +51,7 @@ def require_consulted(config: Any) -> None:
 
 @lru_cache(maxsize=1024)
 def _consults(module: str) -> bool:
-    """Return whether a config's modeling file uses the interface, by the same source text that transformers checks."""
+    """Return whether a config's modeling file uses the interface or defines no attention, by its source text."""
     file = sys.modules.get(module.replace("configuration_", "modeling_"))
     try:
         source = "" if file is None else inspect.getsource(file)
