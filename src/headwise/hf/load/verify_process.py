@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 GATED = "reshape_gated"
-"""The registered name of the attention with gates. transformers searches names for words such as "sdpa"; it has none."""
+"""The registered name of the attention with gates. transformers searches names for words like "sdpa"; it has none."""
 REGISTERED = "headwise_"
 """The prefix of each model_type that headwise.hf registers."""
 OUTPUTS = ("logits", "logits_per_image", "prediction_logits", "start_logits", "last_hidden_state")
