@@ -5,10 +5,10 @@
 >>> config = GPT2Config(n_embd=24, n_head=4, n_layer=1, vocab_size=11, n_positions=13)
 >>> model = GPT2LMHeadModel._from_config(config, attn_implementation="headwise")
 
-Every model on transformers' attention interface runs, without code that knows it, and so do the models of
-`architectures.SEAMS`, whose attention is code of their own: masks arrive as structural masks
-(causal, windows, chunks, padding, packed sequences), with caches, softcaps, sinks and position biases. What cannot be
-honoured raises. The only room of the package that imports transformers.
+Every model on transformers' attention interface runs without code specific to it. The models of
+`models.architectures.SEAMS`, which have their own attention code, run too. Masks are passed as structural masks
+(causal, windows, chunks, padding, packed sequences), together with caches, softcaps, sinks and position biases. Options
+that headwise does not support raise an error. No other part of the package needs transformers.
 """
 
 from ..extras import missing_extra

@@ -1,4 +1,4 @@
-"""See every attention call of a transformers model while it runs, and leave the model as it was."""
+"""The probe of transformers models: it records every attention call and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .own_code.switch import switch
 
 
 class _Session(Session):
-    """An open probe of a transformers model: which of its modules ran, too."""
+    """An open probe of a transformers model, with the modules that ran."""
 
     def __init__(self, model: PreTrainedModel, seen: Probe, names: dict[nn.Module, str]) -> None:
         super().__init__(seen, names, {id(config): NAME for config in configs(model)})
@@ -31,19 +31,19 @@ class _Session(Session):
         self.before: dict[nn.Module, int] = {}
 
     def enter(self, module: nn.Module, *_: Any) -> None:
-        """A module begins its forward."""
+        """Record that a module starts its forward pass."""
         self.ran.add(module)
         self.before[module] = self.seen.seen
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """An attention module has ended its forward; unless it called us, it computed attention by itself."""
+        """Raise ModelError if an attention module finished its forward pass without calling headwise."""
         if self.seen.seen == self.before[module]:
             raise self.fault([self.names[module]], "ran without calling the attention function it is set to")
 
     def check_complete(self) -> None:
-        """Every attention module was called, but for those of a part that had nothing to do.
+        """Raise ModelError unless every attention module was called, except in parts that did not have to run.
 
-        Such are a whole model inside the model that never ran (an encoder, say), and cross-attention without a memory.
+        These are a submodel that never ran (such as an encoder) and cross-attention without encoder states.
         """
         ran = self.ran | {self.model} if self.seen.seen else set(self.model.modules())
         silent = [
@@ -64,31 +64,32 @@ class _Session(Session):
 
 @contextmanager
 def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
-    """Watch every attention call of a transformers model while the with block runs.
+    """Record every attention call of a transformers model while the with block runs.
 
-    The model is switched to headwise's attention and back. Calls are told apart by the qualified name of the module and
-    their order, never by `layer_idx`, which encoder-decoders give twice and shared layers once. The model is left
-    bit-identical, also after an exception; a compiled model runs uncompiled inside the block. What other threads call
-    meanwhile runs as it would without the probe, and is not seen; each may have probes of its own.
+    The model is switched to headwise's attention and back. A call is identified by the qualified name of its module
+    and its order, not by `layer_idx`: encoder-decoders use each value twice, and shared layers have only one value. The
+    model is left bit-identical, also after an exception; a compiled model runs uncompiled inside the block. Calls from
+    other threads run as without the probe and are not recorded; each thread can open its own probes.
 
     Args:
-        model: Any model that runs on headwise, in any mode and dtype; of a wrapper (see
-            `headwise.nn.unwrap`) what it wraps is watched. In one that tensor parallelism splits, each process runs
-            the probe, and sees the heads of all.
-        each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept. What it returns, a
-            tensor (B, H, T, V), takes the place of the attention's output, as in `headwise.nn.probe`; None leaves it.
+        model: Any model that runs on headwise, in any mode and dtype. For a wrapper (see `headwise.nn.unwrap`), the
+            wrapped model is probed. If the model is split by tensor parallelism, each process runs the probe and
+            records the heads of all processes.
+        each: A function that is called with every `headwise.nn.AttentionCall` during the forward pass; the calls are
+            then not kept. If it returns a tensor (B, H, T, V), that tensor replaces the attention output, as in
+            `headwise.nn.probe`; None keeps the output.
 
     Yields:
-        The `headwise.nn.Probe`, whose ``calls`` fill up as the model runs.
+        The `headwise.nn.Probe`; each attention call is appended to its ``calls`` as the model runs.
 
     Raises:
-        ModelError: the model, or a part of it, is not on the interface; or an attention module that should have run did
-            not call; the text names the model and the module.
-        TypeError: model is no transformers model.
+        ModelError: The model, or a part of it, is not on the interface, or an attention module that should have run
+            did not call headwise. The message names the model and the module.
+        TypeError: `model` is not a transformers model.
 
     Warns:
-        UserWarning: the model has further modules of attention that do not go through the interface (a pooling head,
-            say); they run as always, unseen.
+        UserWarning: The model has other attention modules that do not use the interface (such as a pooling head). They
+            run as usual and are not recorded.
 
     Example:
         >>> import torch
@@ -121,7 +122,7 @@ probe_any.register(PreTrainedModel, probe)
 
 
 def _watched(model: object) -> dict[nn.Module, str]:
-    """The attention modules of a model and their names, once it is sure that all of its attention is among them."""
+    """Return the attention modules of a model with their names, and warn of attention that is not among them."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"headwise.hf.probe takes a transformers PreTrainedModel, got {type(model).__name__}; for a module made of "
@@ -146,7 +147,7 @@ def _watched(model: object) -> dict[nn.Module, str]:
 
 
 def _owner(model: PreTrainedModel, name: str) -> nn.Module:
-    """The smallest whole model around a module: the encoder or decoder it belongs to."""
+    """Return the innermost PreTrainedModel that holds a module: the encoder or decoder that it belongs to."""
     path = name.split(".")[:-1]
     while path:
         part = model.get_submodule(".".join(path))
@@ -157,5 +158,5 @@ def _owner(model: PreTrainedModel, name: str) -> nn.Module:
 
 
 def _is_cross(name: str) -> bool:
-    """By its own name; where that is "self", as within BERT's two kinds of attention, by that around it."""
+    """Return whether a module is cross-attention by its name, or by its parent's name if its own is "self" (BERT)."""
     return CROSS_ATTENTION.search(name.removesuffix(".self").rpartition(".")[2]) is not None

@@ -1,4 +1,4 @@
-"""Heads as they form, in transformers' own training loop."""
+"""A callback that measures the heads of a model during training with transformers' `Trainer`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class WatchCallback(TrainerCallback):
-    """Lets a `headwise.look.Watch` measure in a `Trainer`: ``Trainer(..., callbacks=[WatchCallback(watch)])``.
+    """A callback that runs a `headwise.look.Watch` in a `Trainer`: ``Trainer(..., callbacks=[WatchCallback(watch)])``.
 
-    It measures before the first update, after updates when the watch says so, and at the end; what the trainer logged
-    last (loss and the like) goes beside the scores. Of several processes the first measures.
+    It measures before the first update, after the updates that the watch selects, and at the end of training. The
+    losses and the learning rate that the trainer logged last are stored with the scores. If several processes train,
+    only the world's process zero measures.
 
     Args:
-        watch: made with the model that trains.
+        watch: A watch that was created with the model to train.
 
     Raises:
-        TypeError: no watch.
+        TypeError: `watch` is not a `headwise.look.Watch`.
 
     Example:
         >>> import headwise.hf
@@ -38,7 +39,7 @@ class WatchCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model as the updates so far left it: at their end the trainer has not logged their loss yet."""
+        """Measure the model after the updates so far. At the end of a step, its loss would not be logged yet."""
         if state.is_world_process_zero:
             self.watch.step(state.global_step, **self.numbers)
 
@@ -50,7 +51,7 @@ class WatchCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Loss and learning rate, as the trainer logs them."""
+        """Store the losses and the learning rate that the trainer logs."""
         kept = ("loss", "eval_loss", "learning_rate")
         numbers = {} if logs is None else logs
         self.numbers |= {name: numbers[name] for name in kept if isinstance(numbers.get(name), (int, float))}
@@ -58,7 +59,7 @@ class WatchCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model as it is at the end."""
+        """Measure the model at the end of training, unless the last step is already measured, and close the watch."""
         if state.is_world_process_zero:
             points = self.watch.curve.points
             if not points or points[-1].step != state.global_step:

@@ -1,9 +1,9 @@
-"""A model that cannot run on headwise is refused when it is built with the name, not at its first text.
+"""Checks that refuse an unsupported model when it is built with or switched to headwise, not in its forward pass.
 
-transformers asks `PreTrainedModel.get_correct_attn_implementation` whether a model may have an implementation, when the
-model is built and when it is switched, and calls `post_init` once it is built. For a registered name the answer is
-always yes, and there is no place to register another. So these two methods are wrapped; for other names they do what
-they did. So is what transformers says of `output_attentions` in a config, which it keeps for "eager".
+transformers calls `PreTrainedModel.get_correct_attn_implementation` to check the attention implementation when a model
+is built or switched, and `post_init` at the end of the constructor. Every registered name passes that check, and
+transformers has no hook to add another one. So these two methods are wrapped; for other names they behave as before.
+The error for `output_attentions` in a config, which transformers allows only for "eager", is replaced too.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .own_code.switch import switch
 
 _switching: ContextVar[bool] = ContextVar("headwise_switching", default=False)
 _BACK = {"eager", "sdpa"}
-"""The names under which code of a model's own runs as it is."""
+"""The implementation names for which a model's own attention code runs unchanged."""
 _OURS = "_checks_for_headwise"
-"""The mark of our function in the place of transformers'."""
+"""The attribute that marks a method of transformers as already wrapped."""
 
 
 def check_what_is_built() -> None:
-    """From here on, a model that is built with this name, or switched to it, is checked first."""
+    """Patch transformers to check every model that is built with or switched to "headwise"; safe to call twice."""
     theirs, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
     if hasattr(theirs, _OURS):
         return
@@ -64,15 +64,16 @@ def check_what_is_built() -> None:
 
 
 def _explain_output_attentions() -> None:
-    """transformers refuses the setting in a config for all but "eager"; for ours, the error says the way that there is.
+    """Replace the error for `output_attentions=True` in a config with "headwise" by one that names the alternatives.
 
-    The setter does so, and a check of the whole config (when it is made, loaded or saved) that each class lists.
+    transformers allows the setting only for "eager". The error comes from the setter and from a validator that each
+    config class lists and that runs when a config is created, loaded or saved.
     """
     theirs, check = PreTrainedConfig.output_attentions, PreTrainedConfig.validate_output_attentions
     PreTrainedConfig.output_attentions = property(theirs.fget, _explained(theirs.fset), doc=theirs.__doc__)
     PreTrainedConfig.validate_output_attentions = explained = _explained(check)
     todo = PreTrainedConfig.__subclasses__()
-    while todo:  # the classes made before: later ones list what they inherit
+    while todo:  # Existing classes list the old validator; classes defined later inherit the new one.
         cls = todo.pop()
         todo += cls.__subclasses__()
         listed = getattr(cls, "__class_validators__", [])
@@ -97,9 +98,9 @@ def _explained(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_what_is_switched() -> None:
-    """From here on, a model with attention in code of its own may be switched to ours and back, where a seam is known.
+    """Patch transformers so that the models of `architectures.SEAMS` can be switched to "headwise" and back.
 
-    transformers refuses to switch such a model, and so it still does between its own names.
+    transformers refuses to switch a model with its own attention code. It still does so between its own names.
     """
     theirs, can_set = PreTrainedModel.set_attn_implementation, PreTrainedModel._can_set_attn_implementation.__func__
 
@@ -109,7 +110,7 @@ def check_what_is_switched() -> None:
         before = _switching.get()
         _switching.set(NAME in names or (bool(names & _BACK) and is_switched(self.config)))
         if _switching.get() and isinstance(attn_implementation, str):
-            for part in _configs_without_a_model(self):  # or transformers warns that it sets what nothing reads
+            for part in _configs_without_a_model(self):  # Otherwise transformers warns about these unused configs.
                 part._attn_implementation_internal = attn_implementation
         try:
             theirs(self, attn_implementation, *args, **kwargs)
@@ -126,7 +127,7 @@ def check_what_is_switched() -> None:
 
 
 def _configs_without_a_model(model: PreTrainedModel) -> Iterator[Any]:
-    """Of models in the table, the configs within a config that are of no model: of attention itself, say."""
+    """Yield the sub-configs of a model in `SEAMS` that belong to no submodel, such as a config of the attention."""
     if family_of(type(model)) is not None:
         owned = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
         within = (getattr(model.config, key, None) for key in model.config.sub_configs)
@@ -134,18 +135,18 @@ def _configs_without_a_model(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def _leaves(names: Any) -> Iterator[Any]:
-    """The names in what transformers takes as a dict of sub-models."""
+    """Yield the implementation names in a name or in a nested dict of names by submodel."""
     for name in names.values() if isinstance(names, Mapping) else [names]:
         yield from _leaves(name) if isinstance(name, Mapping) else [name]
 
 
 def warn_of_own_attention(model: PreTrainedModel) -> None:
-    """UserWarning where some attention of a model on the interface is in code of its own (a pooling head, say)."""
+    """Warn if some attention modules of a model do not use the interface (such as a pooling head)."""
     whole = [name for name, part in model.named_modules() if name and isinstance(part, PreTrainedModel)]
     own = {
         type(part).__name__
         for name, part in unseen_modules(model).items()
-        if not any(name.startswith(f"{other}.") for other in whole)  # a model inside warns of its own
+        if not any(name.startswith(f"{other}.") for other in whole)  # A submodel gives its own warning.
     }
     if own:
         warnings.warn(
@@ -156,10 +157,10 @@ def warn_of_own_attention(model: PreTrainedModel) -> None:
 
 
 def require_no_table(model: type[PreTrainedModel], model_type: str) -> None:
-    """Raise ModelError where a part of the model picks its class of attention by the implementation's name.
+    """Raise ModelError if a part of the model selects its attention class from a table by implementation name.
 
-    Such a model has no class for ours, and would die of a KeyError while it is built. Where the class for "eager" is
-    one that headwise runs, it is entered for ours.
+    Such a table has no class for "headwise", so building the model would raise KeyError. If headwise can run the class
+    for "eager", that class is added to the table for "headwise" instead.
     """
     for part in module_classes(model):
         table = _table(part)
@@ -173,9 +174,9 @@ def require_no_table(model: type[PreTrainedModel], model_type: str) -> None:
 
 
 def module_classes(model: type[nn.Module]) -> set[type[nn.Module]]:
-    """The classes of modules that a class builds, itself among them, as the source of its file names them.
+    """Return a module class and the module classes that it builds, found by their names in the source.
 
-    Whole models inside of it (a PreTrainedModel) are left out: each is checked when it is built.
+    Submodels (a PreTrainedModel) are left out, because each is checked when it is built.
     """
     classes: set[type[nn.Module]] = set()
     todo = [model]
@@ -195,7 +196,7 @@ def _is_part(x: Any) -> bool:
 
 
 def _table(part: type[nn.Module]) -> Mapping[str, Any] | None:
-    """The table of classes by implementation from which a part takes its attention; None where it has none."""
+    """Return the table from which a part selects its attention class by implementation; None if it has no table."""
     for file, written in _written(part):
         for init in _constructors(written):
             for x in ast.walk(init):
@@ -207,7 +208,7 @@ def _table(part: type[nn.Module]) -> Mapping[str, Any] | None:
 
 
 def _written(part: type[nn.Module]) -> Iterator[tuple[ModuleType, ast.ClassDef]]:
-    """The source of a class and of those it inherits from, as far as transformers' base class; each with its file."""
+    """Yield the module and the parsed source of a class and of each of its bases up to PreTrainedModel (excluded)."""
     for base in part.__mro__:
         file = sys.modules.get(base.__module__)
         if file is not None and base not in PreTrainedModel.__mro__:
@@ -218,7 +219,7 @@ def _written(part: type[nn.Module]) -> Iterator[tuple[ModuleType, ast.ClassDef]]
 
 @cache
 def _classes(file: ModuleType) -> dict[str, ast.ClassDef]:
-    """The classes of a file by name; none where there is no text to read, as of what was typed in."""
+    """Return the class definitions of a Python module by name; empty for torch and for modules without source text."""
     if file.__name__.partition(".")[0] == "torch":
         return {}
     try:

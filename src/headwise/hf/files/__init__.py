@@ -1,1 +1,1 @@
-"""Read checkpoint folders: configs, safetensors headers, the local hub cache."""
+"""Reading of checkpoint folders: configs, safetensors headers and the local hub cache."""

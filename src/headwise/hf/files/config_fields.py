@@ -1,4 +1,4 @@
-"""Which keys of a config are taken over: an allow-list, so that none can name code, kernels or further files."""
+"""The allow-list of config keys, so that no key can name code, kernels or further files."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ DROPPED = (
     "transformers_version",
 )
 CHOOSES = ("_implementation", "_map", "_plan", "_path", "_file", "kernels", "kernel_config", "remote_code")
-"""How keys end that name code or further files."""
+"""The endings of keys that name code or further files."""
 
 WORD = re.compile(r"[A-Za-z0-9_.+-]{1,80}")
 SPECIAL = re.compile(r"[a-z_]{1,40}_token_id")
-LABELS = ("id2label", "label2id")  # their keys are a user's words
-ADDED_TOKEN = ("__type", "AddedToken")  # marks a special token; without it transformers refuses a tokenizer's settings
+LABELS = ("id2label", "label2id")  # Users choose the keys of these tables.
+ADDED_TOKEN = ("__type", "AddedToken")  # Without this mark of a special token, transformers refuses tokenizer settings.
 
 
 def known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
-    """The keys that a config class declares, or reads by name in its own file (old spellings); all others are dropped.
+    """Return the keys that a config class declares or reads by name in its own file (old spellings).
 
-    So nothing in config.json can name code, kernels, further files or another attention implementation.
+    All other keys are dropped, so config.json cannot name code, kernels, further files or an attention implementation.
     """
     declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
     source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
-    read = {"head_dim", *re.findall(r'"([a-z][a-z0-9_]*)"', source)}  # models read head_dim, declared or not
+    read = {"head_dim", *re.findall(r'"([a-z][a-z0-9_]*)"', source)}  # Models read head_dim even if it is undeclared.
     read |= UNDECLARED.get(getattr(config_class, "model_type", ""), frozenset())
     return {key for key in declared | read if not chooses(key)} - {*DROPPED}
 
 
 def chooses(key: str) -> bool:
-    """Whether a key may name code or further files."""
+    """Return whether a key may name code or further files."""
     return key.startswith("_") or key.endswith(CHOOSES)
 
 
 def harmless(value: Any) -> Any:
-    """The same without keys that choose, however deep."""
+    """Return the JSON value without keys that may name code or further files, at any depth."""
     if isinstance(value, list):
         return [harmless(item) for item in value]
     if not isinstance(value, dict):
@@ -67,12 +67,12 @@ def harmless(value: Any) -> Any:
 
 
 def taken(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """config.json as it may be handed on: what the model's class in transformers knows, every size within bounds."""
+    """Return config.json with only the keys that its config class uses; raise ModelError for sizes out of bounds."""
     return _sizes(raw, class_of_config(raw["model_type"], where), where) | _words(raw, where)
 
 
 def class_of_config(model_type: str, where: str) -> type[PreTrainedConfig]:
-    """The class that transformers has for it."""
+    """Return the config class of transformers for a model_type; raise ModelError if there is none."""
     if model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type]
     raise ModelError(
@@ -82,23 +82,23 @@ def class_of_config(model_type: str, where: str) -> type[PreTrainedConfig]:
 
 
 def _sizes(raw: dict[str, Any], config_class: Any, where: str) -> dict[str, Any]:
-    """Of one config, and of those that it is made of."""
+    """Return the allowed keys of a config and of its sub-configs, after a check of their sizes."""
     check_numbers(raw, config_class.attribute_map, where)
     values = {}
-    tokens = {key for key in raw if SPECIAL.fullmatch(key)}  # of any model; some read them from its config
+    tokens = {key for key in raw if SPECIAL.fullmatch(key)}  # Some models read undeclared token ids from the config.
     for key in sorted((known_keys(config_class) | tokens) & raw.keys()):
         inner = config_class.sub_configs.get(key)
         if inner is None or not isinstance(raw[key], dict):
             values[key] = raw[key] if key in LABELS else harmless(raw[key])
             continue
-        if not hasattr(inner, "attribute_map"):  # AutoConfig: it is for the folder to say which
+        if not hasattr(inner, "attribute_map"):  # AutoConfig: the folder names the model_type.
             inner = class_of_config(str(raw[key].get("model_type")), f"{where}: {key}")
         values[key] = _sizes(raw[key], inner, where) | _words(raw[key], where)
     return values
 
 
 def _words(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """What names the model and its numbers; and `pruned_heads`, by which reshape refuses old checkpoints."""
+    """Return the keys that name the model and its dtype, and `pruned_heads`, for which reshape refuses checkpoints."""
     values = {key: raw[key] for key in ("pruned_heads",) if isinstance(raw.get(key), dict)}
     names = raw.get("architectures")
     if isinstance(names, list):

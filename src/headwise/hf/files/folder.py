@@ -1,7 +1,7 @@
-"""A model folder as what it is: a download, from anyone. Nothing in it is run; every file is checked before use.
+"""A model folder as an untrusted download: nothing in it is run, and every file is checked before use.
 
-config.json, index files and safetensors headers are parsed here, strictly and size-capped, before transformers or any
-large allocation. Pickle checkpoints are refused: opening one runs what it says.
+config.json, index files and safetensors headers are parsed strictly and with a size limit, before transformers reads
+them and before large allocations. Pickle checkpoints are refused, because opening one can run code in it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .reader import inside, opened, read_json
 from .safetensors_header import TensorEntry, header
 
 MAX_CONFIG = 1 << 20  # bytes; the largest on the hub are below 100 kB
-MAX_INDEX = 32 << 20  # the largest are below 10 MB
-MAX_SHARDS = 500  # a checkpoint holds them open; the largest models have some 200
+MAX_INDEX = 32 << 20  # bytes; the largest on the hub are below 10 MB
+MAX_SHARDS = 500  # A checkpoint keeps all of them open; the largest models have about 200.
 SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
@@ -46,7 +46,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "num_local_experts": (0, 100_000),
     "vocab_size": (1, 10_000_000),
 }
-"""Far outside of what exists, and still small enough to compute with."""
+"""The lowest and highest value of each size: far beyond all existing models, but small enough to compute with."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ class Weights:
     tensors: dict[str, dict[str, TensorEntry]]
     metadata: dict[str, dict[str, str]]
     index: dict[str, str] | None
-    """Which file a tensor is in, as the index has it; None without one."""
+    """The file of each tensor according to the index; None without an index."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors."""
+        """The shape of each tensor by name."""
         return {name: entry.shape for table in self.tensors.values() for name, entry in table.items()}
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """All that occur."""
+        """All dtypes that occur."""
         return frozenset(entry.dtype for table in self.tensors.values() for entry in table.values())
 
     @property
     def numel(self) -> int:
-        """Numbers in all tensors together."""
+        """The total number of elements of all tensors."""
         return sum(prod(shape) for shape in self.shapes.values())
 
 
@@ -79,7 +79,7 @@ class Weights:
 
 
 def folder_config(folder: Path) -> dict[str, Any]:
-    """config.json as it stands, after the checks that need no knowledge of the model."""
+    """Return config.json unchanged, after the checks that do not depend on the model."""
     if not os.path.lexists(folder / "config.json"):
         if (folder / "adapter_config.json").exists():
             raise ModelError(
@@ -101,7 +101,7 @@ def folder_config(folder: Path) -> dict[str, Any]:
 
 
 def check_numbers(raw: dict[str, Any], names: Mapping[str, str], where: str) -> None:
-    """Raise ModelError unless every size is an integer within BOUNDS; `names`: what a usual name is in this config."""
+    """Raise ModelError unless every size is an integer within BOUNDS; `names` maps usual names to this config's."""
     usual = {own: name for name, own in names.items() if name in BOUNDS}
     for key, value in raw.items():
         bounds = BOUNDS.get(usual.get(key, key))
@@ -119,7 +119,7 @@ def check_numbers(raw: dict[str, Any], names: Mapping[str, str], where: str) -> 
 
 
 def find_weights(folder: Path) -> Weights:
-    """The safetensors files of a folder, their names, places and headers checked; no tensor is read."""
+    """Return the safetensors files of a folder after a check of their names, paths and headers; no tensor is read."""
     index = None
     if os.path.lexists(folder / SINGLE):
         names = [SINGLE]
@@ -167,7 +167,7 @@ def _no_weights(folder: Path) -> ModelError:
         return ModelError(
             f"{folder}: no model.safetensors and no model.safetensors.index.json; download the weights too"
         )
-    shown = folder if re.fullmatch(r"[\w./~-]+", str(folder)) else "FOLDER"  # it stands in a command to copy
+    shown = folder if re.fullmatch(r"[\w./~-]+", str(folder)) else "FOLDER"  # Users copy the command into a shell.
     return ModelError(
         f"{folder}: the weights are in {pickles[0]!r} only, and opening such a file can run code hidden in it; "
         "headwise reads safetensors. If you trust the source, convert once: "

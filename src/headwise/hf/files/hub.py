@@ -1,4 +1,4 @@
-"""From a folder or a hub name to a folder on this machine."""
+"""The local folder of a model that is given by its path or its hub name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "voc
 
 
 def find_folder(name_or_path: str | Path, check: Callable[[Path], object]) -> tuple[Path, str]:
-    """(folder, name to show). A folder that is there comes first; then the local cache; then the hub itself.
+    """Return (folder, name to show). An existing folder has priority, then the local cache, then the hub.
 
-    `check` is called with a folder of config.json alone, before anything large is fetched; it may raise.
+    Before the weights are downloaded, `check` is called with a folder that holds config.json alone; it may raise.
     """
     name = str(name_or_path)
     check_named("model", name, give="a checkpoint folder, or a hub name such as 'org/model'")
@@ -33,7 +33,7 @@ def find_folder(name_or_path: str | Path, check: Callable[[Path], object]) -> tu
 
 
 def _cached(name: str) -> Path | None:
-    """Return the model's folder in the local cache; None if it is not there, or without weights: then it is fetched."""
+    """Return the model's folder in the local cache; None if it is missing or has no weights and must be downloaded."""
     folder = cached_snapshot(name)
     if folder is None or not any(path for pattern in ("*.safetensors", *PICKLES) for path in folder.glob(pattern)):
         return None
@@ -44,9 +44,9 @@ def _fetched(name: str, check: Callable[[Path], object]) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
 
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))  # asks once; a download without a hub asks for 23 seconds
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))  # Without a hub, a download retries for 23 seconds.
         first = Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # offline, no such name, gated, a proxy ...: to the user all one
+    except Exception as error:  # All causes (offline, wrong name, gated, proxy) give the same message.
         raise ModelError(
             f"{name}: no such folder, no such model in the local cache, and it could not be fetched "
             f"({type(error).__name__}); connect, log in if the model is gated, or give a local folder"

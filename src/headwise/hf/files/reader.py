@@ -1,4 +1,4 @@
-"""The files of a model folder, opened without trust: plain files in the folder alone, size-capped, JSON strictly."""
+"""Safe reading of a model folder: only regular files inside the folder, with size limits and strict JSON."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..errors import ModelError
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 PIECE = 64 << 20
 READ_ONLY = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
-"""No link is followed, nothing waits for the other end of a pipe; Windows has none of these but the last."""
+"""Flags to open a file without following links and without waiting for a pipe; Windows has only O_BINARY."""
 
 
 def check_named(what: str, name: str | bytes, *, give: str) -> None:
-    """Raises ModelError for an empty name, of which a Path makes ".", the folder one stands in."""
+    """Raise ModelError for an empty name, because Path("") is the current folder."""
     if not name:
         raise ModelError(f"the {what}'s name is empty; give {give}")
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The real path of a plain file: in the folder itself, or in the cache's blobs for a model of the local cache."""
+    """Return the real path of a regular file in the folder, or in the blobs of the local cache for a cached model."""
     if not NAME.fullmatch(name):
         raise ModelError(f"{folder}: {name[:80]!r} is no plain file name; get the folder anew")
     try:
         real = (folder / name).resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a ring, before Python 3.13
+    except (OSError, RuntimeError) as error:  # Before Python 3.13, circular links raise RuntimeError.
         if isinstance(error, OSError) and not os.path.lexists(folder / name):
             raise ModelError(f"{folder}: the file {name!r} is missing; download it anew") from None
         raise ModelError(f"{folder}: {name!r} leads nowhere ({one_line(error)}); download it anew") from None
@@ -40,13 +40,13 @@ def inside(folder: Path, name: str) -> Path:
         homes.append(homes[0].parent.parent / "blobs")
     if real.parent not in homes:
         raise ModelError(f"{folder}: {name!r} leads to {real}, outside of the model's folder; copy the file into it")
-    if not real.is_file():  # before it is opened: to open a device can do something
+    if not real.is_file():  # This is checked before opening, because opening a device can have side effects.
         raise ModelError(f"{folder}/{name}: not a regular file; download it anew")
     return real
 
 
 def opened(folder: Path, name: str) -> FileIO:
-    """A plain file of the folder, to be read only; the caller closes it."""
+    """Open a regular file of the folder read-only and return it; the caller closes it."""
     real = inside(folder, name)
     try:
         file = FileIO(os.open(real, READ_ONLY), "rb")
@@ -59,7 +59,7 @@ def opened(folder: Path, name: str) -> FileIO:
 
 
 def read_bytes(folder: Path, name: str, limit: int) -> bytes:
-    """All of a plain file of the folder, of no more than `limit` bytes."""
+    """Return the content of a regular file of the folder; raise ModelError if it has more than `limit` bytes."""
     with opened(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -68,14 +68,14 @@ def read_bytes(folder: Path, name: str, limit: int) -> bytes:
 
 
 def read_part(file: FileIO, start: int, size: int, where: str) -> bytes:
-    """That many bytes of an open file from there on."""
+    """Return `size` bytes of an open file from byte `start` on."""
     content = bytearray(size)
     fill(memoryview(content), file, start, where)
     return bytes(content)
 
 
 def fill(memory: memoryview, file: FileIO, start: int, where: str) -> None:
-    """Reads as much as the memory has room for from there on; raises ModelError where the file ends before."""
+    """Fill the memory with the bytes of a file from `start` on; raise ModelError if the file ends too early."""
     try:
         file.seek(start)
         done = 0
@@ -89,12 +89,12 @@ def fill(memory: memoryview, file: FileIO, start: int, where: str) -> None:
 
 
 def read_json(folder: Path, name: str, limit: int) -> dict[str, Any]:
-    """A JSON object of the folder, strictly: no NaN or Infinity, no key twice, no more than `limit` bytes."""
+    """Return the JSON object in a file of the folder: no NaN or Infinity, no repeated key, at most `limit` bytes."""
     return parse_json(read_bytes(folder, name, limit), f"{folder}/{name}")
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """As `read_json`, from bytes; `where` names them in the error."""
+    """Return the JSON object in `text`, as strictly as `read_json`; `where` names the source in errors."""
     try:
         return parse_object(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a safetensors file holds, from its header alone, checked against the size of the file: nothing is allocated."""
+"""Reading of safetensors headers, checked against the size of the file before tensors are allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import ModelError
 from .reader import parse_json, read_part
 
 MAX_HEADER = 16 << 20
-"""Bytes: some 100,000 tensors. The format allows six times as many, which take a gigabyte once they are parsed."""
+"""The limit in bytes, about 100,000 tensors. The format allows 6 times as many, which take 1 GB when parsed."""
 
 TENSOR = re.compile(r"[\w.-]{1,255}", re.ASCII)
 MAX_DIMS, MAX_NUMEL = 16, 1 << 48
@@ -31,12 +31,12 @@ NUMBERS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Plain numbers; whatever else a file holds (eight bits, four bits) is quantised."""
+"""The supported dtypes; files with any other dtype (of 8 or 4 bits) count as quantised."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a file: what it is, and which of the file's bytes it is."""
+    """The dtype and shape of a tensor in a file, with the first byte and the number of bytes of its data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorEntry:
 
 
 def header(file: FileIO, where: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of an open file by name, and its metadata. Together they fill the file: no hole, nothing twice."""
+    """Return the tensors of an open file by name, and its metadata. The tensors must fill the file without overlap."""
     room = os.fstat(file.fileno()).st_size - 8
     length = int.from_bytes(read_part(file, 0, 8, where), "little") if room > 0 else 0
     if not 0 < length <= min(MAX_HEADER, room):
@@ -93,10 +93,10 @@ def _entry(name: str, entry: Any, base: int, where: str) -> TensorEntry:
 
 
 def _or_1(size: int) -> int:
-    """Strides are made of these: a tensor without a number has some, too."""
+    """Return the size of an axis, or 1 if it is empty, because empty tensors have strides, too."""
     return max(size, 1)
 
 
 def _counts(value: Any, most: int, largest: int) -> TypeGuard[list[int]]:
-    """Whether it is a list of at most so many whole numbers of 0 to the largest."""
+    """Return whether the value is a list of at most `most` integers from 0 to `largest`."""
     return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n <= largest for n in value)

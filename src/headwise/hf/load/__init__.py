@@ -1,1 +1,1 @@
-"""Load models, tokenizers, processors and checkpoints, and verify what was written."""
+"""Loading of models, tokenizers, processors and checkpoints, and verification of written checkpoints."""

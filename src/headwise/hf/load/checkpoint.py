@@ -1,4 +1,4 @@
-"""Opens a checkpoint folder to be read tensor by tensor: nothing in it is run, nothing outside of it is opened."""
+"""Read-only access to a checkpoint folder, tensor by tensor: no code is run and no file outside of it is opened."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ DATA = (
     "vocab.json",
     "vocab.txt",
 )
-"""What belongs to a copy of a model, by name; all else stays behind: code, pickles, other formats, the model card."""
+"""The files that a copy of a model includes. All others are left out: code, pickles, other formats, the model card."""
 
 MAX_SETTINGS, MAX_DATA = 16 << 20, 256 << 20
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-FORMATS = ("pt", "mlx")  # as torch has them; in others the matrices are transposed
+FORMATS = ("pt", "mlx")  # Both store matrices in torch's layout; in other formats they are transposed.
 LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
 Identity = tuple[int, int, int, int, int]
 
 
 class Checkpoint:
-    """A checkpoint folder, opened read-only: a context manager that closes it.
+    """A checkpoint folder that is open read-only; as a context manager it closes its files at the end.
 
     Attributes:
-        folder: where it lies.
-        config: config.json, less the keys that its class in transformers does not know.
-        dropped: those keys.
-        tensors: every tensor by name, with `dtype` and `shape`.
-        files: the files beside config and weights that belong to a copy: tokenizer, generation_config.json, licence.
-        inputs: every file that is read.
-        layouts: how checkpoints of the known architectures store attention.
+        folder: The path of the folder.
+        config: The content of config.json without the keys that its config class in transformers does not use.
+        dropped: The removed keys, sorted.
+        tensors: Every tensor by name, with `dtype` and `shape`.
+        files: The files of a copy besides config and weights: tokenizer, generation_config.json, licence.
+        inputs: Every file that is read.
+        layouts: The table of how known architectures store attention.
     """
 
     def __init__(self, folder: Path, raw: dict[str, Any], weights: Weights, before: Mapping[str, Identity]) -> None:
@@ -104,15 +104,15 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; no tensor can be read any more."""
+        """Close the files; after that no tensor can be read."""
         self._closing.close()
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in memory of its own; nothing else is read.
+        """Return one tensor in new CPU memory; no other tensor is read.
 
         Raises:
-            KeyError: no such tensor.
-            ModelError: the file cannot be read, or is not what it was when it was opened.
+            KeyError: The checkpoint has no such tensor.
+            ModelError: The file cannot be read, or it changed after it was opened.
         """
         stored = self.tensors[name]
         shard = self._shard_of[name]
@@ -124,7 +124,7 @@ class Checkpoint:
         return tensor
 
     def chunks(self, file: str) -> Iterator[bytes]:
-        """The bytes of one of `inputs`, in pieces of 8 MiB."""
+        """Yield the bytes of one of `inputs` in pieces of 8 MiB."""
         with ExitStack() as stack:
             stream = self._open.get(file) or stack.enter_context(opened(self.folder, file))
             self._check(file, os.fstat(stream.fileno()))
@@ -133,7 +133,7 @@ class Checkpoint:
                 yield read_part(stream, start, min(8 << 20, size - start), f"{self.folder}/{file}")
 
     def copy(self, file: str) -> Iterator[bytes]:
-        """The bytes of one of `files` as they may be handed on: settings without the keys that can name code."""
+        """Yield the bytes of one of `files` for a copy: settings files without the keys that can name code."""
         if file not in CONFIGS:
             yield from self.chunks(file)
             return
@@ -143,7 +143,7 @@ class Checkpoint:
         yield content if safe == table else json.dumps(safe, indent=2, ensure_ascii=False).encode() + b"\n"
 
     def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
-        """Loads what was made of this checkpoint in a fresh process, and compares it with this one if asked.
+        """Load a checkpoint that was made from this one in a fresh process, and compare both if `compare` is true.
 
         See `headwise.hf.load.verify.prove`.
         """
@@ -151,11 +151,11 @@ class Checkpoint:
         return prove(folder, self.config if compare else None, weights, request)
 
     def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PreTrainedModel:
-        """A model of its architecture, or of another one: see `headwise.hf.load.model.build`."""
+        """Return a text model of any architecture from its config and tensors: see `headwise.hf.load.model.build`."""
         return build(config, state)
 
     def check(self) -> None:
-        """Raises ModelError unless every file is what it was when the folder was opened."""
+        """Raise ModelError unless every file is unchanged since the folder was opened."""
         for name in self.inputs:
             try:
                 status = os.stat(self.folder / name)
@@ -169,21 +169,21 @@ class Checkpoint:
 
 
 def checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint folder to read it tensor by tensor: config.json, safetensors, and what belongs to a copy.
+    """Open a checkpoint folder to read it tensor by tensor: config.json, safetensors and the other files of a copy.
 
-    Every header is checked against the size of its file before anything is allocated. Nothing in the folder is run,
-    pickles are refused, and no file outside of it is opened (links of the hub's cache into its own blobs apart).
+    Every header is checked against the size of its file before memory is allocated. Nothing in the folder is run,
+    pickles are refused, and no file outside of it is opened (except the blobs that links in the hub's cache point to).
 
     Args:
-        folder: the folder that holds config.json and ``*.safetensors``.
+        folder: The folder that holds config.json and ``*.safetensors``.
 
     Returns:
-        The open checkpoint; use it in a ``with``.
+        The open checkpoint; use it in a ``with`` statement.
 
     Raises:
-        ModelError: no such folder; or files that are missing, damaged, contradict one another, or are no plain files; a
-            quantised checkpoint; a tensor that has another dtype in another layer.
-        TypeError: no path.
+        ModelError: The folder does not exist; files are missing, damaged, contradictory or not regular files; the
+            checkpoint is quantised; a tensor has different dtypes in different layers.
+        TypeError: `folder` is not a path.
 
     >>> import headwise.hf, headwise.models
     >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
@@ -197,7 +197,7 @@ def checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         raise TypeError(f"a checkpoint is opened by its path; got {type(folder).__name__}")
     path = Path(folder)
     check_named("checkpoint", os.fspath(folder), give="a folder with config.json and *.safetensors")
-    if not os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for a name that cannot be
+    if not os.path.isdir(path):  # Unlike Path.is_dir, it does not raise for an invalid name.
         raise ModelError(f"{folder}: no such folder; give one with config.json and *.safetensors")
     before = _identities(path)
     raw = folder_config(path)
@@ -212,18 +212,18 @@ def checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path, raw, weights, before)
 
 
-# -- what must agree --------------------------------------------------------------------------------------------------
+# -- consistency of the files -----------------------------------------------------------------------------------------
 
 
 def _check_shards(folder: Path, weights: Weights) -> None:
-    """One set of files: none of it missing, no second one beside it; and stored as torch does."""
+    """Check that the folder holds one complete set of weight files and no other, in torch's layout."""
     names = sorted(os.listdir(folder))
     if weights.index is None and INDEX in names:
         raise ModelError(
             f"{folder}: holds both {SINGLE} and {INDEX}, and only one of them can be meant; remove what is old"
         )
     sets = {(m[1], m[3]) for name in weights.files if (m := NUMBERED.fullmatch(name))}
-    stems = {stem for stem, _ in sets} | {"model"}  # the same weights in another format have another name
+    stems = {stem for stem, _ in sets} | {"model"}  # The same weights in another format have another name.
     stray = [name for name in names if (m := NUMBERED.fullmatch(name)) and m[1] in stems and name not in weights.files]
     if stray:
         raise ModelError(
@@ -243,7 +243,7 @@ def _check_shards(folder: Path, weights: Weights) -> None:
 
 
 def _check_index(folder: Path, weights: Weights) -> None:
-    """Each tensor is in the file that the index names, and the files hold no other."""
+    """Check that each tensor is in the file that the index names, and that the files hold no other tensors."""
     for tensor, shard in (weights.index or {}).items():
         if tensor not in weights.tensors[shard]:
             raise ModelError(
@@ -256,10 +256,10 @@ def _check_index(folder: Path, weights: Weights) -> None:
 
 
 def _check_dtypes(folder: Path, weights: Weights) -> None:
-    """The same weight of every layer has one dtype; norms in float32 beside matrices in bfloat16 are as they should be.
+    """Check that the same weight has one dtype in all layers; norms may be float32 while matrices are bfloat16.
 
-    So no number is ever rounded here: a tensor is copied or cut as it is stored. Who adds tensors of two dtypes decides
-    in which.
+    So no value is rounded here: a tensor is copied or cut as it is stored. Code that adds tensors of two dtypes has to
+    choose the dtype of the sum.
     """
     first: dict[str, tuple[str, torch.dtype]] = {}
     for table in weights.tensors.values():
@@ -277,7 +277,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _check_file(folder: Path, name: str) -> None:
-    """A file that is to be copied: not too large, and strict JSON if keys of it are looked at."""
+    """Check that a file to copy is not too large and, if some of its keys are removed, that it is strict JSON."""
     if name in CONFIGS:
         parse_json(read_bytes(folder, name, MAX_SETTINGS), f"{folder}/{name}")
         return
@@ -287,15 +287,15 @@ def _check_file(folder: Path, name: str) -> None:
         raise ModelError(f"{folder}/{name}: {size} bytes, at most {MAX_DATA} are read; such a file describes no model")
 
 
-# -- what must stay ---------------------------------------------------------------------------------------------------
+# -- changes since opening --------------------------------------------------------------------------------------------
 
 
 def _identities(folder: Path) -> dict[str, Identity]:
-    """What every file of the folder is now, before any is read: so what is read later is what was checked."""
+    """Return the identity of every file in the folder before any is read, so that later changes are detected."""
     identities = {}
     try:
         for name in os.listdir(folder):
-            with suppress(OSError):  # a link that leads nowhere
+            with suppress(OSError):  # A broken link raises.
                 identities[name] = _identity(os.stat(folder / name))
     except OSError as error:
         raise ModelError(f"{folder}: cannot be read ({one_line(error)}); check its permissions") from None

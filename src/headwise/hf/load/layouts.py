@@ -1,4 +1,4 @@
-"""How checkpoints of the known architectures store attention: `layouts.json`, as it stands there."""
+"""The table of how checkpoints of known architectures store attention (`layouts.json`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @functools.cache
 def layouts() -> Mapping[str, Any]:
-    """The table: ``forms`` of an attention layer's tensors, ``families`` by model_type, ``attributes`` in memory.
+    """Return the table: ``forms`` of attention tensors, ``families`` by model_type, ``attributes`` in memory.
 
-    Nothing of transformers is needed to read it; `headwise.reshape` does.
+    The table itself does not depend on transformers. `headwise.reshape` reads it.
     """
     content: dict[str, Any] = json.loads((Path(__file__).parent / "layouts.json").read_bytes())
     return content

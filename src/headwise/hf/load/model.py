@@ -1,4 +1,4 @@
-"""Load a model to look at: a local folder or a hub name, safetensors only, no code of the folder's ever run."""
+"""Loading of models from a local folder or the hub: safetensors only, and code in the folder is never run."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ TEXT_MODELS = "text models that are decoder-only or encoder-only are read here"
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model with what `headwise look` needs to know of it; `load` makes it.
+    """A model with its tokenizer and the properties that `headwise look` needs; `load` returns it.
 
     Attributes:
-        model: In eval mode.
-        tokenizer: None for a model that reads no text.
-        name: As it was asked for.
-        max_positions: How many tokens the model takes; None where its config does not say.
-        kind: "decoder" (each token sees those before it) or "encoder".
-        delimiters: Ids of punctuation, line ends and separators.
-        bos_id: The id that begins a text; None where there is none.
-        folder: Where its files are.
+        model: The model in eval mode.
+        tokenizer: The tokenizer; None for a model that reads no text.
+        name: The name or path that was requested.
+        max_positions: The maximum number of tokens; None if the config does not declare one.
+        kind: "decoder" (causal attention) or "encoder".
+        delimiters: The ids of punctuation, line ends and separators.
+        bos_id: The id that begins a text; None if the tokenizer has none.
+        folder: The folder of its files.
     """
 
     model: PreTrainedModel
@@ -61,19 +61,19 @@ class Loaded:
     folder: Path | None = None
 
     def encode(self, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
-        """The ids of a text, long (1, T), and the piece of the text that each stands for.
+        """Return the ids of a text, int64 (1, T), and the piece of the text for each id.
 
-        Raises TypeError for what is no text, ModelError where it has no tokens, or more than the model takes.
+        Raises TypeError if `text` is not a str, ModelError if it has no tokens or more than the model takes.
         """
         check_texts(text=text)
         ids, pieces = encode(self.tokenizer, text, self.max_positions)
         return torch.tensor([ids], device=self.model.device), pieces
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Of each text the ids, as many as it has, and the start and end of each one's characters.
+        """Return, for each text, all its ids and the (start, end) character offsets of each id.
 
-        Raises TypeError for what is no list of texts, ModelError where the tokenizer fails, or tells no characters (one
-        of plain Python does not).
+        Raises TypeError unless `texts` is a sequence of str, and ModelError if the tokenizer fails or has no offsets
+        (as those in plain Python).
         """
         if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
             raise TypeError(f"texts are a list of texts; got {shown(texts)}")
@@ -82,24 +82,24 @@ class Loaded:
         return encode_all(self.tokenizer, texts)
 
     def names(self) -> list[str]:
-        """What the tokenizer calls each id of the model, in order; an id that it does not know is empty."""
+        """Return the tokenizer's name of each id of the model, in order; the name of an unknown id is empty."""
         count = self.model.config.get_text_config().vocab_size
         return [name or "" for name in self.tokenizer.convert_ids_to_tokens(range(count))]
 
     def decode(self, token: int) -> str:
-        """The text of one id, an int or what counts as one; TypeError for others, ValueError below 0."""
+        """Return the text of one id; raise TypeError unless it is an integer, ValueError if it is negative."""
         check_counts(token=index(token) if hasattr(token, "__index__") else token)
         text: str = self.tokenizer.decode([token])
         return text
 
     @property
     def mask_id(self) -> int | None:
-        """What hides a word from an encoder; None for a decoder, and where the tokenizer has no such token."""
+        """The id of an encoder's mask token; None for a decoder or if the tokenizer has no mask token."""
         return None if self.kind == "decoder" else self.tokenizer.mask_token_id
 
 
 def check_inputs(loaded: object, image: object, sound: object, texts: Mapping[str, object]) -> None:
-    """Raise TypeError unless these are a model as `load` gives it, a PIL image, a waveform with its rate, and texts."""
+    """Raise TypeError unless these are a `Loaded` and, if not None, a PIL image, a waveform with its rate and texts."""
     if not isinstance(loaded, Loaded):
         raise TypeError(f"prepared takes what headwise.hf.load gives; got {shown(loaded)}")
     if image is not None and not hasattr(image, "convert"):
@@ -120,19 +120,19 @@ def load(
     """Load a text model and its tokenizer, in eval mode.
 
     Args:
-        name_or_path: A folder with config.json, *.safetensors and a tokenizer, or the name of a model on the hub, taken
-            from the local cache where it is there and fetched else.
-        device: Where to put it, as torch names devices.
-        dtype: The dtype of the weights, as torch.float32 or "float32". None: float32 on the CPU, where statistics gain
-            from it and half precision is slow; elsewhere that of the files.
-        any_input: Take models of pictures and sound, encoder-decoders and those made of several, too; what they read
-            is made by `headwise.hf.prepared`.
+        name_or_path: A folder with config.json, *.safetensors and a tokenizer, or the name of a model on the hub. A
+            hub model is taken from the local cache, or downloaded if the cache does not hold it.
+        device: The torch device of the model.
+        dtype: The dtype of the weights, as torch.float32 or "float32". None selects float32 on the CPU, where it makes
+            statistics more exact and half precision is slow, and the dtype of the files on other devices.
+        any_input: Accept image and audio models, encoder-decoders and models made of several submodels, too; their
+            inputs are made by `headwise.hf.prepared`.
 
     Raises:
-        ModelError: one line with the rule, the values and a way out: no such folder or name; weights as pickle, or
-            quantised; a config.json that is no plain description of a model; a model outside transformers' attention
-            interface, or no text model; weights or tokenizer that are missing or do not fit. Code in the folder
-            (`auto_map`) is never run, and fields of config.json that choose code are not read.
+        ModelError: One line with the rule, the values and a remedy: the folder or name does not exist; the weights are
+            pickled or quantised; config.json is invalid; the model is not on transformers' attention interface or is
+            not a text model; weights or tokenizer are missing or do not fit. Code in the folder (`auto_map`) is never
+            run, and fields of config.json that select code are not read.
 
     Example:
         >>> import headwise.hf, headwise.models
@@ -166,9 +166,9 @@ def load(
 def checked(
     name_or_path: str | Path, *, any_input: bool = False
 ) -> tuple[Path, str, PreTrainedConfig, type[PreTrainedModel], Weights]:
-    """What `load` finds before it reads a weight: (folder, name, config, class, where the weights are).
+    """Return what `load` needs before it reads weights: (folder, name, config, class, weights files).
 
-    Raises ModelError for a name, a config.json or a list of weights that `load` refuses.
+    Raises ModelError for a name, a config.json or weights files that `load` refuses.
     """
     check = partial(describe, any_input=any_input)
     folder, name = find_folder(name_or_path, check)
@@ -200,11 +200,11 @@ def _dtype_of(weights: Weights) -> torch.dtype:
     return next((dtype for dtype in order if dtype in weights.dtypes), torch.float32)
 
 
-# -- what is in the folder --------------------------------------------------------------------------------------------
+# -- config and class -------------------------------------------------------------------------------------------------
 
 
 def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """The config and the class of the model; refuses what headwise cannot see before any weight is read."""
+    """Return the config and the class of the model; raise ModelError before weights are read if it cannot run."""
     raw = folder_config(folder)
     model_type, where = raw["model_type"], f"{folder}/config.json"
     config_class = class_of_config(model_type, where)
@@ -213,7 +213,7 @@ def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig
             config = config_class.from_dict(taken(raw, where))
         except ModelError:
             raise
-        except Exception as error:  # as below
+        except Exception as error:  # The validation raises many types, as below.
             raise _no_config(where, config_class, error) from None
         cls = _class_of(raw, config)
         require_interface(cls, model_type)
@@ -223,7 +223,7 @@ def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig
     check_numbers(raw, config_class.attribute_map, where)
     try:
         config = config_class(**{key: raw[key] for key in known_keys(config_class) & raw.keys()})
-    except Exception as error:  # transformers' validation raises many kinds, one a field
+    except Exception as error:  # transformers' validation raises many types of exceptions.
         raise _no_config(where, config_class, error) from None
     cls = _class_of(raw, config)
     require_interface(cls, model_type)
@@ -246,7 +246,7 @@ def _no_text_model(model_type: str, why: str) -> ModelError:
 
 
 def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that config.json names, if transformers has it for this model_type; else its causal or plain model."""
+    """Return the class that config.json names if it fits the config's class; else the causal or the base model."""
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     auto = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
@@ -265,7 +265,7 @@ def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedM
 
 
 def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, folder: Path) -> None:
-    """Compare what config.json wants allocated with what the files hold, before allocating it."""
+    """Raise ModelError before allocation if config.json describes far more numbers than the files hold."""
     text = config.get_text_config()
     experts = max(getattr(text, key, 0) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     layers = getattr(text, "num_hidden_layers", 0)
@@ -274,7 +274,7 @@ def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: W
     try:
         with torch.device("meta"):
             empty = cls(config)
-    except Exception as error:  # any size that does not fit another one shows here, in as many ways as there are models
+    except Exception as error:  # Each model class raises its own exceptions for sizes that do not fit together.
         raise ModelError(
             f"{folder}: config.json describes no {cls.__name__} that can be built ({one_line(error)})"
         ) from None
@@ -288,10 +288,10 @@ def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: W
 
 
 def build(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """The text model of a config, as `Checkpoint.config` has it, and of its tensors; in float32, in eval mode.
+    """Return the text model of a config (as in `Checkpoint.config`) and its tensors, in float32 and in eval mode.
 
     Raises:
-        ModelError: transformers has no such text model, or the tensors do not make it whole.
+        ModelError: transformers has no such text model, or tensors are missing or have the wrong size.
     """
     made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
     return _fill(_class_of(dict(config), made), made, dict(state), torch.float32, "the changed model").eval()
@@ -307,7 +307,7 @@ def _read(weights: Weights, folder: Path) -> dict[str, torch.Tensor]:
 def _fill(
     cls: type[PreTrainedModel], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype, where: str
 ) -> PreTrainedModel:
-    """The model with its weights. transformers is handed tensors, not a folder, so it reads nothing else in there."""
+    """Return the model with its weights. transformers gets tensors instead of the folder, so it reads no other file."""
     try:
         with _quietly():
             model, report = cls.from_pretrained(
@@ -316,7 +316,7 @@ def _fill(
                 state_dict=state,
                 dtype=dtype,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # named below
+                ignore_mismatched_sizes=True,  # The error below names them.
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{where}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
@@ -337,7 +337,7 @@ def _fill(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' progress bar and report of keys: what matters of it becomes an error of ours."""
+    """Turn off transformers' progress bar and report of keys; the caller raises ModelError for the keys that matter."""
     talk = transformers.utils.logging
     level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
     talk.set_verbosity_error()
@@ -350,7 +350,7 @@ def _quietly() -> Iterator[None]:
             talk.enable_progress_bar()
 
 
-# -- what `look` wants to know ----------------------------------------------------------------------------------------
+# -- properties of the model ------------------------------------------------------------------------------------------
 
 
 def _kind(model: PreTrainedModel) -> str:
@@ -360,7 +360,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 
 def _writes(config: PreTrainedConfig) -> bool:
-    """Whether models of a config write text, by the kinds of heads that transformers has for them."""
+    """Return whether models of a config generate text, judged by the model heads that transformers has for them."""
     if config.model_type in BOTH_WAYS:
         return False
     if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -369,24 +369,24 @@ def _writes(config: PreTrainedConfig) -> bool:
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
-    """How many ids the text part knows."""
+    """Return the number of ids of the text part."""
     try:
         table: Any = model.get_input_embeddings()
-    except NotImplementedError:  # a model of two towers
+    except NotImplementedError:  # Models with two towers (such as CLIP) have no single input embedding.
         table = None
     rows = getattr(table, "num_embeddings", None)
     return rows if isinstance(rows, int) else int(model.config.get_text_config().vocab_size)
 
 
 def declared_positions(config: PreTrainedConfig) -> int | None:
-    """How many tokens fit, as a config says it; None where it does not."""
+    """Return the maximum number of tokens that a config declares; None if it declares none."""
     names, text = ("max_position_embeddings", "max_seq_len"), config.get_text_config()
     declared = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
     return declared if isinstance(declared, int) and declared > 0 else None
 
 
 def _max_positions(model: PreTrainedModel) -> int | None:
-    """How many tokens fit. Tables that begin to count after the padding id hold that many rows fewer."""
+    """Return the maximum number of tokens. In position tables with a padding id, rows up to that id are unusable."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
             rows = module.num_embeddings - module.padding_idx - 1

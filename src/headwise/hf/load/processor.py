@@ -1,8 +1,8 @@
-"""From a picture, a sound and texts to what a model of transformers is called with.
+"""The inputs of a transformers model, made from an image, a sound and texts.
 
-transformers' own processors make the numbers where they run (those of pictures want PIL, or torchvision); else a
-picture is resized and normalised here, by the same preprocessor_config.json. How many places a picture takes in a text
-is asked of the model itself.
+transformers' own processors make the inputs if they run (image processors need PIL or torchvision). Otherwise an image
+is resized and normalised here, as preprocessor_config.json specifies. The number of image tokens in a text is computed
+by the model itself.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from .tokenizer import encode
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 MAX_SETTINGS = 1 << 20
 LARGEST = 4096
-"""Most pixels a side that a picture is resized to."""
+"""The maximum width and height, in pixels, of a resized image."""
 
 BOUNDS = {"n_fft": 8192, "hop_length": 8192, "chunk_length": 3600, "sampling_rate": 1_000_000, "max_length": 1_000_000}
-"""The most of what a processor of sound makes tables of."""
+"""The maximum of settings from which an audio processor makes tables."""
 
 MOST_SAID = 48
-"""Tokens that a decoder says of a sound, where none are asked for."""
+"""The maximum number of decoder tokens, with the start token, that are generated if no target is given."""
 
 START = "(start)"
 CAPTION = "A picture."
-"""What a model that reads a text beside its picture gets where there is none."""
+"""The text for a model that reads a text together with an image, if no text is given."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a model is called with.
+    """The inputs of a model call.
 
     Attributes:
-        values: tensors by name, as `headwise.look.at` takes them.
-        tokens: the tokens of its texts, by the names of their ids.
-        seconds: of a sound, how long the model's axis of it is; None where there is none.
+        values: The tensors by name, as `headwise.look.at` takes them.
+        tokens: The tokens of the texts, by the name of the tensor of ids.
+        seconds: The duration of the sound's time axis, in seconds; None without a sound.
     """
 
     values: dict[str, Any]
@@ -63,20 +63,22 @@ def prepared(
     target: str | None = None,
     pair: str | None = None,
 ) -> Prepared:
-    """What a model reads of a picture, a sound and texts.
+    """Return the inputs of a model for an image, a sound and texts.
 
     Args:
         loaded: The model, loaded with ``any_input=True``.
-        text: For its text part, or its encoder. An image token in it is where the picture goes; else it comes first.
+        text: The text for the text part or the encoder. The image is inserted at the image token in it, or at the
+            beginning if it has none.
         image: A PIL image.
-        sound: A waveform (N,) from -1 to 1, and how many numbers of it are a second.
-        target: What the decoder of an encoder-decoder reads. Without one it reads the encoder's text, or of a sound
-            what it says itself, word for word.
-        pair: A second sentence, behind the first, as the tokenizer joins them.
+        sound: A waveform (N,) from -1 to 1, and its sampling rate in Hz.
+        target: The text that the decoder of an encoder-decoder reads. Without it, the decoder reads the encoder's
+            text, or, for a sound, the tokens that it generates itself, the likeliest at each step.
+        pair: A second sentence, which the tokenizer appends to the first.
 
     Raises:
-        ModelError: the model does not read such input, or its folder does not say how; a sound of another rate.
-        TypeError: something that is no such input.
+        ModelError: The model does not take such an input, its folder has no valid processor settings, or the sound has
+            another sampling rate.
+        TypeError: An argument has the wrong type.
     """
     check_inputs(loaded, image, sound, {"text": text, "target": target, "pair": pair})
     takes = inspect.signature(loaded.model.forward).parameters
@@ -107,7 +109,7 @@ def prepared(
 
 
 def _check_takes(loaded: Loaded, takes: Mapping[str, object], **inputs: Any) -> None:
-    """Each input that is there is one that the model takes, and none is missing that it cannot do without."""
+    """Raise ModelError if the model does not take a given input, or if a required image or sound is missing."""
     name = f"{loaded.name} ({type(loaded.model).__name__})"
     needs = loaded.model.main_input_name
     hears = [one for one in ("input_features", "input_values") if one in takes]
@@ -125,15 +127,15 @@ def _check_takes(loaded: Loaded, takes: Mapping[str, object], **inputs: Any) -> 
             raise ModelError(f"{name} does not read {what}; it takes {', '.join(list(takes)[:4])}; leave that out")
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- images ------------------------------------------------------------------------------------------------------------
 
 
 def _pixels(loaded: Loaded, image: Any, takes: Mapping[str, object]) -> dict[str, Any]:
-    """The picture as the model wants it: by its processor, or by that processor's settings."""
+    """Return the image as input tensors, made by its processor or, if that fails, by `resized` with its settings."""
     settings = _settings(loaded, "image_processor")
     size = settings.get("size")
     if isinstance(size, dict) and set(size) == {"shortest_edge"}:
-        _new_size(image.size, size, f"{loaded.folder}")  # raises where the longer side would be beyond all bounds
+        _new_size(image.size, size, f"{loaded.folder}")  # Raises if the longer side would be too large.
     try:
         from transformers import AutoImageProcessor
 
@@ -141,7 +143,7 @@ def _pixels(loaded: Loaded, image: Any, takes: Mapping[str, object]) -> dict[str
             str(loaded.folder), local_files_only=True, trust_remote_code=False, use_fast=False
         )
         made = processor(images=image, return_tensors="pt")
-    except Exception as error:  # no PIL form of it, no such class, settings of another kind: each in its own way
+    except Exception as error:  # A missing library, class or setting raises different exceptions.
         if "patch_size" in settings or "merge_size" in settings:
             raise ModelError(f"{loaded.folder}: its picture processor does not run here ({one_line(error)})") from None
         made = {"pixel_values": resized(image, settings, f"{loaded.folder}")}
@@ -149,7 +151,7 @@ def _pixels(loaded: Loaded, image: Any, takes: Mapping[str, object]) -> dict[str
 
 
 def resized(image: Any, settings: Mapping[str, Any], where: str) -> Tensor:
-    """(1, 3, height, width): resized, cut, scaled and normalised by a preprocessor_config.json."""
+    """Return an image as (1, 3, height, width), float32: resized, cropped, rescaled and normalised by `settings`."""
     size, crop = settings.get("size"), settings.get("crop_size")
     if settings.get("do_resize", True) and size is not None:
         image = image.resize(_new_size(image.size, size, where), int(settings.get("resample", 2)))
@@ -167,7 +169,7 @@ def resized(image: Any, settings: Mapping[str, Any], where: str) -> Tensor:
 
 
 def _new_size(now: tuple[int, int], size: Any, where: str) -> tuple[int, int]:
-    """(width, height) by a setting: of both sides, or of the shorter one."""
+    """Return the (width, height) that a setting gives: one number, both sides, or the shorter side."""
     if isinstance(size, int):
         return size, size
     if isinstance(size, dict) and isinstance(size.get("height"), int) and isinstance(size.get("width"), int):
@@ -181,7 +183,7 @@ def _new_size(now: tuple[int, int], size: Any, where: str) -> tuple[int, int]:
 
 
 def _settings(loaded: Loaded, part: str) -> dict[str, Any]:
-    """What the folder says of its processor, every number of it within bounds."""
+    """Return the processor settings of the folder, with every number within its bounds."""
     folder = loaded.folder
     for name in SETTINGS:
         if folder is not None and (folder / name).exists():
@@ -197,7 +199,7 @@ def _settings(loaded: Loaded, part: str) -> dict[str, Any]:
 
 
 def _check_bounds(value: Any, where: str, key: str = "") -> None:
-    """No size of gigabytes, no division by zero."""
+    """Raise ModelError for a setting that would allocate gigabytes or divide by zero."""
     if isinstance(value, dict):
         for name, one in value.items():
             _check_bounds(one, where, name if not key.endswith("size") else f"{name} of {key}")
@@ -206,14 +208,14 @@ def _check_bounds(value: Any, where: str, key: str = "") -> None:
             _check_bounds(one, where, key)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         side = "size" in key or key in ("height", "width", "num_mel_bins")
-        pixels = "pixels" in key or "edge" in key  # of some processors an edge is the number of pixels in all
+        pixels = "pixels" in key or "edge" in key  # In some processors an edge is the total number of pixels.
         most = LARGEST**2 if pixels else LARGEST if side else BOUNDS.get(key, 10_000_000)
         if not -most <= value <= most or (value == 0 and key in ("image_std", "sampling_rate", "hop_length")):
             raise ModelError(f"{where}: {key} is {str(value)[:40]}, beyond what makes sense; download the file anew")
 
 
 def _image_id(loaded: Loaded) -> int | None:
-    """The id that stands where a patch of a picture is."""
+    """Return the id of the image token, which stands for an image patch; None if the config has none."""
     for name in ("image_token_id", "image_token_index"):
         value = getattr(loaded.model.config, name, None)
         if isinstance(value, int):
@@ -224,7 +226,7 @@ def _image_id(loaded: Loaded) -> int | None:
 def _with_picture(
     loaded: Loaded, ids: list[int], pieces: list[str], values: Mapping[str, Any]
 ) -> tuple[list[int], list[str]]:
-    """A text with as many image tokens as the model makes of its picture; as it is, where it takes none."""
+    """Return ids and pieces of a text with one image token per image vector; unchanged if there is no image token."""
     image = _image_id(loaded)
     if image is None:
         return ids, pieces
@@ -247,11 +249,11 @@ def _with_picture(
 
 
 PATCH = "\u25a2"
-"""What stands for a patch among tokens."""
+"""The piece that is shown for an image patch."""
 
 
 def _places(loaded: Loaded, values: Mapping[str, Any]) -> int:
-    """How many places of a text the pictures take: as many as the model makes vectors of them."""
+    """Return the number of image tokens: the number of vectors that the model computes from the images."""
     model: Any = loaded.model
     takes = inspect.signature(model.get_image_features).parameters
     weight = next(model.parameters())
@@ -273,7 +275,7 @@ def _places(loaded: Loaded, values: Mapping[str, Any]) -> int:
 def _heard(
     loaded: Loaded, wave: npt.NDArray[np.float32], rate: int, takes: Mapping[str, object]
 ) -> tuple[dict[str, Any], float]:
-    """The sound as the model wants it, and how many seconds the model's axis of it is."""
+    """Return the sound as input tensors, and the duration of their time axis in seconds."""
     _settings(loaded, "feature_extractor")
     try:
         from transformers import AutoFeatureExtractor
@@ -296,7 +298,7 @@ def _heard(
         )
     try:
         made = extractor(wave, sampling_rate=rate, return_tensors="pt")
-    except Exception as error:  # too short for its windows, settings that do not fit together
+    except Exception as error:  # For example, the sound is shorter than one window.
         raise ModelError(f"the model's processor makes nothing of this sound ({one_line(error)})") from None
     values = {name: value for name, value in made.items() if name in takes and not name.endswith("mask")}
     if not values:
@@ -316,18 +318,18 @@ def _heard(
 
 
 def _text(loaded: Loaded, text: str, pair: str | None) -> tuple[list[int], list[str], list[int] | None]:
-    """Ids, their pieces, and of a pair which sentence each is of."""
+    """Return the ids, their pieces and, for a pair, the sentence (0 or 1) of each id."""
     ids, pieces = encode(loaded.tokenizer, text, loaded.max_positions)
     if pair is None:
         return ids, list(pieces), None
-    encode(loaded.tokenizer, pair, loaded.max_positions)  # raises where the tokenizer would take for ever
+    encode(loaded.tokenizer, pair, loaded.max_positions)  # Raises if the pair is too long or takes too much time.
     both = loaded.tokenizer(text, pair, return_token_type_ids=True)
     ids, segments = list(both["input_ids"]), list(both["token_type_ids"])
     if loaded.max_positions is not None and len(ids) > loaded.max_positions:
         raise ModelError(
             f"both sentences have {len(ids):,} tokens, and the model takes {loaded.max_positions:,}; give shorter ones"
         )
-    if not any(segments):  # a tokenizer that does not say: the second begins behind the first one's end
+    if not any(segments):  # The tokenizer gives no token types, so they are made from its sequence ids.
         sequences = both.sequence_ids() if loaded.tokenizer.is_fast else [None] * len(ids)
         segments = [int(one == 1) for one in sequences]
     return ids, _pieces(loaded, both, (text, pair)), segments
@@ -359,7 +361,7 @@ def _start(loaded: Loaded) -> int:
 
 
 def _target(loaded: Loaded, text: str) -> tuple[list[int], tuple[str, ...]]:
-    """What a decoder reads to say a text: its start, then the text but for its last token."""
+    """Return the decoder's input for a text: the start token, then the text without a final EOS or SEP token."""
     ids, pieces = encode(loaded.tokenizer, text, loaded.max_positions)
     start = _start(loaded)
     if ids[0] == start:
@@ -369,7 +371,7 @@ def _target(loaded: Loaded, text: str) -> tuple[list[int], tuple[str, ...]]:
 
 
 def _said(loaded: Loaded, values: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
-    """What the decoder says itself, the likeliest token at each place."""
+    """Return the ids that the decoder generates, the likeliest token at each step, and their pieces."""
     model: Any = loaded.model
     weight = next(model.parameters())
     end = model.config.eos_token_id

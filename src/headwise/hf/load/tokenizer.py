@@ -1,9 +1,9 @@
-"""Tokenizers, and what of a vocabulary is punctuation.
+"""Tokenizers, and the ids of punctuation in a vocabulary.
 
-A tokenizer.json comes from strangers, and may hold a pattern that backtracks for ever, or a rule that makes a gigabyte
-of a letter. The library that runs it is native code: no signal and no other thread can stop it, a panic in it prints
-past Python, and what a pattern costs cannot be read off the file. So each text goes first through a process of its own
-with limits on time and memory; only what comes to an end there is then done here.
+A tokenizer.json is untrusted: it may hold a pattern that backtracks forever, or a rule that makes a gigabyte of a
+letter. The library that runs it is native code: no signal and no other thread can stop it, its panics bypass Python's
+stderr, and the cost of a pattern cannot be read from the file. So a separate process with limits on time and memory
+first tokenizes each text. Only texts that finish there are then tokenized in this process.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ MARKS = (".", ",", ";", ":", "!", "?", "\n")
 IN_A_TEXT = {text: mark for mark in MARKS for text in (f"a{mark}", f"a {mark}", f"a{mark}b")}
 
 SECONDS, MEMORY = 10, 2 << 30
-"""The most that a tokenizer may take of a processor and of memory; 256,000 entries take a tenth of it to be read."""
+"""The limits of CPU time (seconds) and memory (bytes) of a tokenizer; reading 256,000 entries takes a tenth of them."""
 
 A_TOKEN = 16
-"""Characters that are looked at first for each token that a model takes; running text has 3 to 5 a token."""
+"""The first check of a long text reads this many characters per position of the model; prose has 3 to 5 per token."""
 
 
 def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
-    """The folder's tokenizer, from tokenizer.json where there is one, or from vocabulary files else.
+    """Return the folder's tokenizer, from tokenizer.json if it exists, otherwise from vocabulary files.
 
-    tokenizer.json is read as it is: transformers' AutoTokenizer rebuilds it by the config's model_type, which gives
-    other ids for some. The tokenizer's own code, if it names any, is never run.
+    tokenizer.json is read without AutoTokenizer, which rebuilds it by the config's model_type and for some models gives
+    other ids. Code that the tokenizer's files name is never run.
     """
     if not any(path.name.endswith(VOCABULARIES) for path in folder.iterdir()):
         raise ModelError(f"{folder}: no tokenizer; put the model's tokenizer.json beside config.json")
@@ -60,7 +60,7 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
         return tokenizer
     except ModelError:
         raise
-    except Exception as error:  # the tokenizers library raises plain Exception
+    except Exception as error:  # The tokenizers library raises plain Exception.
         raise ModelError(
             f"{folder}: no tokenizer that can be read ({one_line(error)}); put its tokenizer.json beside config.json"
         ) from None
@@ -80,7 +80,7 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
 
 
 def delimiters(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
-    """Ids of punctuation, line ends and the separator, in order (after Clark et al. 2019, arXiv 1906.04341)."""
+    """Return the sorted ids of punctuation, line ends and the separator (after Clark et al. 2019, arXiv 1906.04341)."""
     marks = {tokenizer.sep_token_id}
     for text, mark in IN_A_TEXT.items():
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -89,7 +89,7 @@ def delimiters(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
 
 
 def bos_id(tokenizer: Any, vocabulary: int) -> int | None:
-    """The id that begins a text: BOS, or CLS."""
+    """Return the id that begins a text: BOS, or else CLS; None if the tokenizer has neither."""
     for token in (tokenizer.bos_token_id, tokenizer.cls_token_id):
         if token is not None and 0 <= token < vocabulary:
             return int(token)
@@ -97,7 +97,7 @@ def bos_id(tokenizer: Any, vocabulary: int) -> int | None:
 
 
 def encode(tokenizer: Any, text: str, max_positions: int | None) -> tuple[list[int], tuple[str, ...]]:
-    """The ids of a text, and for each the piece of the text it stands for: joined, they are the text again."""
+    """Return the ids of a text and the piece of the text for each id; the joined pieces give the text again."""
     _refuse_long(tokenizer, text, max_positions)
     fast = tokenizer.is_fast
     encoded = tokenizer(text, return_offsets_mapping=fast)
@@ -107,14 +107,14 @@ def encode(tokenizer: Any, text: str, max_positions: int | None) -> tuple[list[i
     names = tokenizer.convert_ids_to_tokens(ids)
     pieces, done = [], 0
     for (_, stop), name in zip(encoded["offset_mapping"] if fast else [(0, 0)] * len(ids), names, strict=True):
-        # Pieces of one character (bytes) have all its offsets: the first is shown as the character.
+        # Byte tokens of one character all have the character's offsets, so the first one gets the whole character.
         pieces.append(text[done:stop] if stop > done else "\ufffd" if stop else name)
         done = max(done, stop)
     return ids, tuple(pieces)
 
 
 def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Of each text the ids, and the start and end of each one's characters."""
+    """Return, for each text, its ids and the (start, end) character offsets of each id."""
     if not texts:
         return []
     if not tokenizer.is_fast:
@@ -125,17 +125,17 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], li
 
 
 def beginning(tokenizer: Any, text: str, max_positions: int) -> str:
-    """As many words of a text, from its first, as the model takes; nothing where it takes not even one."""
+    """Return the beginning of a text, in whole words, that fits in `max_positions` tokens; empty if no word fits."""
     stops = [word.end() for word in re.finditer(r"\S+", text)]
     counts = _counts(tokenizer, [text[:stop] for stop in stops])
     return text[: max((stop for stop, count in zip(stops, counts, strict=True) if count <= max_positions), default=0)]
 
 
 def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:
-    """Raises ModelError where the text has more tokens than the model takes; a far too long one is not read to its end.
+    """Raise ModelError if the text has more tokens than the model takes, without reading all of a far too long text.
 
-    A text of which the beginning alone has twice too many tokens is refused by that: what follows could take a few of
-    them back, where it goes on with the last word, but not half of them.
+    A text is refused if its beginning alone has more than twice as many tokens as the model takes. The rest can
+    complete the last word and so remove a few of these tokens, but not half of them.
     """
     if max_positions is None:
         _count(tokenizer, text)
@@ -156,17 +156,18 @@ def _count(tokenizer: Any, text: str) -> int:
 
 
 def _counts(tokenizer: Any, texts: list[str]) -> list[int]:
-    """How many tokens each text has."""
-    if not tokenizer.is_fast:  # plain Python, which an interrupt stops
+    """Return the number of tokens of each text."""
+    if not tokenizer.is_fast:  # A tokenizer in plain Python can be interrupted, so it runs here.
         return [len(tokenizer(text)["input_ids"]) for text in texts]
     return _rehearse(tokenizer.backend_tokenizer.to_str().encode(), texts)
 
 
 def _rehearse(source: bytes, texts: list[str], *, decode: bool = False) -> list[int]:
-    """How many tokens a tokenizer.json makes of each text, in a process of its own (`alone`).
+    """Return the number of tokens of each text, counted by a tokenizer.json in a separate process (`alone`).
 
     Raises:
-        ModelError: it took too much time or memory, or failed.
+        ModelError: The tokenizer took too much time or memory, or failed on a text.
+        ValueError: The tokenizer.json cannot be read.
     """
     header = json.dumps({"texts": texts, "decode": decode}).encode()
     site = Path(tokenizers.__file__).parents[1]
@@ -174,7 +175,7 @@ def _rehearse(source: bytes, texts: list[str], *, decode: bool = False) -> list[
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     many = f"{max(map(len, texts)):,} characters"
     anew = "download tokenizer.json anew, or give another model or text"
-    try:  # the clock is for systems without a limit on the processor's time; a busy machine must not run into it
+    try:  # The timeout is for systems without a CPU limit. It is long, so that a busy machine does not reach it.
         answer: dict[str, Any] = json.loads(
             subprocess.run(
                 command,

@@ -1,32 +1,32 @@
-"""A tokenizer on a few texts, in a process of its own; `tokens.py` runs this file, and stops it in time.
+"""The process that runs a tokenizer on a few texts; `tokenizer.py` starts this file with a timeout.
 
-Reads from stdin a line of JSON, ``{"texts": [...], "decode": false}``, and behind it a tokenizer.json. Writes a line of
-JSON: how many tokens each text has (``counts``), or what went wrong (``unreadable``: with the file; ``failed``: with a
-text). Nothing but the standard library and tokenizers is imported, so it starts in a few hundredths of a second.
+It reads a line of JSON from stdin, ``{"texts": [...], "decode": false}``, followed by a tokenizer.json. It writes a
+line of JSON: the number of tokens of each text (``counts``), or an error (``unreadable``: of the file; ``failed``: of a
+text). It imports only the standard library and tokenizers, so it starts in a few hundredths of a second.
 """
 
 import json
 import sys
 
 GROWTH = 20
-"""Characters that rules may make of one; the most in Unicode's own forms are 18, of U+FDFA."""
+"""The most characters that a normalizer may make of one; Unicode's normal forms make at most 18 (of U+FDFA)."""
 
 
 def limit(seconds: int, size: int) -> None:
-    """At most so much time of the processor and so much memory, where the system allows such limits."""
+    """Limit this process to `seconds` of CPU time and `size` bytes of memory, on systems with such limits."""
     try:
         import resource
-    except ImportError:  # Windows: the timeout of the parent process is the limit
+    except ImportError:  # On Windows, the timeout of the parent process is the only limit.
         return
     for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, size), (resource.RLIMIT_CORE, 0)):
         try:
             resource.setrlimit(kind, (most, most))
-        except (ValueError, OSError):  # a smaller limit is there already, or macOS, which takes none for memory
+        except (ValueError, OSError):  # A smaller limit is already set, or macOS, which has no memory limit.
             continue
 
 
 def answer(request: bytes) -> dict[str, object]:
-    """The answer (JSON) to a request, the bytes of stdin."""
+    """Return the answer, as JSON data, to a request (the bytes of stdin)."""
     from tokenizers import Tokenizer
 
     header, source = request.split(b"\n", 1)
@@ -47,7 +47,7 @@ def answer(request: bytes) -> dict[str, object]:
                 for i in ids:
                     tokenizer.decode([i], skip_special_tokens=False)
             counts.append(len(ids))
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # A panic of the library is not an Exception.
         return {step: str(error) or type(error).__name__}
     return {"counts": counts}
 

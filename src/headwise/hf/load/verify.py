@@ -1,4 +1,4 @@
-"""Asks a fresh process whether a written checkpoint loads in stock transformers and computes what it should."""
+"""The check, in a fresh process, that a written checkpoint loads in stock transformers and gives the right output."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ QUIET = {
 def prove(
     folder: Path, config: Mapping[str, Any] | None, weights: Sequence[Path], request: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the process tells: see `headwise.hf.load.verify_process`.
+    """Load a written checkpoint in a fresh process and return its report: see `verify_process.answer`.
 
     Args:
         folder: The written checkpoint.
-        config: The original's config, checked; None where there is none to compare with.
-        weights: Its weights files.
-        request: ``gates``, a factor for every head of every layer in the order in which they attend; ``ids`` of a text
-            and ``mask_id``; ``speed``, whether to measure it; ``same``, false where the outputs are not to be the same.
+        config: The checked config of the original; None to compare with nothing.
+        weights: The weights files of the original.
+        request: ``gates``, a factor for every head, by layer in the order of execution; ``ids`` of a text and
+            ``mask_id``; ``speed``, true to measure the speed; ``same``, false if the outputs may differ.
 
     Raises:
-        ModelError: transformers does not load the folder, or the process died.
+        ModelError: transformers does not load or run the checkpoint, or the process died.
     """
     source = None if config is None else {"config": dict(config), "weights": [str(file) for file in weights]}
     question = json.dumps({**request, "folder": str(folder), "source": source}).encode()

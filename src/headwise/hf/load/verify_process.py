@@ -1,8 +1,8 @@
-"""Does a written checkpoint compute what the model with its heads switched off does? In a process of its own.
+"""The process that compares a written checkpoint with the original model whose heads are switched off.
 
-`proof.py` runs this file: it reads a request (JSON) from stdin, and writes the answer (JSON) to stdout. Both models are
-transformers' own, and so is the attention that the original's heads are switched off in. headwise.hf is imported only
-for a model whose class it registers (heads by layer), as whoever loads that model has to.
+`verify.py` runs this file: it reads a request (JSON) from stdin and writes the answer (JSON) to stdout. Both models
+and their attention are transformers' own, also where heads are switched off. headwise.hf is imported only for a model
+class that it registers (heads by layer), because every user of such a model has to import it.
 """
 
 import json
@@ -13,20 +13,20 @@ from statistics import median
 from typing import Any
 
 GATED = "reshape_gated"
-"""The name under which the attention with gates is registered; transformers reads such names for words it knows."""
+"""The registered name of the attention with gates. transformers searches names for words like "sdpa"; it has none."""
 REGISTERED = "headwise_"
-"""How a model_type begins whose class headwise.hf registers."""
+"""The prefix of each model_type that headwise.hf registers."""
 OUTPUTS = ("logits", "logits_per_image", "prediction_logits", "start_logits", "last_hidden_state")
-EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # Plain operations run in all sizes.
 SEED = 7
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SAMPLES = ("The cat sat.", "  def f(x):\n\treturn x + 12345", "Ünïcode: 'naïve', 日本語 🙂", "I'LL don't", "\n\n a  b ")
-ENOUGH = 10.0  # seconds of timing
-WRITTEN = 4  # tokens of the speed test; `_room` leaves place for them
+ENOUGH = 10.0  # seconds of timing after which no further run starts
+WRITTEN = 4  # tokens that the speed test generates; `_room` leaves positions for them
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What `headwise.hf.load.verify.Proof` tells, as plain data."""
+    """Return the report that `headwise.reshape.write.verify.require` checks, as plain data."""
     import torch
     import transformers
 
@@ -52,7 +52,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         facts["cache_bytes"] = [model and _cache_bytes(model, inputs) for model in (before, after)]
         facts["loss"] = [model and _loss(model, request) for model in (before, after)]
         if before is not None and request.get("same", True):
-            facts |= compare(before, after, inputs, request.get("gates"))  # from here on its heads are switched off
+            facts |= compare(before, after, inputs, request.get("gates"))  # This switches off heads of `before`.
         if request.get("speed"):
             facts["seconds"] = speed([before, after] if before is not None else [after, after])
     return facts
@@ -62,7 +62,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(folder: str) -> tuple[Any, dict[str, Any]]:
-    """The written folder, as anybody loads it, and how it loaded."""
+    """Load the model of the written folder with `from_pretrained`; return it and its loading report."""
     import torch
     import transformers
 
@@ -74,7 +74,7 @@ def _load(folder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _build(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The original and how it loaded, from its checked config and weights; nothing else in its folder is read."""
+    """Build the original from its checked config and weights, and no other file; return it and its loading report."""
     import torch
     from safetensors.torch import load_file
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -88,9 +88,9 @@ def _build(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _same_ids(folder: str, before: Any, after: Any) -> bool | None:
-    """Whether the folder's tokenizer gives the ids it gave; None where no other class of model might change that.
+    """Return whether the folder's tokenizer gives the same ids with both configs; None if nothing has to be checked.
 
-    transformers picks the class of a tokenizer by that of the model.
+    transformers selects the tokenizer class by the config, so the ids can change only if the config class changed.
     """
     import transformers
 
@@ -104,7 +104,7 @@ def _same_ids(folder: str, before: Any, after: Any) -> bool | None:
 
 
 def class_of(config: Any) -> Any:
-    """The class that the config names, or the plain model."""
+    """Return the model class that the config names, or else the base model class."""
     import transformers
 
     for name in config.architectures or ():
@@ -118,7 +118,7 @@ def class_of(config: Any) -> Any:
 
 
 def compare(before: Any, after: Any, inputs: dict[str, Any], gates: list[list[int]] | None) -> dict[str, Any]:
-    """The largest difference between the two outputs, the original's heads gated, and how large those are."""
+    """Return the largest difference from the outputs of the gated original, and the largest of these outputs."""
     expected = _output(before, inputs) if gates is None else _output(gated(before, gates), inputs)
     actual = _output(after, inputs)
     return {
@@ -129,7 +129,7 @@ def compare(before: Any, after: Any, inputs: dict[str, Any], gates: list[list[in
 
 
 def gated(model: Any, gates: list[list[int]]) -> Any:
-    """The model with a factor on each head's output, by the order in which its layers attend."""
+    """Multiply the output of each head by its gate, for layers in the order of execution, and return the model."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
@@ -137,7 +137,7 @@ def gated(model: Any, gates: list[list[int]]) -> Any:
     order: dict[Any, int] = {}
 
     def attend(module: Any, query: Any, *rest: Any, **options: Any) -> Any:
-        eager = sys.modules[type(module).__module__].eager_attention_forward  # as if no name were set
+        eager = sys.modules[type(module).__module__].eager_attention_forward  # The default of the model's file.
         out, weights = eager(module, query, *rest, **options)
         gate = torch.tensor(gates[order.setdefault(module, len(order))], dtype=out.dtype, device="cpu")
         if len(gate) != query.shape[1]:
@@ -147,7 +147,7 @@ def gated(model: Any, gates: list[list[int]]) -> Any:
     AttentionInterface.register(GATED, attend)
     AttentionMaskInterface.register(GATED, eager_mask)
     model.set_attn_implementation(GATED)
-    for part in model.modules():  # halves of an encoder-decoder have configs of their own
+    for part in model.modules():  # The encoder and the decoder of one model have separate configs.
         if hasattr(getattr(part, "config", None), "_attn_implementation"):
             part.config._attn_implementation_internal = GATED
     return model
@@ -162,7 +162,7 @@ def _output(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
-    """Something that the model reads: the given ids, else two rows of random ones; random sound, a random image."""
+    """Return inputs of the model: the given ids, or else two rows of random ids; random audio, random images."""
     import torch
 
     config, draw = model.config, torch.Generator().manual_seed(SEED)
@@ -184,7 +184,7 @@ def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
 
 
 def words(config: Any, shape: tuple[int, int], draw: Any) -> Any:
-    """Random ids of words; those with a meaning of their own (an image's place, say) are left out."""
+    """Return random ids; special tokens (such as the image token) are left out."""
     import torch
 
     named = (n for key, n in config.to_dict().items() if key.endswith(("_token_id", "_token_index")))
@@ -194,13 +194,13 @@ def words(config: Any, shape: tuple[int, int], draw: Any) -> Any:
 
 
 def _room(config: Any, wanted: int) -> int:
-    """How many tokens a text may have here: `wanted`, or what the model has positions for, some put aside."""
+    """Return the number of tokens for a test text: at most `wanted`, and at most the model's positions less 4."""
     config = config.get_text_config()
     positions = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     return max(2, min(wanted, (positions or wanted) - 4))
 
 
-# -- what it costs, and what it says ----------------------------------------------------------------------------------
+# -- cache, loss and speed --------------------------------------------------------------------------------------------
 
 
 def _decodes(model: Any) -> bool:
@@ -208,23 +208,23 @@ def _decodes(model: Any) -> bool:
 
 
 def _cache_bytes(model: Any, inputs: dict[str, Any]) -> int | None:
-    """Bytes of the cache after one text of that length, in float32; None for a model that keeps none."""
+    """Return the bytes of the float32 cache after the first row of the ids; None for a model without a cache."""
     if not _decodes(model):
         return None
     cache = next(iter(_cache_of(model(inputs["input_ids"][:1], use_cache=True)).values()))
-    if cache is None:  # an encoder's layers under a head for the next word
+    if cache is None:  # An encoder with a language-model head has no cache.
         return None
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def _cache_of(out: Any) -> dict[str, Any]:
-    """The cache that a model gives, as an argument for its next call: since transformers 5.24 it is called `cache`."""
+    """Return the cache in a model's output as a keyword for its next call; transformers 5.24 renamed it to `cache`."""
     name = "cache" if "cache" in out else "past_key_values"
     return {name: out.get(name)}
 
 
 def _loss(model: Any, request: dict[str, Any]) -> float | None:
-    """Cross-entropy a token on the text: of the next token, or of one in seven that is masked; None without a text."""
+    """Return the mean cross-entropy of the next token, or of each seventh token if masked; None without a text."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -250,7 +250,7 @@ def _loss(model: Any, request: dict[str, Any]) -> float | None:
 
 
 def speed(models: list[Any]) -> dict[str, Any]:
-    """Seconds of each model, by turns: to read a text, and for each token that it then writes; the middle of five."""
+    """Return the median seconds of each model to read a text and to generate a token; the models run alternately."""
     import torch
 
     for model in models:
@@ -269,16 +269,16 @@ def speed(models: list[Any]) -> dict[str, Any]:
 
 
 def _write(model: Any, out: Any) -> None:
-    """A few more tokens behind those that were read."""
+    """Generate WRITTEN tokens after those that were read."""
     for _ in range(WRITTEN):
         last = out.logits[:, -1:].argmax(-1)
         out = model(last, **_cache_of(out), use_cache=True)
 
 
 def _times(models: list[Any], prepare: Any, run: Any) -> list[float]:
-    """The median of five runs of each model, by turns, after one that warms up; what prepares a run is not counted.
+    """Return the median of five alternating runs of each model after a warm-up run; `prepare` is not timed.
 
-    Of a large model there are fewer runs: no more begin once they have taken long enough.
+    A large model gets fewer runs, because no further round starts after ENOUGH seconds.
     """
     taken: list[list[float]] = [[] for _ in models]
     began = time.perf_counter()
@@ -294,7 +294,7 @@ def _times(models: list[Any], prepare: Any, run: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr  # what other libraries print is no part of the answer
+    out, sys.stdout = sys.stdout, sys.stderr  # Other libraries may print, but stdout must hold only the answer.
     try:
         report = answer(json.loads(sys.stdin.buffer.read()))
     except Exception as error:

@@ -1,1 +1,1 @@
-"""What headwise knows about the model classes of transformers."""
+"""Support checks and tables for the model classes of transformers."""

@@ -1,7 +1,7 @@
-"""Single architectures, as data: no other file of the package tells one model from another by name.
+"""Tables of single architectures; no other file of the package treats a model specially by its name.
 
-Almost nothing is needed here. Whether a model runs through transformers' attention interface is read from its class
-(`interface.py`); these tables add the reason to a refusal, and hold the few differences that the code cannot read off.
+`support.py` finds out from a model's class whether it runs through transformers' attention interface. These tables add
+the reason to a refusal and hold the few differences that the code cannot detect.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 import transformers
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-"""Of the installed transformers: major and minor number. Whatever differs from release to release is decided here."""
+"""The major and minor version of the installed transformers. All differences between releases are handled here."""
 
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
-"""What models call the argument for their cache, and the field of their outputs."""
+"""The name of the cache in the arguments and in the outputs of models."""
 
 _OWN = "it computes attention in code of its own"
 _MARKED = "are marked as causal, and its own attention ignores the mark"
@@ -36,8 +36,8 @@ OUTSIDE: dict[str, str] = {
     "vits": _OWN,
     "wavlm": _OWN,
 }
-"""model_type of what lies outside transformers' attention interface -> why. A reason for the error text, no more:
-a model missing here is still refused, by what its class says."""
+"""The model_types outside transformers' attention interface, each with the reason for the error text. A model that is
+missing here is still refused because of its class."""
 
 if VERSION < (5, 23):
     OUTSIDE["kosmos-2"] = f"its queries of an image {_MARKED}"
@@ -87,22 +87,23 @@ SEAMS: dict[str, dict[str, dict[str, str]]] = {
     "xlm": {"MultiHeadAttention": {}},
     "xlnet": {"XLNetRelativeAttention": {}},
 }
-"""A file of models (modeling_*) with attention in code of its own that runs on headwise all the same -> its classes of
-attention, and of other modules -> the methods of each that have another form here -> that form in `positions.py`.
+"""Modeling files (modeling_*) with their own attention code that headwise can run. Each maps its attention classes and
+other module classes to the methods that are replaced, and each method to its replacement in `own_code/replacements.py`.
 
-Scale, mask, bias and window need no entry: they are read from what the code does to its scores (`steps.py`)."""
+Scale, mask, bias and window need no entry: `own_code/recorded_ops.py` records them from the operations on the scores.
+"""
 
-if VERSION >= (5, 24):  # which has these on its attention interface
+if VERSION >= (5, 24):  # This version has these two on its attention interface.
     del SEAMS["codegen"], SEAMS["gptj"]
 
 SPARSE: dict[str, str] = dict.fromkeys(
     ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "mistral_large4"), _SPARSE
 )
-"""On the interface, but with arguments that change the result and that no dense kernel honours."""
+"""The model_types on the interface with arguments that change the result and that no dense kernel supports."""
 
 FLOAT_MASKS: frozenset[str] = frozenset({"beit", "bigbird_pegasus", "deepseek_v4", "t5gemma2_decoder"})
-"""On the interface, and computing with their mask as the float tensor that "eager" gets. For code that is traced alone,
-which gets bool tensors or none: otherwise a mask becomes that tensor by itself where a model computes with it."""
+"""The model_types on the interface that compute with their mask as a float tensor, as "eager" gets it. Only traced code
+needs this table, because it gets bool masks or none; elsewhere a mask converts itself when a model computes with it."""
 
 UNDECLARED: dict[str, frozenset[str]] = {
     "deberta": frozenset({"embedding_size", "talking_head"}),
@@ -111,15 +112,17 @@ UNDECLARED: dict[str, frozenset[str]] = {
         | {"position_buckets", "share_att_key"}
     ),
 }
-"""model_type -> what its models read from their config, and the class of the config does not declare."""
+"""The config fields that models of a model_type read and their config class does not declare."""
 
 BOTH_WAYS: frozenset[str] = frozenset({"xlnet"})
-"""Counted among the models that write text, and every token sees all others unless a permutation says otherwise."""
+"""The model_types that transformers lists as causal language models although every token attends to all others by
+default (only a permutation mask changes this)."""
 
 CROSS_ATTENTION = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
-"""How modules of cross-attention are named: a decoder without a memory does not call them; never causal."""
+"""The pattern of cross-attention module names. A decoder without encoder states does not call such modules, and they
+are never causal."""
 
 SUPPORTED_EXAMPLES = (
     "gpt2, gpt_neox, opt, llama, mistral, qwen2, qwen3, gemma2, gemma3, gpt_oss, phi3, bert, distilbert"
 )
-"""What an error names as the way out."""
+"""The models that an error message suggests."""

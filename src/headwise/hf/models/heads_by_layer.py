@@ -1,9 +1,9 @@
-"""Encoders that have their own number of heads in each layer, registered with transformers' Auto classes.
+"""Encoders with a separate number of heads in each layer, registered with transformers' Auto classes.
 
-`headwise prune` writes such checkpoints (``model_type`` ``headwise_bert``, ...), because the classes of transformers
-take one number of heads for all layers and the size of a head from it. A class here is the class of transformers with
-the attention projections of each layer cut to ``config.heads_by_layer``; everything else is inherited. Configs are
-registered when `headwise.hf` is imported, models when the first config of their kind is made.
+`headwise prune` writes such checkpoints (``model_type`` ``headwise_bert``, ...), because transformers' classes take one
+number of heads for all layers and compute the head size from it. Each class here is transformers' class with the
+attention projections of each layer cut to ``config.heads_by_layer``; everything else is inherited. Configs are
+registered when `headwise.hf` is imported, and models when the first config of their class is created.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..load.layouts import layouts
 
 
 class HeadsByLayerConfig(PreTrainedConfig):
-    """What such a config has beside the fields of its original: a number of heads for each layer, all where absent."""
+    """The additional fields of such a config: the number of heads of each layer (None keeps all) and how to load it."""
 
     heads_by_layer: list[int] | None = None
     loads_with: str = HOW
@@ -37,10 +37,10 @@ class HeadsByLayerConfig(PreTrainedConfig):
 
 
 class HeadsByLayer(PreTrainedModel):
-    """The part of such a model that is not inherited: the projections are cut before the weights are initialised."""
+    """The base of such models, which cuts the projections before the weights are initialised."""
 
     def post_init(self) -> None:
-        """Cut the projections, then do what transformers does at the end of a constructor."""
+        """Cut the projections, then run transformers' `post_init`."""
         if self.config.heads_by_layer is not None:
             cut_projections(self, self.config)
         super().post_init()
@@ -50,7 +50,7 @@ def cut_projections(model: nn.Module, config: Any) -> None:
     """Shorten the projections of each layer's attention to its number of heads, in place.
 
     Args:
-        model: A model of an architecture that is in `layouts`, with all heads.
+        model: A model with all heads, of an architecture in `layouts`.
         config: Its config, with ``heads_by_layer``.
     """
     about = layouts()["families"][config.model_type.removeprefix(PREFIX)]
@@ -75,7 +75,7 @@ def cut_projections(model: nn.Module, config: Any) -> None:
 
 
 def _cut(linear: Any, columns: bool, width: int) -> None:
-    """The first rows of a linear layer, or the first columns."""
+    """Keep the first `width` rows of a linear layer's weight, or the first columns, in place."""
     weight, bias = linear.weight, linear.bias
     cut = weight.detach()[:, :width] if columns else weight.detach()[:width]
     linear.weight = nn.Parameter(cut.clone(), requires_grad=weight.requires_grad)
@@ -97,7 +97,7 @@ def register_configs() -> None:
 
 
 def register_models(config_class: type[HeadsByLayerConfig]) -> None:
-    """Register the models and the tokenizer of a config class, once: what its original has in each Auto class."""
+    """Register the models and the tokenizer of a config class, once, in each Auto class that has its original."""
     if "_registered" in vars(config_class):
         return
     config_class._registered = True
@@ -111,7 +111,7 @@ def register_models(config_class: type[HeadsByLayerConfig]) -> None:
 
 
 def model_class(original: type[PreTrainedModel]) -> Any:
-    """The class with heads by layer of a class of transformers, such as HeadwiseBertModel of BertModel."""
+    """Return the class with heads by layer for a class of transformers, such as HeadwiseBertModel for BertModel."""
     known = globals().get(CLASS_PREFIX + original.__name__)
     if known is not None:
         return known
@@ -120,7 +120,7 @@ def model_class(original: type[PreTrainedModel]) -> Any:
 
 
 def _class(original: type, mixin: type, **attributes: Any) -> Any:
-    """A class that stands in this module under its name, so that it can be pickled and found by it."""
+    """Return a new class that is an attribute of this module, so that it can be found by name and pickled."""
     name = CLASS_PREFIX + original.__name__
     text = f"{original.__name__} with its own number of heads in each layer (``config.heads_by_layer``)."
     made = type(name, (mixin, original), {"__module__": __name__, "__doc__": text, **attributes})
@@ -128,7 +128,7 @@ def _class(original: type, mixin: type, **attributes: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """A model class by its name, made when it is first asked for (as pickle does in a new process)."""
+    """Return a model class by name and create it on first access (pickle needs this in a new process)."""
     original = name.removeprefix(CLASS_PREFIX)
     for model_type, about in architectures().items():
         stem = about["classes"]["config"].removesuffix("Config") if about.get("heads_by_layer") else None

@@ -1,4 +1,4 @@
-"""Which models compute attention in code of their own, and run on headwise all the same: `architectures.SEAMS`."""
+"""Lookup of models with their own attention code that headwise can run (`architectures.SEAMS`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 from .architectures import SEAMS
 
 MARK = "ALL_ATTENTION_FUNCTIONS"
-"""The name by which a class calls transformers' attention interface."""
+"""The name in the source of a class that calls transformers' attention interface."""
 
 
 class Switched(str):
-    """The name, as it stands in the config of a model whose modules of attention are prepared for it."""
+    """The implementation name in the config of a model whose attention modules `switch` has prepared."""
 
 
 def family_of(cls: type) -> str | None:
-    """The row of the table for a class of models or configs, by its file or that of one it inherits from."""
+    """Return the key in `SEAMS` of a model or config class, by the file of the class or of one of its bases."""
     return next((family for base in cls.__mro__ if (family := _family(base.__module__)) is not None), None)
 
 
@@ -33,7 +33,7 @@ def _family(module: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _is_as_known(family: str, folder: str) -> bool:
-    """Whether the installed transformers has the classes and the methods of a row, and not on its interface."""
+    """Return whether transformers has the classes and methods of a `SEAMS` row, and they do not use the interface."""
     file = importlib.import_module(f"transformers.models.{folder}.modeling_{family}")
     classes = {getattr(file, name, None): methods for name, methods in SEAMS[family].items()}
     return all(
@@ -43,7 +43,7 @@ def _is_as_known(family: str, folder: str) -> bool:
 
 
 def methods_of(cls: type) -> dict[str, str] | None:
-    """The methods of a class that have another form here; None for a class that the table does not name."""
+    """Return the methods of a class that `SEAMS` replaces; None for a class that is not in `SEAMS`."""
     family = family_of(cls)
     if family is None or not issubclass(cls, nn.Module):
         return None
@@ -52,10 +52,10 @@ def methods_of(cls: type) -> dict[str, str] | None:
 
 
 def is_seam(cls: type) -> bool:
-    """Whether a class of modules computes attention in code of its own that headwise runs."""
+    """Return whether a module class has its own attention code that headwise can run."""
     return methods_of(cls) is not None and "Attention" in cls.__name__
 
 
 def is_switched(config: Any) -> bool:
-    """Whether a config is that of a model prepared by `switch`, and says that it runs on headwise."""
+    """Return whether a config belongs to a model that `switch` has prepared and that now runs on headwise."""
     return isinstance(getattr(config, "_attn_implementation", None), Switched)

@@ -1,4 +1,4 @@
-"""What of a model runs through transformers' attention interface: read from its classes, never from its name."""
+"""Detection of the parts of a model that use transformers' attention interface, by their classes, not by names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .architectures import CROSS_ATTENTION, OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
 from .own_attention import MARK, family_of, is_seam, is_switched
 
 NAME = "headwise"
-"""The name under which `headwise.hf` registers: `attn_implementation="headwise"`."""
+"""The name that `headwise.hf` registers for its attention: `attn_implementation="headwise"`."""
 
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 _OWN = "its attention is code of its own"
 
 
 def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
-    """Raise ModelError unless this class of model hands its attention to transformers' interface, or runs without."""
+    """Raise ModelError unless a model class uses transformers' attention interface or is in `SEAMS`."""
     reason = OUTSIDE.get(model_type) or SPARSE.get(model_type)
-    # A private method, and the only one that says it; under a version without it the calls are checked instead.
+    # Only this private method gives the answer. In a version without it, the calls are checked instead.
     can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
     if reason is None and (can_set() or family_of(model) is not None):
         return
@@ -34,10 +34,10 @@ def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
 
 
 def require_consulted(config: Any) -> None:
-    """Raise ModelError where the file of models that a config belongs to computes attention in code of its own.
+    """Raise ModelError if the modeling file of a config has its own attention code and the model was not switched.
 
-    A model that got the name past transformers' own ways (by writing to its config) comes here with its first
-    mask.
+    The first mask of a model is checked here, because the name can be written to its config without transformers'
+    checks.
     """
     if not (_consults(type(config).__module__) or is_switched(config)):
         name, model_type = type(config).__name__.removesuffix("Config"), config.model_type
@@ -51,7 +51,7 @@ def require_consulted(config: Any) -> None:
 
 @lru_cache(maxsize=1024)
 def _consults(module: str) -> bool:
-    """Whether the models beside a config's class call the interface, by the text that transformers looks for."""
+    """Return whether a config's modeling file uses the interface or defines no attention, by its source text."""
     file = sys.modules.get(module.replace("configuration_", "modeling_"))
     try:
         source = "" if file is None else inspect.getsource(file)
@@ -61,12 +61,12 @@ def _consults(module: str) -> bool:
 
 
 def title(model: PreTrainedModel) -> str:
-    """How an error names a model."""
+    """Return the class and model_type of a model for error messages."""
     return f"{type(model).__name__} (model_type {model.config.model_type!r})"
 
 
 def outside_text(model: str, model_type: str, reason: str) -> str:
-    """The refusal of a model that is not on the interface, in one line."""
+    """Return the one-line error message for a model that is not on the interface."""
     return (
         f"{model} (model_type {model_type!r}) is not on transformers' attention interface, so its heads cannot be seen "
         f'or run by headwise: {reason}; use attn_implementation="eager" with output_attentions=True in transformers, '
@@ -76,10 +76,10 @@ def outside_text(model: str, model_type: str, reason: str) -> str:
 
 @lru_cache(maxsize=4096)
 def dispatches(cls: type[nn.Module]) -> bool:
-    """Whether a module class calls the attention interface: its own source, or that of the forward it inherits.
+    """Return whether a module class calls the attention interface, by the source of the class that defines `forward`.
 
-    transformers itself decides by the text of the source (`_can_set_attn_implementation`); this asks the same of one
-    class instead of the whole file.
+    transformers also decides by the source text (`_can_set_attn_implementation`), but of the whole file instead of one
+    class.
     """
     for base in cls.__mro__:
         if base is nn.Module:
@@ -88,7 +88,7 @@ def dispatches(cls: type[nn.Module]) -> bool:
             continue
         try:
             source = inspect.getsource(base)
-        except (OSError, TypeError):  # made at run time: no text to read
+        except (OSError, TypeError):  # A class made at run time has no source text.
             return False
         if MARK in source:
             return True
@@ -98,7 +98,7 @@ def dispatches(cls: type[nn.Module]) -> bool:
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Qualified name -> each module of the model whose attention headwise runs: by the interface, or as a seam."""
+    """Return the modules whose attention headwise can run (by the interface or `SEAMS`), by qualified name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -107,7 +107,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def caches_memory(model: nn.Module) -> bool:
-    """Whether cross-attention of a model keeps an encoder's keys in the other half of an `EncoderDecoderCache`."""
+    """Return whether cross-attention of a model caches encoder keys (`EncoderDecoderCache.cross_attention_cache`)."""
     return any(
         CROSS_ATTENTION.search(name) is not None and _keeps_memory(module.__class__)
         for name, module in model.named_modules()
@@ -123,7 +123,7 @@ def _keeps_memory(cls: type[nn.Module]) -> bool:
 
 
 def refuse_own_code(model: PreTrainedModel, what: str) -> None:
-    """ModelError where a module computes attention in code of its own, which `what` does not reach."""
+    """Raise ModelError if a module of the model has its own attention code, which `what` does not support."""
     own = next((type(module).__name__ for module in model.modules() if is_seam(type(module))), None)
     if own is not None:
         raise ModelError(
@@ -133,7 +133,7 @@ def refuse_own_code(model: PreTrainedModel, what: str) -> None:
 
 
 def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that by their class's name are attention, yet neither call the interface nor hold one that does."""
+    """Return the modules with "Attention" in their class name that headwise does not run, neither whole nor in part."""
     seen = attention_modules(model)
 
     def related(name: str) -> bool:
@@ -143,7 +143,7 @@ def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if name
-        and re.search(r"Attention(?!\w*Output)", type(module).__name__)  # and not what follows attention
+        and re.search(r"Attention(?!\w*Output)", type(module).__name__)  # Output layers of attention do not count.
         and not related(name)
         and any(True for _ in module.parameters())
     }
@@ -151,9 +151,9 @@ def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every config object that a module of the model reads, each once, with the sub-configs of each.
+    """Return every config and sub-config of the model's modules, each once.
 
-    Encoder-decoders give each half a copy, so writing to `model.config` alone would reach neither.
+    In encoder-decoders, the encoder and the decoder have copies, so a write to `model.config` alone changes neither.
     """
     configs_by_id: dict[int, PreTrainedConfig] = {}
 
