@@ -1,7 +1,7 @@
-"""A pickled model that runs on headwise imports `headwise.hf` where it is read.
+"""Pickling of models that run on headwise: the process that unpickles them imports `headwise.hf`.
 
-transformers finds an attention function by the name in a config, in a table of the process. A model from a pickle
-(`torch.save(model)`, a worker process, joblib) would name a function that nothing has registered there.
+transformers finds an attention function by the name in the config, in a table of the process. Without this import, a
+model from a pickle (`torch.save(model)`, a worker process, joblib) would name a function that is not registered.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .models.support import NAME
 from .own_code.switch import switch
 
 _OURS = "_imports_headwise"
-"""The mark of our method in the place of transformers'."""
+"""The attribute that marks a method of transformers as already wrapped."""
 
 
 def made(make: Callable[..., Any], *args: Any) -> Any:
-    """Return ``make(*args)``: a pickle that names this function has imported `headwise.hf` before it calls it."""
+    """Return ``make(*args)``. To call this function, unpickling first imports `headwise.hf`."""
     return make(*args)
 
 
 def import_where_unpickled() -> None:
-    """From here on, the pickle of a config with this name imports `headwise.hf`; that of any other is what it was.
+    """Patch transformers so that the pickle of a config with "headwise" imports `headwise.hf`; others do not change.
 
-    A model with attention in code of its own is then prepared, as it was when it was switched.
+    A model with its own attention code is prepared again when it is unpickled, as `switch` prepared it before.
     """
     theirs, restored = PreTrainedConfig.__reduce_ex__, PreTrainedModel.__setstate__
     if hasattr(theirs, _OURS):

@@ -1,4 +1,4 @@
-"""Attention weights that a caller asked for."""
+"""Attention together with the weights that a caller requested."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..ops.storage.layout import in_one_piece
 
 
 class Returned(NamedTuple):
-    """How weights are returned.
+    """The form of the returned weights.
 
     Attributes:
-        keys: How many keys the model passed; those that are not there yet, at the end, have weight 0.
-        dtype: Of the weights.
+        keys: The number of keys that the model passed; keys at the end that are not computed yet have weight 0.
+        dtype: The dtype of the weights.
     """
 
     keys: int
@@ -37,21 +37,21 @@ def attend_and_weigh(
     backend: str = "auto",
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return out (B, H, T, V), and the weights (B, H, T, keys) where `returned` says how.
+    """Return out (B, H, T, V), and the weights (B, H, T, keys), or None if `returned` is None.
 
-    Where the weights carry a gradient, out is computed from the tensor that is returned, after dropout, as "eager"
-    does it: attention x gradient, Grad-CAM and LeGrad read the gradient that reaches that tensor. Everywhere else a
-    kernel computes out. An `answer` in the place of out does not depend on the weights, so they have no gradient.
+    If the weights have a gradient, out is computed from the returned tensor after dropout, as "eager" does, because
+    attention x gradient, Grad-CAM and LeGrad read the gradient of that tensor. Otherwise a kernel computes out. If
+    `answer` replaces out, out does not depend on the weights, so they have no gradient.
 
     Args:
         query: (B, H, T, D).
         key: (B, K, S, D), as a cache stores it.
-        value: (B, K, S, V), likewise.
-        answer: What stands in the place of out, (B, H, T, V); None where nothing does.
-        returned: How the weights are returned; None where nobody asked for them.
+        value: (B, K, S, V), as a cache stores it.
+        answer: The replacement of out, (B, H, T, V); None to compute out.
+        returned: The form of the weights; None to return no weights.
         dropout: The probability with which a weight is dropped.
-        backend: That of `headwise.attention`, where a kernel computes out.
-        options: mask, scale, softcap and sinks, as of `headwise.weights`.
+        backend: The backend of `headwise.attention`, if a kernel computes out.
+        options: mask, scale, softcap and sinks, as in `headwise.weights`.
     """
     matrix = None
     if returned is not None:
