@@ -280,7 +280,7 @@ class Comm:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Return a context that reports an error of this rank to the ranks that wait for it, after their timeout."""
+        """Return a context that reports an error of this rank; ranks that wait for it find it after their timeout."""
         try:
             yield
         except RankError:

@@ -65,7 +65,7 @@ def attention(
 
     Args:
         query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. Query, key and value have one dtype and
-            one device. All three may be DTensors sharded by batch or by head; key and value may also be replicated.
+            one device. All three may be DTensors sharded by batch or by head; replicated keys and values are possible.
         key: (B, K, S, D).
         value: (B, K, S, V). Key and value may both be `headwise.cache.Quantized` (int8 with one scale per token and
             head). They are used without a copy, and the result is that of keys and values dequantised to float32. Or

@@ -30,14 +30,14 @@ class Call:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """B, H, K, T, S."""
+        """The sizes B, H, K, T and S."""
         B, H, T, _ = self.query.shape
         paged = self.layout is not None and self.layout.table is not None
         return B, H, self.key.shape[1], T, self.layout.length if paged else self.key.shape[2]  # type: ignore[union-attr]
 
     @property
     def device_type(self) -> str:
-        """`cpu`, `cuda`, ..."""
+        """The device type: `cpu`, `cuda`, ..."""
         return self.query.device.type
 
     @property

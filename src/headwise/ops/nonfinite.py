@@ -97,7 +97,7 @@ def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
 
 
 class _Clean(torch.autograd.Function):
-    """Set rows to 0; the gradient passes unchanged, so that a NaN in the gradient of such a row stays visible."""
+    """A function that sets rows to 0; the gradient is unchanged, so that a NaN in such a row stays visible."""
 
     generate_vmap_rule = True
 
@@ -115,7 +115,7 @@ class _Clean(torch.autograd.Function):
 
 
 class _Quiet(torch.autograd.Function):
-    """Return the input unchanged; the gradient of the given rows is 0 for any incoming gradient."""
+    """A function that returns its input unchanged; the gradient of the given rows is 0 for any incoming gradient."""
 
     generate_vmap_rule = True
 
@@ -134,7 +134,7 @@ class _Quiet(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Set rows to NaN; their gradient is NaN if the incoming gradient is not 0, and 0 otherwise."""
+    """A function that sets rows to NaN; their gradient is NaN if the incoming gradient is not 0, and 0 otherwise."""
 
     generate_vmap_rule = True
 

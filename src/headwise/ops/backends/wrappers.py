@@ -1,4 +1,4 @@
-"""Wrappers around a backend's kernel, so that all backends have one meaning: each takes a `run` and gives a `run`.
+"""Wrappers that give all backends the same semantics: each takes a `run` function and returns one.
 
 The table in `attention` composes them: `dense_keys(gated(aligned(fenced(sdpa.run))))`.
 """
@@ -75,8 +75,8 @@ def fenced(run: Run) -> Run:
         if call.is_empty:
             return run(call)
         query, key, value = call.query, call.key, call.value
-        # A bad value always appears in the output because 0 * NaN is NaN, so the smaller output is checked instead of
-        # the values. A gradient does not show it, and a second run would draw another dropout, so then values are.
+        # A bad value always makes the output bad because 0 * NaN is NaN, so the smaller output is checked instead of
+        # the values. With a gradient or dropout the values are checked, so that the kernel runs only once.
         once = call.needs_grad or call.dropout > 0
         if is_finite_hint(query, key, *([value] if once else [])):
             out, lse = run(call)

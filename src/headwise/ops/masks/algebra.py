@@ -63,7 +63,7 @@ class _Joined(Rule):
 
 @dataclass(frozen=True, eq=False)
 class AllOf(_Joined):
-    """A key is allowed if every rule allows it."""
+    """The intersection of rules: a key is allowed if every rule allows it."""
 
     @override
     def _join(self, places: Sequence[Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ class AllOf(_Joined):
 
 @dataclass(frozen=True, eq=False)
 class AnyOf(_Joined):
-    """A key is allowed if at least one rule allows it."""
+    """The union of rules: a key is allowed if at least one rule allows it."""
 
     @override
     def _join(self, places: Sequence[Tensor]) -> Tensor:
@@ -99,7 +99,7 @@ class AnyOf(_Joined):
 
 @dataclass(frozen=True, eq=False)
 class Not(_Joined):
-    """A key is allowed if the one rule forbids it."""
+    """The complement of one rule: a key is allowed if the rule forbids it."""
 
     @override
     def _join(self, places: Sequence[Tensor]) -> Tensor:

@@ -115,7 +115,9 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 
 def keep(tensor: Tensor) -> Mask:
-    """Return a mask from a bool tensor, True = attend, that broadcasts from the right to (B, H, T, S); or TypeError.
+    """Return a mask from a bool tensor, True = attend, that broadcasts from the right to (B, H, T, S).
+
+    Raises TypeError for another argument.
 
     >>> print(keep(torch.tensor([[True, False, True], [False, True, True]])).draw(2, 3))
     ■ · ■

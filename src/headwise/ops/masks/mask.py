@@ -271,7 +271,7 @@ class Mask:
         return Mask(tuple(rule.part(region, T, S) for rule in self.parts))
 
     def meets(self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int) -> bool:
-        """Return False if no query in `rows` may attend to a key in `cols`; True also if the rules do not decide it."""
+        """Return whether a query in `rows` may attend to a key in `cols`; True also if the rules do not decide it."""
         check_counts(T=T, S=S)
         rows, cols = check_span("rows", rows, T), check_span("cols", cols, S)
         region = Region(rows, cols)

@@ -43,7 +43,7 @@ class _Placed(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(_Placed):
-    """The query at pos may attend to the keys j for which pos - j is divisible by `step`."""
+    """A dilated pattern: the query at pos may attend to the keys j for which pos - j is divisible by `step`."""
 
     step: int
 
@@ -54,7 +54,7 @@ class Dilated(_Placed):
 
 @dataclass(frozen=True, eq=False)
 class Blocks(_Placed):
-    """The query at pos may attend to the keys of its own block: pos // size == j // size, rounded down."""
+    """Blocks of `size` keys: the query at pos may attend to the keys with pos // size == j // size, rounded down."""
 
     size: int
 

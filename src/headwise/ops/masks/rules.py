@@ -74,7 +74,7 @@ class Rule:
         raise NotImplementedError
 
     def meets(self, region: Region, T: int, S: int) -> bool:
-        """Return False if none of these queries may attend to any of these keys; True also if that is not known."""
+        """Return whether a query of the region may attend to a key of the region; True also if that is not known."""
         low, high = self.reach(*region.rows, T, S)
         return low < region.cols[1] and high > region.cols[0]
 
@@ -99,7 +99,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Band(Rule):
-    """Query i has position pos = i + offset and may attend to the keys pos - left < j <= pos + right.
+    """A band of keys: query i at pos = i + offset may attend to the keys pos - left < j <= pos + right.
 
     It may also attend to the keys j < first at any distance behind it.
     """
@@ -195,7 +195,7 @@ class Band(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Lengths(Rule):
-    """Row b of the batch may attend to the keys start[b] <= j < stop[b]."""
+    """The keys of each batch row: row b may attend to the keys start[b] <= j < stop[b]."""
 
     stop: Tensor | int
     start: Tensor | None = None
@@ -245,7 +245,7 @@ def _from(end: Tensor | int, first: int) -> Tensor | int:
 
 @dataclass(frozen=True, eq=False)
 class Segments(Rule):
-    """A query may attend to the keys with its own id: packed documents, chunks."""
+    """Segments, such as packed documents or chunks: a query may attend to the keys with its own id."""
 
     query_ids: Tensor
     key_ids: Tensor

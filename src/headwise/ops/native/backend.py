@@ -1,7 +1,7 @@
 """Backend `native`: headwise's own kernel for the CPU, written in C++ (`csrc/`).
 
 Masks are passed in compact form (two numbers per row, ids, rows of a tensor), never as T x S. The kernel isolates NaN
-and Inf itself and supports any strides. The library is a file in the package and is loaded by `library`; without it the
+and Inf itself and supports any strides. `operators` loads the library, a file in the package; without it the
 other backends run everything. Gradients: `gradient`. Masks: `mask_arguments`.
 """
 

@@ -39,7 +39,7 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
-        """(B, K, S, D)."""
+        """The sizes (B, K, S, D)."""
         return self.data.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B K S D"]:

@@ -31,7 +31,7 @@ class Paged:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, K, S, n)."""
+        """The sizes (B, K, S, n)."""
         _, K, _, n = self.pages.shape
         return self.table.shape[0], K, self.length, n
 
