@@ -393,9 +393,8 @@ def _compare(operation: str, name: str, facts: Sequence[Any], values: Sequence[A
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """Return the numbers of a tensor as a contiguous 1-D tensor.
+    """Return the numbers of a tensor as a contiguous 1-D tensor, with a lazy negation resolved.
 
-    A lazy negation is resolved. A single number gets stride 1; an expanded one can have another stride even though
-    torch calls it contiguous.
+    A single number gets stride 1: if it was expanded, torch calls it contiguous with any stride.
     """
     return x.detach().resolve_neg().contiguous().as_strided((x.numel(),), (1,))
