@@ -1,19 +1,19 @@
-"""What a small install lacks, and which extra brings it. Imports nothing of headwise: every room may import it."""
+"""Errors for missing optional packages, with the extra that installs them. Imports nothing of headwise."""
 
 from __future__ import annotations
 
 
 class MissingExtra(ImportError):
-    """A package that only an extra installs is missing or too old; the text says which extra brings it."""
+    """A package of an extra is missing or too old; the message names the extra that installs it."""
 
 
 def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtra:
-    """The error to raise where an import failed.
+    """Return the error for a failed import.
 
     Args:
-        what: what needs the package, as its user names it.
-        extra: the extra that installs it.
-        error: the failed import.
+        what: the feature that needs the package, as users call it.
+        extra: the extra that installs the package.
+        error: the error of the import.
 
     >>> raise missing_extra("headwise.hf", "hf", ModuleNotFoundError("No module", name="transformers"))
     Traceback (most recent call last):

@@ -1,1 +1,1 @@
-"""One transport between the ranks of a job: messages, errors, and the workers of a launch."""
+"""Communication between the ranks of a job: messages, errors, and the processes of a launch."""

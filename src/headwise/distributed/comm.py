@@ -1,17 +1,17 @@
-"""What ranks send each other: agreed on first, counted, and ended by an error that names a rank where one fails.
+"""Communication between ranks: checked by all ranks first, counted, and ended by an error that names the failed rank.
 
     comm = Comm.of(group)
     ranks = comm.agree("merge", {"dtype": str(x.dtype)}, {"rows": x.shape[0]})  # the second of every rank
     parts = comm.gather("merge", x, [(own["rows"], n) for own in ranks])        # sizes differ: agreed above
 
-Every operation begins with `agree`: a header of a fixed size to each other rank, with a tag of its own, so that ranks
-meet whatever they were about to do. All else goes from rank to rank, as bytes, with the operation's number as its tag.
-So no message meets a buffer of another size, which backends end by an abort or, where the message is shorter, take in
-silence (gloo, torch 2.13), and nothing of ours meets the messages of the same group that are the user's own.
+Every operation begins with `agree`: a header of fixed size to each other rank, with a separate tag, so it is received
+whatever operation the other rank started. All data is sent from rank to rank, as bytes, with the operation's number as
+its tag. So no message reaches a buffer of another size, for which backends abort or, if the message is shorter, give no
+error (gloo, torch 2.13), and messages of headwise do not mix with the user's own messages in the same group.
 
-Where a rank has ended its connections are closed; where one hangs, nothing comes within the timeout. Who sees that
-writes down for whom it waited (in the store by which the group was started), and follows what the others wrote to the
-rank that wrote nothing: the cause, the same on every rank. After that the group is of no use; neither is it to torch.
+If a rank has ended, its connections are closed; if it hangs, nothing is received within the timeout. A rank that
+detects this writes the rank that it waited for to the group's store, and follows the notes of the other ranks to the
+rank that wrote none: this is the cause, the same on every rank. After that the group cannot be used, by torch either.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from .errors import RankError, RankMismatch
 from .messages import Pending, ReceiveBuffer, Shape, started
 
 TIMEOUT = 30.0
-"""Seconds that a rank waits for another before it raises, unless told otherwise."""
-HEADER = 4096  # bytes of what is agreed on before an operation
+"""The default number of seconds that a rank waits for another before it raises an error."""
+HEADER = 4096  # bytes of the header of an operation
 _HEADER_TAG = 7_000_000
-_TAGS = 1 << 16  # after so many operations their tags come again; a tag has room for 30,000 steps
+_TAGS = 1 << 16  # after this many operations their tags repeat; a tag has room for 30,000 steps
 _DATA_TAG = 8_000_000
-_LONGEST_TEXT = 240  # of a fact, and of the text of an error, in a header
+_LONGEST_TEXT = 240  # the maximum length of a checked value, and of an error message, in a header
 
 eager = torch.compiler.disable(reason="ranks send each other messages here: leave fullgraph=True out")
-"""Of a function: torch.compile compiles what stands around it."""
+"""A decorator that makes torch.compile exclude a function from its graphs."""
 
 
 class Comm:
-    """The ranks of a group. One for each group; see `of`.
+    """The communication of a process group. There is one object per group; see `of`.
 
     Attributes:
-        rank: this process's, in the group.
-        world: how many ranks.
-        timeout: seconds that it waits for another rank.
-        sent: bytes that this rank has sent to others, by kind of operation; headers are the kind "agree".
-        messages: how many messages, likewise.
+        rank: the rank of this process in the group.
+        world: the number of ranks.
+        timeout: how many seconds it waits for another rank.
+        sent: bytes that this rank has sent to others, by kind of operation; headers have the kind "agree".
+        messages: the number of messages, by kind of operation.
     """
 
-    _known: dict[str, Comm] = {}  # noqa: RUF012 - shared on purpose: a group has one
+    _known: dict[str, Comm] = {}  # noqa: RUF012 - shared on purpose: one entry per group
 
     def __init__(self, group: ProcessGroup, timeout: float = TIMEOUT) -> None:
-        self._group, self.timeout = weakref.ref(group), timeout  # weak: a group ends when its user lets it go
+        self._group, self.timeout = weakref.ref(group), timeout  # weak: the user's deletion ends the group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sent: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
@@ -69,15 +69,15 @@ class Comm:
     @classmethod
     @eager
     def of(cls, group: ProcessGroup | DeviceMesh | None = None, timeout: float | None = None) -> Comm:
-        """The communication of a group, of a mesh of one dimension, or of all processes (None).
+        """Return the communication of a group, of a mesh of one dimension, or of all processes (None).
 
         Args:
             group: a process group, or a `DeviceMesh` of one dimension.
-            timeout: seconds to wait for a rank, from now on; as it was by default, 30 at first.
+            timeout: seconds to wait for a rank, from now on; None keeps the current value, at first 30.
 
         Raises:
-            TypeError: no group.
-            ValueError: torch.distributed has not been started, or a mesh of more than one dimension.
+            TypeError: the argument is not a group.
+            ValueError: torch.distributed has not been started, or the mesh has more than one dimension.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
@@ -95,7 +95,7 @@ class Comm:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group; ValueError where it has been destroyed."""
+        """The process group; ValueError if it has been destroyed."""
         group = self._group()
         if group is None:
             raise ValueError("this process group has been destroyed; ask Comm.of(group) for another")
@@ -103,7 +103,7 @@ class Comm:
 
     @property
     def count(self) -> int:
-        """Operations that were agreed on so far."""
+        """The number of operations so far."""
         return self._count
 
     # -- agreement -----------------------------------------------------------------------------------------------------
@@ -112,17 +112,17 @@ class Comm:
     def agree(
         self, operation: str, same: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, error: object = None
     ) -> list[dict[str, Any]]:
-        """What every rank passes as `own`, in the order of ranks; all must pass the same `same`, in the same order.
+        """Return the `own` of every rank, ordered by rank; check that all ranks pass the same `same`, in equal order.
 
         Args:
-            operation: what is about to be done, as errors call it.
-            same: name -> what all ranks must agree on; texts or numbers.
-            own: name -> what may differ between ranks; numbers.
-            error: what this rank has to complain of, so that it cannot take part: raised here, told the others.
+            operation: the name of the next operation, for errors.
+            same: name -> value that must be equal on all ranks; strings or numbers.
+            own: name -> value that may differ between ranks; numbers.
+            error: an error of this rank, which cannot take part: it is raised here and sent to the other ranks.
 
         Raises:
-            RankMismatch: ranks differ in `same`, in what they are about to do, or in how many operations they did.
-            RankError: a rank complains, has ended or hangs.
+            RankMismatch: ranks differ in `same`, in the next operation, or in the number of operations.
+            RankError: a rank sends an error, has ended or hangs.
         """
         self._check_usable(operation)
         self._count += 1
@@ -145,12 +145,12 @@ class Comm:
 
     @contextmanager
     def before(self, operation: str) -> Iterator[None]:
-        """Within, what this rank raises before it agrees to an operation is told the others, who are about to agree."""
+        """Return a context that sends an error of this rank to the other ranks, which are about to call `agree`."""
         try:
             yield
         except Exception as error:
             self.agree(operation, {}, error=error)
-            raise  # `agree` has raised it already
+            raise  # not reached, because `agree` raises the error
 
     @staticmethod
     def _doing(header: Mapping[str, Any]) -> str:
@@ -173,7 +173,7 @@ class Comm:
 
     @property
     def _headers_lie(self) -> torch.device:
-        """The CPU, unless the group's backend sends from its own device alone, as NCCL does."""
+        """The device of headers: the CPU, unless the group's backend sends only from its own device, as NCCL does."""
         kinds = {device.type for device in self.group._device_types}
         return torch.device("cpu" if "cpu" in kinds or not kinds else min(kinds))
 
@@ -183,13 +183,15 @@ class Comm:
     def exchange(
         self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, ReceiveBuffer | Tensor], *, step: int = 0
     ) -> Pending:
-        """Starts to send a tensor to each rank of `sends` and to take a block, or what fills a tensor, from others.
+        """Start to send a tensor to each rank of `sends`, and to receive a block or fill a tensor from other ranks.
 
-        Both sides know the sizes by what was agreed on. What is empty is not sent. Runs on while the caller computes.
+        Both sides know the sizes from `agree`. Empty tensors are not sent. The transfer runs while the caller computes.
 
         Args:
-            kind: what the bytes are counted as.
-            step: of the operation; both sides say the same.
+            kind: the kind under which the bytes are counted.
+            sends: rank -> tensor to send.
+            receives: rank -> the block to receive, or the tensor to fill.
+            step: the step within the operation; both sides pass the same number.
         """
         self._check_usable(kind)
         tag = _DATA_TAG + self._count % _TAGS + step * _TAGS
@@ -197,7 +199,7 @@ class Comm:
 
     @eager
     def gather(self, kind: str, x: Tensor, shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
-        """Every rank's `x`, in the order of ranks; they have these shapes and one dtype."""
+        """Return the `x` of every rank, ordered by rank; they have these shapes and one dtype."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         receives = {rank: ReceiveBuffer(tuple(shapes[rank]), x.dtype, x.device) for rank in others}
         heard = self.exchange(kind, dict.fromkeys(others, x), receives, step=step).wait()
@@ -205,7 +207,7 @@ class Comm:
 
     @eager
     def scatter(self, kind: str, parts: Sequence[Tensor], shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
-        """An all-to-all: part r goes to rank r; returns what each rank had for this one, of these shapes."""
+        """Send part r to rank r (all-to-all); return the parts that all ranks sent to this one, of these shapes."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         receives = {rank: ReceiveBuffer(tuple(shapes[rank]), parts[rank].dtype, parts[rank].device) for rank in others}
         heard = self.exchange(kind, {rank: parts[rank] for rank in others}, receives, step=step).wait()
@@ -213,7 +215,7 @@ class Comm:
 
     @eager
     def reduce_scatter(self, kind: str, parts: Sequence[Tensor], *, step: int = 0) -> Tensor:
-        """The sum over ranks, in their order, of this rank's part, of one shape on all; halves are rounded once."""
+        """Return the sum over ranks, in rank order, of this rank's part, of one shape; half dtypes are rounded once."""
         own = parts[self.rank]
         heard = self.scatter(kind, parts, [tuple(own.shape)] * self.world, step=step)
         if self.world == 1:
@@ -226,7 +228,7 @@ class Comm:
 
     @eager
     def all_reduce(self, kind: str, x: Tensor, *, step: int = 0) -> Tensor:
-        """The sum of all ranks' `x`, of one shape: the same bits on every rank."""
+        """Return the sum of all ranks' `x`, of one shape: the same bits on every rank."""
         if self.world == 1:
             return x
         pieces = list(x.reshape(-1).tensor_split(self.world))
@@ -269,7 +271,7 @@ class Comm:
             raise RankError(operation, None, f"this group has failed before ({self._broken}); start the processes anew")
 
     def failure(self, operation: str, peer: int, error: Exception) -> RankError:
-        """The error of an operation that failed while waiting for `peer`; the group is of no use from here on."""
+        """Return the error of an operation that failed while waiting for `peer`; the group cannot be used after it."""
         late = "timed out" in str(error).lower()
         self._note({"operation": operation, "waits for": peer, "count": self._count, "late": late})
         rank, text = self._cause(peer, late)
@@ -278,7 +280,7 @@ class Comm:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Within, what this rank raises is told to the others, who wait for it and will find out by their timeout."""
+        """Return a context that reports an error of this rank; ranks that wait for it find it after their timeout."""
         try:
             yield
         except RankError:
@@ -291,11 +293,11 @@ class Comm:
 
     @property
     def grace(self) -> float:
-        """Seconds of the timeout kept for asking what the others saw."""
+        """The seconds of the timeout that are reserved for reading the notes of other ranks."""
         return min(2.0, 0.2 * self.timeout)
 
     def _cause(self, peer: int, late: bool) -> tuple[int | None, str]:
-        """The rank that is the cause, and what it did: the end of the chain of who waits for whom."""
+        """Return the rank that is the cause and its behaviour: the end of the chain of waiting ranks."""
         seen, until = [self.rank], time.monotonic() + self.grace
         while True:
             note = self._read_note(peer, until)
@@ -305,7 +307,7 @@ class Comm:
                 silent = f"sent nothing for {self.timeout:g} s: it hangs, or does something else"
                 return peer, silent if late else "has ended: its connection is closed"
             seen.append(peer)
-            peer, late = note["waits for"], note["late"]  # how it fell silent, who waited for it itself knows
+            peer, late = note["waits for"], note["late"]  # the note of the waiting rank records how its peer failed
             if peer in seen:
                 ring = ", ".join(f"rank {a} waits for rank {b}" for a, b in zip(seen, [*seen[1:], peer], strict=True))
                 return None, f"the ranks wait for each other: {ring}; they call operations in another order"
@@ -318,7 +320,7 @@ class Comm:
         try:
             if store is not None:
                 store.set(self._key(self.rank), json.dumps(note))
-        except RuntimeError:  # the process that keeps the store has ended
+        except RuntimeError:  # the process that has the store has ended
             pass
 
     def _read_note(self, rank: int, until: float) -> dict[str, Any] | None:
@@ -337,7 +339,7 @@ class Comm:
 
 
 def group_of(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
-    """The process group of a group, of a mesh of one dimension, or of all processes (None)."""
+    """Return the process group of a group, of a mesh of one dimension, or of all processes (None)."""
     if group is None:
         world = dist.group.WORLD
         assert world is not None
@@ -357,7 +359,7 @@ def group_of(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
 
 
 def _store() -> Any:
-    """The store by which the processes found each other."""
+    """Return the store with which the processes were started; None if there is none."""
     try:
         return dist.distributed_c10d._get_default_store()
     except (RuntimeError, ValueError, AttributeError):
@@ -365,7 +367,7 @@ def _store() -> Any:
 
 
 def _said(error: object) -> str:
-    """An error in words: its text is enough of those that are made for users, with its kind of others."""
+    """Return the message of an error, with its type unless the type has messages made for users."""
     own = isinstance(error, str | TypeError | ValueError) and str(error)
     return (str(error) if own else f"{type(error).__name__}: {error}")[:_LONGEST_TEXT]
 
@@ -375,7 +377,7 @@ def _texts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(operation: str, name: str, facts: Sequence[Any], values: Sequence[Any]) -> None:
-    """RankMismatch where a rank has another value than most, the first of those with the rarest."""
+    """Raise RankMismatch for the first rank whose value differs from the most frequent value."""
     if all(value == values[0] for value in values):
         return
     keys = [json.dumps(value) for value in values]
@@ -391,7 +393,8 @@ def _compare(operation: str, name: str, facts: Sequence[Any], values: Sequence[A
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """The numbers of a tensor side by side: what torch negates when it reads is negated, and one number has stride 1,
-    which an expanded one has not, though torch calls it contiguous.
+    """Return the numbers of a tensor as a contiguous 1-D tensor, with a lazy negation resolved.
+
+    A single number gets stride 1: if it was expanded, torch calls it contiguous with any stride.
     """
     return x.detach().resolve_neg().contiguous().as_strided((x.numel(),), (1,))

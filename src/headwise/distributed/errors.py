@@ -1,14 +1,14 @@
-"""What is raised where ranks do not work together; each text names a rank and the reason."""
+"""Errors of communication between ranks; each message names a rank and the reason."""
 
 from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """A rank has ended, hangs or has raised: the same text on every other rank.
+    """A rank has ended, hangs or has raised an error; every other rank gets the same message.
 
     Attributes:
-        rank: of the group; None where no single one is the cause.
-        reason: what it did, in words.
+        rank: the rank in the group; None if no single rank is the cause.
+        reason: the behaviour of the rank, in words.
     """
 
     def __init__(self, operation: str, rank: int | None, reason: str) -> None:
@@ -21,4 +21,4 @@ class RankError(RuntimeError):
 
 
 class RankMismatch(RankError, ValueError):
-    """Ranks pass arguments that do not fit each other: raised on every rank, before anything is sent."""
+    """Ranks pass arguments that do not fit together: raised on every rank before any data is sent."""

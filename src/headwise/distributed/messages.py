@@ -1,4 +1,4 @@
-"""Messages from rank to rank: what is to come, what is on its way, and how a backend starts them."""
+"""Messages between ranks: receive buffers, pending messages, and their start on each backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Op = tuple[int, Any, Tensor]
 
 
 class ReceiveBuffer(NamedTuple):
-    """What is to come from another rank, and where it is to lie."""
+    """The shape, dtype and device of a tensor to receive from another rank."""
 
     shape: Shape
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class ReceiveBuffer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """The size of the tensor in bytes."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
@@ -34,7 +34,7 @@ class ReceiveBuffer(NamedTuple):
 
 
 class Pending:
-    """Messages on their way. `wait` gives what came: rank -> tensor."""
+    """Pending messages. `wait` returns the received tensors: rank -> tensor."""
 
     def __init__(self, comm: Any, operation: str) -> None:
         self.comm, self.operation = comm, operation
@@ -42,7 +42,7 @@ class Pending:
         self.heard: dict[int, Tensor] = {}
 
     def wait(self) -> dict[int, Tensor]:
-        """Everything has come and gone.
+        """Wait until all messages are sent and received; return the received tensors.
 
         Raises:
             RankError: a rank has ended, hangs or has raised.
@@ -60,21 +60,24 @@ class Pending:
 
 
 def has_tags(device: torch.device) -> bool:
-    """Whether messages from there are told apart by their tags: gloo's are, NCCL's come in the order of their start."""
+    """Return whether the device's backend separates messages by tag: gloo does, NCCL uses the order of their start."""
     return device.type == "cpu"
 
 
 def started(
     group: ProcessGroup, ops: list[Op], tag: int, failure: Callable[[int, Exception], Exception]
 ) -> list[tuple[int, Any, Any]]:
-    """Starts what a rank sends and takes at once: (rank, work, what must live as long) each.
+    """Start all sends and receives of a rank; return (rank, work, objects to keep alive) for each.
 
-    On the CPU one by one, told apart by the tag. Elsewhere all as one batch: such a backend (NCCL) knows no tags and
-    does one thing after another, so that two ranks which both take before they send would wait for each other. All
-    ranks make their batches in one order.
+    On the CPU they are started one by one and separated by the tag. On other devices they are one batch: such a backend
+    (NCCL) has no tags and runs operations in order, so two ranks that both receive before they send would deadlock. All
+    ranks create their batches in the same order.
 
     Args:
-        failure: what to raise where a message cannot be started, from its rank and the error.
+        group: the process group.
+        ops: the sends and receives.
+        tag: the tag of the messages.
+        failure: returns the error to raise if a message cannot be started, from its rank and the cause.
     """
     if ops and not has_tags(ops[0][2].device):
         try:
@@ -87,6 +90,6 @@ def started(
         peer = {"group_src" if run is dist.irecv else "group_dst": rank}
         try:
             begun.append((rank, run(x, group=group, tag=tag, **peer), x))
-        except RuntimeError as error:  # gloo: a connection that is closed already
+        except RuntimeError as error:  # gloo: the connection is already closed
             raise failure(rank, error) from error
     return begun

@@ -1,6 +1,6 @@
-"""What torchrun tells each of its processes in the environment: how many there are, and which of them this is.
+"""The environment variables that torchrun sets for each process: the number of processes and its own rank.
 
-Imports nothing of headwise, and no torch: the command line asks before it has either.
+Imports nothing of headwise and no torch, because the command line needs it before it imports either.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 
 NUMBERS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
-"""The least that each may be, which is what it is where torchrun says nothing."""
+"""The minimum of each variable, which is also its value if torchrun does not set it."""
 
 
 def number(name: str) -> int:
-    """One of `NUMBERS` as the environment has it.
+    """Return one of `NUMBERS` from the environment.
 
     Raises:
-        ValueError: it is no whole number, or a smaller one.
+        ValueError: it is not a whole number, or is too small.
     """
     least = NUMBERS[name]
     said = os.environ.get(name, str(least))
@@ -27,10 +27,10 @@ def number(name: str) -> int:
 
 
 def place() -> tuple[int, int]:
-    """Which process this is, and of how many; the first of one where it is alone.
+    """Return the rank of this process and the number of processes; (0, 1) for a single process.
 
     Raises:
-        ValueError: as `number`; or a rank beyond the last.
+        ValueError: as for `number`; or the rank is not less than the number of processes.
     """
     size = number("WORLD_SIZE")
     rank = number("RANK") if size > 1 else 0

@@ -1,10 +1,10 @@
-"""Several processes that do one work, those that torchrun started or those of a process group: each knows its share.
+"""Processes that share one job, started by torchrun or given as a process group; each computes its part.
 
-Imports nothing of headwise but what torchrun says: every room whose work can be shared may import it.
+Imports nothing of headwise except `torchrun`, so every module with work to share may import it.
 
-Attention over ranks has messages of its own (`headwise.distributed.comm`), which this module does not use: there all
-ranks know all sizes in advance, wait half a minute, and give up a group that has failed. Here one process gathers
-messages of any length, one at a time, for as long as the group waits, and tells all ranks an error of one; they go on.
+Attention over ranks has its own communication (`headwise.distributed.comm`), which this module does not use: there all
+ranks know all sizes in advance, wait 30 s, and cannot use a group after a failure. Here one process gathers messages of
+any length, one at a time, within the group's timeout, and sends an error of one process to all, which can go on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import torchrun
 T = TypeVar("T")
 
 SLACK = 5.0
-"""Seconds that one process may wait longer than another for the same."""
+"""How many seconds one process may wait longer than another for the same message."""
 
 
 class LostProcess(ConnectionError):
@@ -42,12 +42,12 @@ _KINDS: dict[bytes, type[Exception]] = {
     b"o": OSError,
     b"r": RuntimeError,
 }
-"""What a message begins with, and the error that it is; `_CONTENT` is none."""
+"""The first byte of a message, and the error type that it means; `_CONTENT` means no error."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Which of how many processes this is, and their group; one alone by default."""
+    """The rank of this process, the number of processes, and their group; a single process by default."""
 
     rank: int = 0
     size: int = 1
@@ -55,10 +55,10 @@ class Processes:
 
     @classmethod
     def here(cls) -> Processes:
-        """Those of the default process group, which is made where torchrun says that there are several.
+        """Return the processes of the default group, which is created if torchrun started several processes.
 
         Raises:
-            ValueError: the environment has a WORLD_SIZE or a RANK that is none, or a RANK not below WORLD_SIZE.
+            ValueError: WORLD_SIZE or RANK is not valid, or RANK is not less than WORLD_SIZE.
         """
         if dist.is_available() and not dist.is_initialized() and torchrun.place()[1] > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -68,11 +68,10 @@ class Processes:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Processes:
-        """Those of a process group; this one alone where there is none.
+        """Return the processes of a process group; a single process if it is None.
 
         Raises:
-            TypeError: no process group.
-            ValueError: one that this process is not of.
+            TypeError: the argument is not a process group, or this process is not in it.
         """
         if group is None:
             return cls()
@@ -83,15 +82,15 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes and prints for all."""
+        """True if this process writes and prints for all."""
         return self.rank == 0
 
     def share(self, rows: Tensor) -> Tensor:
-        """This process's rows of a batch."""
+        """Return this process's rows of a batch."""
         return rows[self.rank :: self.size]
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each gradient becomes the sum of all processes'; one that no process has stays None."""
+        """Replace each gradient by the sum over all processes; it stays None if no process has one."""
         some = list(parameters)
         if self.size > 1 and some:
             there = torch.tensor([p.grad is not None for p in some], dtype=torch.int64, device=some[0].device)
@@ -101,13 +100,13 @@ class Processes:
                     dist.all_reduce(parameter.grad, group=self.group)
 
     def add(self, number: Tensor) -> Tensor:
-        """The sum of all processes' numbers."""
+        """Return the sum of the tensor over all processes; the tensor itself is overwritten."""
         if self.size > 1:
             dist.all_reduce(number, group=self.group)
         return number
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` gives in this process, once all have done theirs; where it raises in one, it does in all."""
+        """Return the result of `work` after all processes have finished theirs; an error in one is raised in all."""
         done: list[T] = []
 
         def part() -> bytes:
@@ -118,19 +117,19 @@ class Processes:
         return done[0]
 
     def exchange(self, work: Callable[[], bytes], join: Callable[[Iterator[bytes]], bytes]) -> bytes:
-        """Each process works; the first joins what all made, and every process gets what that gives.
+        """Run `work` in each process, join the results in the first, and return the joined result in every process.
 
-        The one place where processes wait for each other: an error of any one, in its work or in the joining, is
-        raised in all, so that none waits for a process that has given up.
+        Processes wait for each other only here. An error of one process, in `work` or in `join`, is raised in all, so
+        no process waits for one that has stopped.
 
         Args:
-            work: what this process does; not called by another.
-            join: called by the first process with what each made, in their order, one at a time.
+            work: the work of this process; not called by another process.
+            join: called by the first process with the results in rank order, one at a time.
 
         Raises:
-            LostProcess: a process ended, or is not heard of within the group's timeout.
-            TypeError, ValueError, OSError, RuntimeError: what `work` raised here; or in another process, whose number
-                the text then begins with.
+            LostProcess: a process ended, or did not answer within the group's timeout.
+            TypeError, ValueError, OSError, RuntimeError: the error of `work` in this process, or in another one, whose
+                rank then begins the message.
         """
         if self.size == 1:
             return join(iter([work()]))
@@ -148,7 +147,7 @@ class Processes:
             lost: set[int] = set()
             answer, failed = self._joined(made, failed, join, lost)
             for rank in {*range(1, self.size)} - lost:
-                with contextlib.suppress(LostProcess):  # the others shall know of it
+                with contextlib.suppress(LostProcess):  # the other processes must also get the answer
                     self._send(answer, rank)
         if answer[:1] == _CONTENT:
             return answer[1:]
@@ -159,7 +158,7 @@ class Processes:
     def _joined(
         self, made: bytes, failed: Exception | None, join: Callable[[Iterator[bytes]], bytes], lost: set[int]
     ) -> tuple[bytes, Exception | None]:
-        """What the first process answers all but those that are `lost`: what `join` makes, or the first's error."""
+        """Return the first process's answer to all processes that are not `lost`: the joined result, or an error."""
         errors: dict[int, bytes] = {} if failed is None else {0: made}
 
         def contents() -> Iterator[bytes]:
@@ -183,7 +182,7 @@ class Processes:
                 answer = _CONTENT + join(parts)
             except Exception as error:
                 failed, answer = error, _as_bytes(error)
-        for _ in parts:  # who has not been heard yet
+        for _ in parts:  # receive from the remaining processes
             pass
         if not errors:
             return answer, failed
@@ -197,13 +196,13 @@ class Processes:
 
     @property
     def _device(self) -> torch.device:
-        """Where bytes travel from: the CPU, unless the group knows GPUs alone."""
+        """The device of messages: the CPU, unless the group supports only GPUs."""
         assert self.group is not None
         on_cpu = any(part.split(":")[0] == "cpu" for part in dist.get_backend_config(self.group).split(","))
         return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def _send(self, content: bytes, rank: int) -> None:
-        """Bytes for a process; their number goes ahead, for a message of another length is no error to gloo."""
+        """Send bytes to a process; their number first, because gloo reports no error for a wrong length."""
         size = torch.tensor([len(content)], dtype=torch.int64, device=self._device)
         body = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
         with self._naming(rank):
@@ -220,9 +219,10 @@ class Processes:
 
     @contextlib.contextmanager
     def _naming(self, rank: int) -> Iterator[None]:
-        """Raise LostProcess where a process cannot be reached.
+        """Raise LostProcess if a process cannot be reached.
 
-        While the first waits in vain for one, the others wait for the first, as long; it says in the store which it is.
+        While the first process waits for one, the others wait equally long for the first, which names the lost process
+        in the store.
         """
         try:
             yield
@@ -230,7 +230,7 @@ class Processes:
             late = "timed out" in str(error).lower()
             said = f"rank {rank} of {self.size} {'does not answer' if late else 'has ended'}"
             if late:
-                with contextlib.suppress(Exception):  # no store, or one that has gone, or nothing in it
+                with contextlib.suppress(Exception):  # there is no store, it has ended, or it has no entry
                     store = dist.distributed_c10d._get_default_store()
                     key = f"headwise/lost/{dist.get_process_group_ranks(self.group)}"
                     if self.first:
@@ -242,7 +242,7 @@ class Processes:
 
 
 def _as_bytes(error: Exception) -> bytes:
-    """An error as a message: its kind, its text."""
+    """Return an error as a message: its kind and its text."""
     kind = next((kind for kind, one in _KINDS.items() if isinstance(error, one)), b"r")
     plain = any(isinstance(error, one) for one in _KINDS.values()) and str(error)
     return kind + (str(error) if plain else f"{type(error).__name__}: {error}").encode(errors="surrogatepass")
@@ -253,10 +253,10 @@ def _as_bytes(error: Exception) -> bytes:
 
 @contextlib.contextmanager
 def said_once(text: str, patience: float = SLACK) -> Iterator[bool]:
-    """Whether this process is the first of torchrun's to say this, and may say it; none goes on before all are here.
+    """Yield whether this process is the first that prints a text; no process continues before all have arrived.
 
-    So what all have to say is said once, and none ends while others are on their way to the same end: torchrun would
-    kill them. It waits `patience` seconds at most. Without torchrun's store every process speaks.
+    So a common message is printed once, and no process ends while others are about to end in the same way, because
+    torchrun would kill them. It waits at most `patience` seconds. Without torchrun's store every process prints.
     """
     store = _agents_store(patience)
     if store is None:
@@ -271,7 +271,7 @@ def said_once(text: str, patience: float = SLACK) -> Iterator[bool]:
 
 
 def _agents_store(patience: float) -> dist.Store | None:
-    """What torchrun keeps for the processes of this start; it outlives each of them."""
+    """Return the store that torchrun has for the processes of this start, which outlives them; None without one."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     run = f"headwise/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"

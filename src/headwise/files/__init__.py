@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, text made safe to print, and strict JSON.
+"""Atomic files and folders, text that is safe to print, and strict JSON.
 
-Imports nothing of headwise and no other library, so every room may import it.
+Imports nothing of headwise and no other library, so every module may import it.
 """

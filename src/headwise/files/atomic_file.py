@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic files: written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ENDING = "partial"
 
 
 def put(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Write a file, as `writing` does.
+    """Write a file atomically, as `writing` does.
 
     Raises:
-        OSError: as `check_destination`; or the disk is full.
+        OSError: as for `check_destination`; or the disk is full.
     """
     if not isinstance(content, bytes):
         raise TypeError(f"a file's content is bytes; got {type(content).__name__}; encode a text with .encode()")
@@ -29,12 +29,12 @@ def put(content: bytes, path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
-    """Open a file to write to: beside its place under a hidden name, then renamed, so it is there whole or not at all.
+    """Open a hidden file in the same folder for writing, and rename it at the end, so that the write is atomic.
 
-    What runs that were killed left half-written beside it is cleared away. `what` names in errors what is written.
+    Incomplete files of killed runs in that folder are removed first. `what` describes the content in error messages.
 
     Raises:
-        OSError: as `check_destination`; or the disk is full.
+        OSError: as for `check_destination`; or the disk is full.
     """
     target = _place(path)
     clear(target.parent, hidden_names(target, ENDING), os.unlink)
@@ -45,9 +45,9 @@ def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             if not HAS_LOCKS:
-                file.close()  # Windows renames no open file; elsewhere the lock is held until it has its name
+                file.close()  # Windows cannot rename an open file; on other systems the lock is held until the rename
             os.replace(partial, target)
-    except BaseException as error:  # an interrupt, too, must leave nothing half-written
+    except BaseException as error:  # an interrupt must not leave an incomplete file either
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
@@ -58,10 +58,10 @@ def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
 
 
 def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
-    """Return the bytes of a file, at most so many; `what` names in the error what is read from it.
+    """Return at most `most` bytes of a file; `what` describes the content in error messages.
 
     Raises:
-        TypeError: no path.
+        TypeError: the argument is not a path.
         OSError: the file cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -75,24 +75,24 @@ def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
 
 
 def check_destination(path: str | os.PathLike[str]) -> Path:
-    """Return the real path that a file would be written to; raise what `put` would, before the work is done.
+    """Return the real path that a file would be written to; raise the errors of `put` before the work starts.
 
-    A file is made beside it and removed again: permissions do not tell all (a disk that is only read, /proc).
+    A file is created in its folder and removed, because permissions are not enough (a read-only disk, /proc).
 
     Raises:
         FileNotFoundError: the folder does not exist.
         IsADirectoryError: the path is a folder.
-        OSError: the path is a device or the like; or no file can be made in its folder.
+        OSError: the path is a device or another special file; or no file can be created in its folder.
     """
     target = _place(path)
     partial, descriptor = _claim(target, path)
     os.close(descriptor)
-    partial.unlink(missing_ok=True)  # it may have been cleared away meanwhile
+    partial.unlink(missing_ok=True)  # another run may have removed it
     return target
 
 
 def _place(path: str | os.PathLike[str]) -> Path:
-    """Return the real path, of a plain file or of none yet."""
+    """Return the real path of a plain file or of a new file."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"a file is written to a path; got {type(path).__name__}")
     shown = visible(str(os.fspath(path)))
@@ -105,7 +105,7 @@ def _place(path: str | os.PathLike[str]) -> Path:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
         return target
-    except OSError as error:  # a name that is too long, a folder that may not be searched
+    except OSError as error:  # the name is too long, or a folder has no search permission
         raise type(error)(f"cannot write {shown}: {error.strerror}; give another path") from error
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"cannot write {shown}: it is a folder; give a file name, such as report.html in it")
@@ -115,7 +115,7 @@ def _place(path: str | os.PathLike[str]) -> Path:
 
 
 def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """Return a new hidden file beside the target, open and locked; an error names the path as it was given."""
+    """Return a new hidden file next to the target, open and locked; errors name the path as the caller gave it."""
     while True:
         partial = hidden_name(target, ENDING)
         try:
@@ -132,7 +132,7 @@ def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renaming last through a power cut, where the system lets a folder be synced."""
+    """Flush the rename to disk, if the system can sync folders."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

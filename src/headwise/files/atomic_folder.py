@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all: beside their destination under a hidden name, then renamed."""
+"""Atomic folders: written under a hidden name next to their destination, then renamed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from . import partial as hidden
 from .partial import HAS_LOCKS, is_there, lock
 
 ENDING = "headwise-partial"
-SPARE = 1 << 20  # bytes for manifest, index and what the file system itself needs
+SPARE = 1 << 20  # bytes for the manifest, the index and the file system
 
 
 def check_new_folder(destination: str | os.PathLike[str], source: Path, size: int | None) -> Path:
-    """Return the real path of a folder of so many bytes that is to be made; raise if it cannot be, before any work.
+    """Return the real path of a new folder of `size` bytes; raise an error before any work if it cannot be created.
 
-    Where the size is not known yet, nothing is said of room.
+    If the size is None, free space is not checked.
 
     Raises:
-        TypeError: no path.
-        ValueError: no name of a folder; or it is the source, or lies in it.
-        FileExistsError: something is there.
+        TypeError: the destination is not a path.
+        ValueError: the path has no folder name; or it is the source or is inside it.
+        FileExistsError: the path already exists.
         FileNotFoundError: its parent does not exist.
-        PermissionError: its parent may not be written.
-        OSError: not enough room on the disk.
+        PermissionError: its parent is not writable.
+        OSError: there is not enough space on the disk.
     """
     if not isinstance(destination, (str, os.PathLike)):
         raise TypeError(f"a checkpoint is written to a path; got {type(destination).__name__}")
@@ -60,7 +60,7 @@ def check_new_folder(destination: str | os.PathLike[str], source: Path, size: in
 
 
 def _check_name(path: Path, target: Path) -> None:
-    """Raise OSError for a name that cannot be, such as one that is too long."""
+    """Raise OSError for a name that is not possible, such as one that is too long."""
     try:
         os.lstat(target)
     except FileNotFoundError:
@@ -70,10 +70,10 @@ def _check_name(path: Path, target: Path) -> None:
 
 
 def try_folder(target: Path) -> None:
-    """Make a folder beside the target and removes it: permissions do not tell all (a disk that is only read, /proc).
+    """Create and remove a folder next to the target, because permissions are not enough (a read-only disk, /proc).
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     partial = hidden_name(target)
     with ended_in_order():
@@ -91,12 +91,12 @@ def try_folder(target: Path) -> None:
 
 
 def hidden_name(target: Path) -> Path:
-    """Return a new name beside the target."""
+    """Return a new hidden name next to the target."""
     return hidden.hidden_name(target, ENDING)
 
 
 def claim(partial: Path) -> int | None:
-    """Make the folder and take its lock, held until the descriptor is closed; None where there are no locks."""
+    """Create the folder and return its lock, held until the descriptor is closed; None if the system has no locks."""
     while True:
         partial.mkdir()
         if not HAS_LOCKS:
@@ -112,21 +112,21 @@ def claim(partial: Path) -> int | None:
 
 
 def remove(partial: Path) -> None:
-    """Remove the folder, as far as the system lets it; what it does not is cleared by the next run."""
+    """Remove the folder as far as possible; the next run removes the rest."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
-    """Remove the half-written folders in a folder that nobody writes any more."""
+    """Remove the incomplete folders in a folder that no process is writing."""
     hidden.clear(folder, hidden.hidden_names(None, ENDING), lambda path: remove(Path(path)))
 
 
 def settle(partial: Path, target: Path) -> None:
-    """Give the folder its name, for good: a power cut after this leaves it whole.
+    """Rename the folder to its final name and sync it, so that it is complete even after a power loss.
 
     Raises:
-        FileExistsError: something has that name by now.
-        OSError: as the system says; or the folder has its name, and the disk would not confirm it.
+        FileExistsError: another folder or file has that name now.
+        OSError: an error of the system; or the folder has its name, but the disk did not confirm it.
     """
     sync(partial)
     try:
@@ -147,10 +147,10 @@ def settle(partial: Path, target: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder last, where the system lets folders be synced."""
+    """Flush the names in a folder to disk, if the system can sync folders."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folder; elsewhere one may be written and not read
+    except PermissionError:  # Windows cannot open folders; elsewhere a folder may be writable and not readable
         return
     try:
         os.fsync(descriptor)
@@ -166,7 +166,7 @@ def sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """What ends the process from outside (SIGTERM, SIGHUP) is an exception, as Ctrl-C is, so that all is cleared."""
+    """Turn SIGTERM and SIGHUP into exceptions, like Ctrl-C, so that incomplete files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

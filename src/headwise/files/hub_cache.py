@@ -1,4 +1,4 @@
-"""Models in the local cache of the Hugging Face hub, found without its library and without the network."""
+"""Lookup of models in the local Hugging Face hub cache, without its library and without the network."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """Return the folder of a model that ``main`` points to in the local cache; None if there is none.
+    """Return the folder of a model's ``main`` revision in the local cache; None if there is none.
 
-    The cache is in ``HF_HUB_CACHE``, else below ``HF_HOME``, else below ``XDG_CACHE_HOME``, else in ``~/.cache``.
+    The cache is ``HF_HUB_CACHE``, else ``HF_HOME/hub``, else ``huggingface/hub`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
     """
     if not HUB_NAME.fullmatch(name) or ".." in name:
         return None

@@ -1,8 +1,8 @@
-"""Hidden names and locks of files and folders that are being written.
+"""Hidden names and locks of files and folders during a write.
 
-A process that writes one holds its lock until it is done, and the system releases the lock of a process that is killed.
-So a half-written file or folder whose lock can be had belongs to nobody, and is removed by the next run. It could be
-removed between its making and its locking; `is_there` tells, and then it is made again.
+A process holds the lock of the file or folder that it writes, and the system releases the lock if the process is
+killed. So an incomplete file or folder with a free lock has no owner, and the next run removes it. It could be removed
+between its creation and its locking; `is_there` detects this, and it is then created again.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows: no locks, so what a killed run left behind stays
+except ImportError:  # Windows has no such locks, so files of killed runs stay
     fcntl = None  # type: ignore[assignment]
 
 HAS_LOCKS = fcntl is not None
 
 
 def hidden_name(target: Path, ending: str) -> Path:
-    """Return a new name beside the target: ``.NAME.0123456789abcdef.ending``, with at most 50 characters of the name.
+    """Return a new name next to the target: ``.NAME.0123456789abcdef.ending``, with at most 50 characters of the name.
 
-    So it is no longer than a name may be, even with characters of four bytes.
+    So it does not exceed the maximum length of a name, even with 4-byte characters.
     """
     return target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}.{ending}")
 
 
 def hidden_names(target: Path | None, ending: str) -> re.Pattern[str]:
-    """Return a pattern of the hidden names of a target; of any target if it is None."""
+    """Return a pattern for the hidden names of a target, or of any target if it is None."""
     name = r".{1,50}" if target is None else re.escape(target.name[:50])
     return re.compile(rf"\.{name}\.[0-9a-f]{{16}}\.{re.escape(ending)}", re.DOTALL)
 
 
 def lock(descriptor: int) -> None:
-    """Take the lock of an open file or folder, which is held until the descriptor is closed."""
+    """Take the lock of an open file or folder; it is held until the descriptor is closed."""
     if HAS_LOCKS:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody else gets one, either
+        with contextlib.suppress(OSError):  # the file system has no locks, so no process gets one
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def is_there(descriptor: int, path: Path) -> bool:
-    """Return whether the path still leads to what is open."""
+    """Return whether the path still refers to the open file or folder."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -52,12 +52,12 @@ def is_there(descriptor: int, path: Path) -> bool:
 
 
 def clear(folder: Path, names: re.Pattern[str], remove: Callable[[str], object]) -> None:
-    """Call `remove` with the path of each entry of the folder that has such a name and whose lock is free."""
+    """Call `remove` with the path of each entry of the folder whose name matches and whose lock is free."""
     if not HAS_LOCKS:
         return
-    with contextlib.suppress(OSError):  # a folder that may be written but not read
+    with contextlib.suppress(OSError):  # the folder may be writable but not readable
         for entry in [entry for entry in os.scandir(folder) if names.fullmatch(entry.name)]:
-            with contextlib.suppress(OSError):  # another user's, gone already, or locked: it is being written
+            with contextlib.suppress(OSError):  # another user's, removed already, or locked by its writer
                 descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

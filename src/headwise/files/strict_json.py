@@ -1,4 +1,4 @@
-"""JSON from files that may be hostile: one object, no key twice, finite numbers, UTF-8."""
+"""Strict JSON for untrusted files: one object, no duplicate keys, finite numbers, UTF-8."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .text import visible
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Return the object that is the whole of a JSON text.
+    """Return the object of a JSON text.
 
     Raises:
-        ValueError: what is wrong, to be put behind the name of the file: ``not valid JSON (line 1: ...)``, a key that
-            occurs twice, NaN or an infinity, text nested too deeply, or JSON that is no object.
+        ValueError: the error, to be placed after the name of the file: ``not valid JSON (line 1: ...)``, a duplicate
+            key, NaN or an infinity, text nested too deeply, or JSON that is not an object.
 
     Example:
         >>> parse_object(b'{"a": [1, null]}')
@@ -27,7 +27,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
         raise ValueError("not valid JSON (nested too deeply)") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON (line {error.lineno}: {error.msg})") from None
-    except ValueError as error:  # from the two functions below; and Python's limit on the digits of an integer
+    except ValueError as error:  # from the two functions below, or from Python's limit on the digits of an integer
         raise ValueError(f"not valid JSON ({visible(str(error))})") from None
     if not isinstance(value, dict):
         raise ValueError(f"holds a JSON {type(value).__name__}, and an object is needed")

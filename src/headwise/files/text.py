@@ -1,14 +1,14 @@
-"""Text that comes from outside, made safe to print."""
+"""Text from untrusted sources, made safe to print."""
 
 from __future__ import annotations
 
 
 def visible(text: str, *, limit: int = 200) -> str:
-    r"""Return the text without anything that a terminal or a title bar would act on.
+    r"""Return the text without characters that a terminal or a title bar would interpret.
 
-    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates, spaces other than
-    the plain one and all else that Python calls not printable become a visible ``\x1b``. A text longer than `limit`
-    is cut, and its length is added.
+    Control characters (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates, spaces
+    other than the plain space and all others that Python calls not printable become a visible ``\x1b``. A text longer
+    than `limit` is cut, and its length is added.
 
     Example:
         >>> print(visible("\x1b[2Jmodel\u202e"))
@@ -19,7 +19,7 @@ def visible(text: str, *, limit: int = 200) -> str:
 
 
 def one_line(error: BaseException, *, limit: int = 200) -> str:
-    r"""Return the message of an error of another library as one short line; it may quote a hostile file.
+    r"""Return the message of another library's error as one short line; it may quote an untrusted file.
 
     Example:
         >>> print(one_line(ValueError("no header\n\n  in \x1b[2J")))

@@ -1,1 +1,1 @@
-"""What attention is: pure functions of query, key and value."""
+"""The attention operator: pure functions of query, key and value."""

@@ -1,4 +1,4 @@
-"""The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
+"""The public operator: check the arguments, choose a backend, run it. `explain` returns the choice and its reasons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -59,35 +59,38 @@ def attention(
     backend: str = "auto",
     **others: Any,
 ) -> Out | tuple[Out, Lse]:
-    """Scaled dot-product attention: `softmax(scale * Q K^T) V`, head by head (Vaswani et al. 2017, arXiv 1706.03762).
+    """Compute scaled dot-product attention: `softmax(scale * Q K^T) V` (Vaswani et al. 2017, arXiv 1706.03762).
 
-    Query head h reads key-value head h // (H / K): K = H is MHA, 1 < K < H is GQA, K = 1 is MQA.
+    Query head h uses key-value head h // (H / K): K = H is MHA, 1 < K < H is GQA, K = 1 is MQA.
 
     Args:
-        query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. One dtype and device for all three.
-            All three may be DTensors cut by batch or by head; keys and values of all heads serve queries of some.
+        query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. Query, key and value have one dtype and
+            one device. All three may be DTensors sharded by batch or by head; replicated keys and values are possible.
         key: (B, K, S, D).
-        value: (B, K, S, V). Key and value may both be `headwise.cache.Quantized`, int8 with a scale for every token and
-            head: read in place, with the result of keys and values dequantised to float32. Or `key` is a cache of
-            `headwise.cache`, and `value` is left out: the queries are then those of the last tokens in the cache.
-        mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
-            tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
-        scale: factor of the scores; D ** -0.5 by default. 0, or in size from 2**-100 to 2**100, as float32 wants it.
+        value: (B, K, S, V). Key and value may both be `headwise.cache.Quantized` (int8 with one scale per token and
+            head). They are used without a copy, and the result is that of keys and values dequantised to float32. Or
+            `key` is a cache of `headwise.cache` and `value` is omitted: the queries then belong to its last tokens.
+        mask: the keys that each query may attend to: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with
+            `&`; or a bool tensor (True = attend) or a float tensor (added to the scores) that broadcasts to
+            (B, H, T, S).
+        scale: factor of the scores; D ** -0.5 by default. 0, or an absolute value from 2**-100 to 2**100, because the
+            scores are float32.
         softcap: bounds the scores by `softcap * tanh(score / softcap)`; from 2**-100 to 2**100.
-        sinks: (H,) logits that join the softmax's denominator and carry no value.
+        sinks: (H,) logits that are added to the softmax's denominator and have no value.
         dropout: probability of zeroing a weight; always active, so pass 0 outside of training.
         gate: (H,), (B, H), (B, H, T) or (B, H, T, V); multiplies the output.
         return_lse: also return the log of the softmax's denominator (sink included), float32 (B, H, T).
-        backend: `auto`, or one by name: `native`, `sdpa`, `flex`, `blocks`, `reference`.
+        backend: `auto`, or a backend's name: `native`, `sdpa`, `flex`, `blocks`, `reference`.
+        **others: an error; the message names the equivalent of another library's option.
 
     Returns:
         out (B, H, T, V) in the query's dtype; with `return_lse`, (out, lse).
-        A row that may attend nothing is 0, its lse -inf, its gradient 0.
+        A row that may attend to no key has output 0, lse -inf and gradient 0.
 
     Raises:
-        ValueError: shapes, dtypes, devices or values that do not fit, or a backend asked for by name that cannot
-            honour an argument; the text says why and what to do.
-        TypeError: an argument of a wrong type.
+        ValueError: shapes, dtypes, devices or values do not fit, or the named backend does not support an argument;
+            the message gives the reason and the remedy.
+        TypeError: an argument has a wrong type.
 
     >>> from headwise.ops.masks import causal, window
     >>> q, k, v = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
@@ -118,14 +121,18 @@ def attention(
 
 
 def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | None = None, **options: Any) -> Any:
-    """`attention` of some rows, heads and tokens of a call, whose dropout keeps the weights that the whole call keeps.
+    """Run `attention` on a part of a call (rows, heads, tokens), with the dropout of the whole call.
 
     Args:
-        query: as `attention`, as key and value and the options.
-        seed: what dropout is drawn from, of `seed_of_part`; None where nothing is dropped.
+        query: as for `attention`.
+        key: as for `attention`.
+        value: as for `attention`.
+        seed: the dropout seed from `seed_of_part`; None without dropout.
+        **options: as for `attention`.
 
     Raises:
-        ValueError: as `attention`; and a call that headwise's own kernel does not serve: no other draws by place.
+        ValueError: as `attention`; also with dropout if the native kernel does not support the call, because no other
+            backend can reproduce the dropout of a part.
     """
     if seed is None or query.numel() == 0:
         return attention(query, key, value, **options)
@@ -144,7 +151,7 @@ def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | Non
 
 
 def _of_cache(key: Any) -> Any:
-    if hasattr(key, "attend"):  # and not isinstance: asking a protocol takes longer than a token
+    if hasattr(key, "attend"):  # isinstance with a protocol takes longer than a decode step
         return key
     raise TypeError(
         "attention takes query, key and value; value may be left out where key is a cache of headwise.cache; got "
@@ -154,12 +161,12 @@ def _of_cache(key: Any) -> Any:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend runs a call, why, and why each other does not. Prints as text.
+    """The backend that runs a call, the reason, and the reason against each other backend. Prints as text.
 
     Attributes:
-        backend: the name of the one that runs.
+        backend: the name of the backend that runs.
         why: the reason, in one line.
-        others: name -> reason of each other one.
+        others: backend name -> reason why it does not run.
 
     >>> explained = explain(*torch.randn(3, 1, 1, 1, 4), backend="reference")
     >>> explained.backend, explained.why
@@ -186,15 +193,19 @@ def explain(
     backend: str = "auto",
     **options: Unpack[CallOptions],
 ) -> Explanation:
-    """Which backend `attention` would run with these arguments, why, and why not each other. Computes nothing.
+    """Explain which backend `attention` would run with these arguments. Nothing is computed.
 
-    Where a gradient is needed it also says by which means.
+    If a gradient is needed, the reason also names the method that computes it.
 
     Args:
-        query, key, value, return_lse, backend: as for `attention`.
-        options: mask, scale, softcap, sinks, dropout and gate, as for `attention`.
+        query: as for `attention`.
+        key: as for `attention`.
+        value: as for `attention`.
+        return_lse: as for `attention`.
+        backend: as for `attention`.
+        **options: mask, scale, softcap, sinks, dropout and gate, as for `attention`.
 
-    Raises what `attention` would raise.
+    Raises the errors of `attention`.
 
     >>> q = torch.randn(1, 4, 9, 16, dtype=torch.float64)
     >>> print(explain(q, q, q, softcap=30.0))
@@ -220,8 +231,8 @@ def explain(
 class _Backend(NamedTuple):
     run: Run
     limits: tuple[Limit, ...]
-    not_chosen: str  # what `explain` says where it could serve and another is chosen
-    copies: bool = True  # keys and values that are int8 or lie in pages
+    not_chosen: str  # the reason in `explain` if it supports the call but another backend is chosen
+    copies: bool = True  # True if int8 or paged keys and values are copied to plain tensors first
 
 
 def _run_reference(call: Call) -> Result:
@@ -238,7 +249,7 @@ def _run_reference(call: Call) -> Result:
     )
 
 
-# Native needs nothing around it: it reads int8 and pages, any rows, keeps NaN and Inf in their place, and gates.
+# The native kernel needs no wrapper: it supports int8, pages and unaligned rows, isolates NaN and Inf, and gates.
 _BACKENDS = {
     "native": _Backend(native.run, native.LIMITS, "able, but not the one that was asked for", copies=False),
     "sdpa": _Backend(dense_keys(gated(aligned(fenced(sdpa.run)))), sdpa.LIMITS, "able, but not the faster one here"),
@@ -260,7 +271,7 @@ class _Preference(NamedTuple):
     why: str
 
 
-# The first line whose case holds and whose backend has no limit against it decides.
+# The first entry that applies and whose backend has no limit against the call decides.
 _PREFERENCES = (
     _Preference("reference", lambda c: c.is_empty, "no batch, no query or no key: nothing to be fast at"),
     _Preference("reference", lambda c: c.query.dtype == torch.float64, "float64 runs on the definition"),
@@ -290,7 +301,7 @@ _PREFERENCES = (
 
 
 def _choose(call: Call, name: str) -> tuple[str, str]:
-    """The backend that serves the call, and why."""
+    """Return the name of the backend that runs the call, and the reason."""
     if isinstance(name, str) and name == "auto":
         return next(
             (p.backend, p.why)

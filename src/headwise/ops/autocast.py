@@ -1,4 +1,4 @@
-"""Under torch.autocast: which dtype attention is computed in, and what is kept out of it."""
+"""The dtype of attention under torch.autocast, and the computations that autocast must not change."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """What is computed in float32 here is not autocast's to lower."""
+    """Return a context that disables autocast, so that float32 computations stay in float32."""
     return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 def autocasts(device: str) -> bool:
-    """Whether torch.autocast is on for this type of device."""
+    """Return whether torch.autocast is on for this device type."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast tensors in its lower precision, as torch's own SDPA takes them; what else there is, as it is."""
+    """Return the tensors in autocast's dtype if it is on, as torch's SDPA does; other arguments are unchanged."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not autocasts(device):
         return tensors
@@ -32,7 +32,7 @@ def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
 
 
 def of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast tensors of several dtypes in its lower one, as attention takes them; others as they are."""
+    """Return tensors of different dtypes in autocast's dtype if it is on; otherwise return them unchanged."""
     if not all(isinstance(x, Tensor) for x in tensors) or len({x.dtype for x in tensors}) == 1:
         return tensors
     return in_autocast_dtype(*tensors)

@@ -1,4 +1,4 @@
-"""One checked call of the op, and what a backend says of it."""
+"""One checked call of the operator, and the limits of a backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .storage.layout import StorageLayout
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Arguments that have passed every check; the mask is trimmed to the rules that forbid something."""
+    """The arguments of a call after every check; the mask has only the rules that forbid something."""
 
     query: Tensor
     key: Tensor
@@ -24,31 +24,31 @@ class Call:
     scoring: Scoring
     dropout: float = 0.0
     return_lse: bool = False
-    gate: Tensor | None = None  # four axes, each 1 or the output's
-    layout: StorageLayout | None = None  # where key and value are int8 or lie in pages
-    seed: Tensor | None = None  # what dropout is drawn from where the call is a part of one: `seed_of_part`
+    gate: Tensor | None = None  # four axes, each 1 or the output's size
+    layout: StorageLayout | None = None  # set if key and value are int8 or in pages
+    seed: Tensor | None = None  # the dropout seed from `seed_of_part` if this is a part of a call
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """B, H, K, T, S."""
+        """The sizes B, H, K, T and S."""
         B, H, T, _ = self.query.shape
         paged = self.layout is not None and self.layout.table is not None
         return B, H, self.key.shape[1], T, self.layout.length if paged else self.key.shape[2]  # type: ignore[union-attr]
 
     @property
     def device_type(self) -> str:
-        """`cpu`, `cuda`, ..."""
+        """The device type: `cpu`, `cuda`, ..."""
         return self.query.device.type
 
     @property
     def is_empty(self) -> bool:
-        """No batch, no query or no key."""
+        """True if the batch, the queries or the keys are empty."""
         B, _, _, T, S = self.sizes
         return B == 0 or T == 0 or S == 0
 
     @property
     def needs_grad(self) -> bool:
-        """A gradient will be asked of query, key, value, sinks, gate or the mask's biases."""
+        """True if query, key, value, sinks, gate or a bias of the mask needs a gradient."""
         if not torch.is_grad_enabled():
             return False
         tensors = (self.query, self.key, self.value, self.gate, *(self.layout or ())[:2])
@@ -56,11 +56,11 @@ class Call:
 
     @property
     def bias_needs_grad(self) -> bool:
-        """A gradient will be asked of a bias or of ALiBi's slopes."""
+        """True if a bias or the slopes of ALiBi need a gradient."""
         return torch.is_grad_enabled() and self.scoring.mask.learns
 
     def dense(self) -> Call:
-        """The same call on keys and values in one piece and of floats, and a query as wide as they are."""
+        """Return the call with plain float keys and values, and the query in their dtype."""
         if self.layout is None:
             return self
         wide = torch.float64 if self.query.dtype == torch.float64 else torch.float32
@@ -69,7 +69,7 @@ class Call:
 
     @property
     def is_transformed(self) -> bool:
-        """Inside torch.func (vmap, grad, jvp) or forward-mode AD: only plain differentiable torch ops serve."""
+        """True inside torch.func (vmap, grad, jvp) or forward-mode AD, which need plain differentiable torch ops."""
         return _is_transformed()
 
 
@@ -77,24 +77,24 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# A constant to torch.compile, which opens the transforms of a function while it traces it. This is all that
-# torch.compiler.assume_constant_result does, but it imports torch._dynamo: a second and 70 MB in every process.
+# torch.compile must treat the result as a constant, because it starts the transforms itself while it traces. This is
+# what torch.compiler.assume_constant_result does, but that imports torch._dynamo: 1 s and 70 MB in every process.
 _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
-"""out (B, H, T, V) and, where asked for, the lse (B, H, T)."""
+"""out (B, H, T, V) and the lse (B, H, T), or None if it was not requested."""
 Run: TypeAlias = Callable[[Call], Result]
 
 
 class Limit(NamedTuple):
-    """What a backend cannot honour: the case and, in words, why and what to do."""
+    """A case that a backend does not support: the condition, and a message with the reason and the remedy."""
 
     met: Callable[[Call], bool]
     why: str | Callable[[Call], str]
 
 
 def refusal(limits: tuple[Limit, ...], call: Call) -> str | None:
-    """The first limit that the call meets, in words; None where the backend can serve it."""
+    """Return the message of the first limit that applies to the call; None if the backend supports the call."""
     why = next((limit.why for limit in limits if limit.met(call)), None)
     return why(call) if callable(why) else why

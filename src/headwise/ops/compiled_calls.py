@@ -1,4 +1,4 @@
-"""What torch's compiler is to call as it is and never to trace."""
+"""Functions that torch's compiler calls without tracing them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REASON = "it reads or changes a key-value cache, which is a Python object"
 
 
 def outside_graphs(function: FunctionT) -> FunctionT:
-    """Make torch.compile call a function as it is: the graph ends before it and another begins behind it.
+    """Make torch.compile call a function without tracing it: the graph breaks before it and continues after it.
 
-    As `torch.compiler.disable`, but without a frame of its own at every call, and without the import of
-    `torch._dynamo`, which takes a second and 70 MB.
+    Like `torch.compiler.disable`, but without an extra Python frame per call, and without the import of
+    `torch._dynamo`, which takes 1 s and 70 MB.
 
     Args:
         function: a function written in Python.
@@ -33,15 +33,15 @@ def outside_graphs(function: FunctionT) -> FunctionT:
         2
     """
     marked: Any = function
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON  # where a traced function calls it
-    frames = torch._C._dynamo.eval_frame  # where an untraced one does
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON  # for calls from a traced function
+    frames = torch._C._dynamo.eval_frame  # for calls from an untraced function
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
 def methods_outside_graphs(cls: ClassT, traced: Collection[str] = ()) -> ClassT:
-    """Make torch.compile call all methods and properties of a class as they are, but for the ones to be traced."""
+    """Make torch.compile call all methods and properties of a class without tracing, except the names in `traced`."""
     for name, member in vars(cls).items():
         accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
         for function in accessors:

@@ -1,11 +1,11 @@
-"""Keeps NaN, Inf and huge numbers out of kernels that do not, and makes the rows NaN that may attend one.
+"""Handling of NaN, Inf and very large numbers around kernels that do not isolate them.
 
-The rule: what may not be attended cannot influence; what may be attended is honest. Inside a fused kernel 0 * NaN is
-NaN, so a NaN in a key that is masked leaks; and a row whose scores are all NaN is taken for an empty one and comes
-out 0 (both measured on torch 2.13, CPU). So NaN and Inf are taken out before the kernel, and the rows that may attend
-one are made NaN after it. Huge numbers become NaN and Inf inside, where a product overflows: so what no row may
-attend goes in as 0, as do rows that may attend nothing. What is left is a key that some rows may attend, and so huge
-that its product with the query of a row that may not overflows.
+The rule: a key that a row may not attend to cannot change that row; a row that may attend to a NaN or Inf is NaN. In a
+fused kernel 0 * NaN is NaN, so a NaN in a masked key leaks; and a row whose scores are all NaN is treated as empty and
+returns 0 (both measured on torch 2.13, CPU). So NaN and Inf are set to 0 before the kernel, and the rows that may
+attend to one are set to NaN after it. Very large numbers become NaN or Inf in the kernel if a product overflows, so
+keys that no row may attend to, and rows that may attend to no key, are also set to 0. One case is left: a key that some
+rows may attend to and that overflows in the product with a query that may not attend to it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .tracing import without_numbers
 
 
 def is_finite_hint(*tensors: Tensor) -> bool:
-    """True where one cheap pass shows that nothing is NaN or Inf and no product overflows, so that no fence is needed.
+    """Return True if one fast pass shows that no number is NaN or Inf and no product overflows: no fence is needed.
 
-    Only where looking at data is free of harm: eager, on the CPU. Where the sum of squares is finite, so is the product
-    of two rows, which is not larger than that of their norms.
+    The data is read only in eager mode on the CPU, where this is safe. If the sum of squares is finite, so is the
+    product of two rows, because it is at most the product of their norms.
     """
     if without_numbers() or torch._C._are_functorch_transforms_active():
         return False
@@ -38,7 +38,7 @@ def is_finite_hint(*tensors: Tensor) -> bool:
 
 
 def mask_nonfinite(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value without what may spoil a kernel, and the rows to show as NaN: bool (B, H, T)."""
+    """Return query, key and value without numbers that spoil a kernel, and the rows to set to NaN: bool (B, H, T)."""
     bad_BKS = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     bad_BHT = ~query.isfinite().all(-1)
     met_BHT, alive_BHT, seen_BKS = _meetings(bad_BKS, mask, query.shape[1], query.shape[2])
@@ -54,9 +54,9 @@ def fence_pairs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows that may attend a bad key, those that may attend anything, and the keys that some row may attend.
+    """Return the rows that may attend to a bad key, the rows that may attend to any key, and the keys that are used.
 
-    Memory is linear in S. (The last two broadcast to (B, H, T) and (B, K, S).)
+    Memory is linear in S. The last two broadcast to (B, H, T) and (B, K, S).
     """
     B, K, S = bad_BKS.shape
     device = bad_BKS.device
@@ -64,7 +64,7 @@ def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tens
     if not mask.parts:
         return bad_BKS.any(-1, keepdim=True).expand(B, K, T).repeat_interleave(H // K, dim=1), every, every
     bounds = mask.bounds(T, S, device)
-    if bounds is not None:  # the bad keys in lo <= j < hi are counted from the left; the keys in sight, by their ends
+    if bounds is not None:  # count bad keys by a prefix sum, and used keys by steps at lo and hi
         lo_BT, hi_BT = (x.expand(B, T) for x in bounds)
         count = torch.nn.functional.pad(bad_BKS.long().cumsum(-1), (1, 0))
         lo, hi = (x[:, None].expand(B, K, T) for x in (lo_BT, hi_BT))
@@ -77,7 +77,7 @@ def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tens
     met, alive, seen = [], [], torch.zeros((), dtype=torch.bool, device=device)
     for rows in row_blocks(T, S):
         allowed = mask.allowed(T, S, rows=rows, device=device)
-        if allowed is None:  # a mask of biases that forbid nothing
+        if allowed is None:  # the mask has only biases, which forbid nothing
             return _meetings(bad_BKS, EVERYTHING, H, T)
         met.append((allowed & bad_BH1S).any(-1))
         alive.append(allowed.any(-1))
@@ -87,7 +87,7 @@ def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tens
 
 
 def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
-    """The rows that may attend anything: bool (B|1, H|1, T); memory linear in S."""
+    """Return the rows that may attend to any key: bool (B|1, H|1, T); memory linear in S."""
     bounds = mask.bounds(T, S, device)
     if bounds is not None:
         return (bounds[1] > bounds[0])[:, None]
@@ -97,7 +97,7 @@ def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
 
 
 class _Clean(torch.autograd.Function):
-    """0 in these rows; the gradient passes, so that a NaN which comes back to such a row is not hidden."""
+    """A function that sets rows to 0; the gradient is unchanged, so that a NaN in such a row stays visible."""
 
     generate_vmap_rule = True
 
@@ -115,7 +115,7 @@ class _Clean(torch.autograd.Function):
 
 
 class _Quiet(torch.autograd.Function):
-    """The same; the gradient is 0 in these rows, whatever comes back to them."""
+    """A function that returns its input unchanged; the gradient of the given rows is 0 for any incoming gradient."""
 
     generate_vmap_rule = True
 
@@ -134,7 +134,7 @@ class _Quiet(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """NaN in the rows shown; backward NaN there too where a gradient comes, and 0 where none does."""
+    """A function that sets rows to NaN; their gradient is NaN if the incoming gradient is not 0, and 0 otherwise."""
 
     generate_vmap_rule = True
 
@@ -153,8 +153,9 @@ class _Show(torch.autograd.Function):
 
 
 def _has_no_rule() -> bool:
-    """Whether torch has no rule for an autograd function here: forward mode, whose own could not be compiled, and
-    `torch.func.functionalize`, which needs none, for it hides no gradient from those outside of it.
+    """Return whether autograd functions have no rule here.
+
+    This is so in forward mode, whose rule could not be compiled, and in `torch.func.functionalize`, which needs none.
     """
     if forward_ad._current_level >= 0:
         return True
@@ -165,19 +166,19 @@ def _has_no_rule() -> bool:
 
 
 def clean(x: Tensor, rows: Tensor) -> Tensor:
-    """x (..., n) with 0 in these rows (...)."""
+    """Return x (..., n) with 0 in the given rows (...)."""
     if _has_no_rule():
         return x.masked_fill(rows[..., None], 0.0)
     return _Clean.apply(x, rows[..., None])
 
 
 def quiet(x: Tensor, rows: Tensor) -> Tensor:
-    """x as it is, and no gradient through these rows, which broadcast to x."""
+    """Return x without a gradient through the given rows, which broadcast to x."""
     return x if _has_no_rule() else _Quiet.apply(x, rows)
 
 
 def show(x: Tensor, rows: Tensor) -> Tensor:
-    """x with NaN in these rows, which broadcast to x. A row that the loss leaves out gets gradient 0."""
+    """Return x with NaN in the given rows, which broadcast to x. A row that the loss does not use gets gradient 0."""
     if _has_no_rule():
         return x.masked_fill(rows, torch.nan)
     return _Show.apply(x, rows)

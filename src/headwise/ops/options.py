@@ -1,4 +1,4 @@
-"""What happens to scores before they become weights: one record for the op, its backends, statistics and gradient."""
+"""The operations on scores before the softmax: one record for the operator, backends, statistics and gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .masks.mask import Mask, as_mask
 
 
 class ScoringOptions(TypedDict, total=False):
-    """The keywords that all functions of attention share; see `headwise.attention`."""
+    """The keywords that all attention functions share; see `headwise.attention`."""
 
     mask: Mask | Tensor | None
     scale: float | None
@@ -21,26 +21,26 @@ class ScoringOptions(TypedDict, total=False):
 
 
 class CallOptions(ScoringOptions, total=False):
-    """And what else the keywords of `headwise.attention` say of the result."""
+    """The shared keywords, plus dropout and gate, which change the output of `headwise.attention`."""
 
     dropout: float
     gate: Tensor | None
 
 
 class Options(CallOptions, total=False):
-    """The keywords of `headwise.attention`, but for `return_lse`."""
+    """The keywords of `headwise.attention` except `return_lse`."""
 
     backend: str
 
 
 class Scoring(NamedTuple):
-    """Scale, softcap, mask (biases included) and sinks of a call, checked; they act in that order.
+    """The checked scale, softcap, mask (biases included) and sinks of a call; they are applied in this order.
 
     Attributes:
-        mask: a mask without parts lets everything through.
+        mask: a mask without parts allows every key.
         scale: factor of the scores.
-        softcap: None leaves the scores as they are.
-        sinks: (H,) logits that join the softmax's denominator, or None.
+        softcap: None leaves the scores unchanged.
+        sinks: (H,) logits that are added to the softmax's denominator, or None.
     """
 
     mask: Mask
@@ -57,9 +57,9 @@ class Scoring(NamedTuple):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Scoring:
-        """The options checked against query (B, H, T, D) and key (B, K, S, D), the mask in the call's precision.
+        """Check the options against query (B, H, T, D) and key (B, K, S, D); return them, the mask in compute dtype.
 
-        Raises TypeError or ValueError that names the option.
+        Raises TypeError or ValueError with the name of the option.
         """
         scale, softcap, _ = check_options(query, scale, softcap, sinks)
         B, H, T, _ = query.shape
@@ -68,10 +68,10 @@ class Scoring(NamedTuple):
         return Scoring(mask.computed_in(compute_dtype(query)), scale, softcap, sinks)
 
     def trimmed(self, T: int, S: int) -> Scoring:
-        """The same at this size, without the rules that forbid nothing."""
+        """Return the same options at this size, without the rules that forbid nothing."""
         return self._replace(mask=self.mask.trimmed(T, S))
 
     @property
     def learns(self) -> bool:
-        """A gradient will be asked of the sinks, a bias, slopes or a table."""
+        """True if the sinks, a bias, slopes or a table need a gradient."""
         return torch.is_grad_enabled() and ((self.sinks is not None and self.sinks.requires_grad) or self.mask.learns)

@@ -1,6 +1,6 @@
-"""The definition: softmax(scale * Q K^T) V, written to be read. The oracle: no backend's output or gradient is its.
+"""The reference: softmax(scale * Q K^T) V in plain PyTorch. All backends are tested against it.
 
-Quadratic in memory, any dtype up to float64 (half dtypes are computed in float32), differentiable twice.
+Memory is quadratic; any dtype up to float64 (half dtypes are computed in float32); differentiable twice.
 Order: scale, softcap, bias, mask, sinks, softmax, dropout, values, gate.
 """
 
@@ -22,9 +22,9 @@ def reference_weights(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Float[Tensor, "B H T S"], Float[Tensor, "B H T"]]:
-    """The attention weights and the log of their denominator (lse), in float32 or float64.
+    """Return the attention weights and the log of their denominator (lse), in float32 or float64.
 
-    A row that may attend nothing has weights 0 and lse -inf. With `sinks` the weights of a row sum to less than 1.
+    A row that may attend to no key has weights 0 and lse -inf. With `sinks` the weights of a row sum to less than 1.
 
     >>> q, k = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 4, 2)
     >>> reference_weights(q, k)[0].flatten().tolist()
@@ -37,11 +37,11 @@ def reference_weights(
     if allowed is None:
         allowed = torch.ones(1, 1, T, S, dtype=torch.bool, device=query.device)
     q_BHTD = query.to(dtype)
-    k_BHSD = key.to(dtype).repeat_interleave(query.shape[1] // K, dim=1)  # head h reads key-value head h // G
+    k_BHSD = key.to(dtype).repeat_interleave(query.shape[1] // K, dim=1)  # query head h uses key-value head h // G
 
     scores_BHTS = q_BHTD @ k_BHSD.mT * (D**-0.5 if scale is None else scale)
     if softcap is not None:
-        # Without what may not be attended: where its product overflows, the gradient of tanh would be 0 * NaN.
+        # Masked scores are set to 0: if their product overflows, the gradient of tanh would be 0 * NaN.
         scores_BHTS = scores_BHTS.masked_fill(~allowed, 0.0)
         scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
     added = None if mask is None else mask.added(T, S, device=query.device)
@@ -49,14 +49,14 @@ def reference_weights(
         scores_BHTS = scores_BHTS + added.to(dtype)
 
     empty = ~allowed.any(-1, keepdim=True)
-    # An empty row is given finite scores and zeroed below: -inf minus -inf would be NaN, in the gradient too.
+    # An empty row gets finite scores and is zeroed below: -inf minus -inf would be NaN, also in the gradient.
     scores_BHTS = scores_BHTS.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
 
     if S == 0:
         return scores_BHTS, scores_BHTS.new_full(scores_BHTS.shape[:3], -torch.inf)
     logits = scores_BHTS if sinks is None else torch.cat([scores_BHTS, _column(sinks, scores_BHTS)], dim=-1)
     top = logits.detach().amax(-1, keepdim=True)
-    exps = torch.exp(logits - top)  # torch.softmax is this, but its backward's bits depend on the thread count
+    exps = torch.exp(logits - top)  # not torch.softmax: its backward's bits depend on the thread count
     total = exps.sum(-1, keepdim=True)
     weights_BHTS = (exps / total)[..., :S].masked_fill(~allowed, 0.0)
     lse_BHT = (top + total.log()).masked_fill(empty, -torch.inf)[..., 0]
@@ -75,10 +75,10 @@ def reference(
     dropout: float = 0.0,
     kept: Tensor | None = None,
 ) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]:
-    """(out, lse): what every backend must give. `kept`, bool (B, H, T, S): the weights that dropout keeps, where drawn.
+    """Compute (out, lse), which every backend must match. `kept`, bool (B, H, T, S): the dropout mask, if given.
 
-    What may not be attended cannot influence: a NaN or Inf there is taken out first, for 0 * NaN is NaN.
-    What may be attended is honest: a row that may attend a NaN or Inf, or holds one itself, comes out NaN.
+    A key that a row may not attend to cannot change that row: NaN and Inf are set to 0 first, because 0 * NaN is NaN.
+    A row that may attend to a NaN or Inf, or has one in its query, is NaN.
 
     >>> v = torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
     >>> reference(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2), v)[0].item()
@@ -100,13 +100,13 @@ def reference(
     elif dropout > 0:
         weights_BHTS = torch.dropout(weights_BHTS, dropout, train=True)
     out_BHTV = weights_BHTS @ value.to(weights_BHTS.dtype).repeat_interleave(H // K, dim=1)
-    out_BHTV = out_BHTV.masked_fill(~alive[..., None], 0.0)  # 0 already; so is its gradient, whatever comes in
+    out_BHTV = out_BHTV.masked_fill(~alive[..., None], 0.0)  # already 0; this makes the gradient 0, too
 
     shown_BHT = met | (bad_BHT & alive)
     return show(out_BHTV, shown_BHT[..., None]).to(query.dtype), show(lse_BHT, shown_BHT)
 
 
 def _column(sinks: Tensor, scores_BHTS: Tensor) -> Tensor:
-    """The sink logits as one more key: a (B, H, T, 1) column of the scores."""
+    """Return the sink logits as one more key: a (B, H, T, 1) column of the scores."""
     B, H, T, _ = scores_BHTS.shape
     return sinks.to(scores_BHTS.dtype).view(1, H, 1, 1).expand(B, H, T, 1)

@@ -1,4 +1,4 @@
-"""Scores of some query rows against all their keys: what blocks, weights and statistics share."""
+"""Scores of a block of query rows against all their keys, shared by `blocks`, `weights` and the statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .masks.mask import Mask
 from .options import Scoring
 from .tracing import is_symbol
 
-# Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
+# Elements of one head's R x S block of scores: 1 MiB of float32, about the L2 cache of one core.
 BLOCK_ELEMENTS = 1 << 18
 MIN_ROWS = 16
 
@@ -24,9 +24,9 @@ def whole_axis(n: int) -> slice:
 
 
 def strips(T: int, rows: int) -> Iterator[slice]:
-    """T query rows, so many at a time.
+    """Yield slices of T query rows, `rows` at a time.
 
-    One strip where T is a symbol of torch.compile or torch.export: a loop over it could not be traced.
+    Yield one slice if T is a symbol of torch.compile or torch.export, because a loop over it could not be traced.
     """
     if is_symbol(T):
         yield whole_axis(T)
@@ -36,9 +36,9 @@ def strips(T: int, rows: int) -> Iterator[slice]:
 
 
 def row_blocks(T: int, S: int) -> Iterator[slice]:
-    """Blocks of query rows whose R x S scores stay within a fixed budget: memory linear in S.
+    """Yield blocks of query rows whose R x S scores stay within a fixed budget: memory is linear in S.
 
-    R depends on S alone, never on the batch, so a row has the same bits whatever it shares a batch with.
+    R depends only on S, not on the batch, so a row has the same bits in every batch.
     """
     if torch.compiler.is_compiling():
         return strips(T, 512)
@@ -48,7 +48,7 @@ def row_blocks(T: int, S: int) -> Iterator[slice]:
 def strip_of(
     mask: Mask, rows: slice, T: int, S: int, device: torch.device
 ) -> tuple[slice, Tensor | None, Tensor | None]:
-    """What a mask says of some query rows: the keys within their reach, and on those allowed and added (`Mask`)."""
+    """Return the keys that these query rows can reach, and `allowed` and `added` of the mask (`Mask`) on those keys."""
     if not mask.parts:
         return whole_axis(S), None, None
     symbolic = is_symbol(T) or is_symbol(S)
@@ -59,7 +59,7 @@ def strip_of(
 
 @dataclass(frozen=True, eq=False)
 class ScoreBlock:
-    """Scores of some query rows against the keys within their reach; -inf where a row may not attend."""
+    """Scores of some query rows against the keys that they can reach; -inf where a row may not attend."""
 
     rows: slice
     keys: slice
@@ -68,14 +68,14 @@ class ScoreBlock:
 
 
 def score_block(query: Tensor, key: Tensor, scoring: Scoring, rows: slice) -> ScoreBlock:
-    """The block of scores of these rows, masked."""
+    """Compute the masked scores of these rows."""
     keys, allowed, added = strip_of(scoring.mask, rows, query.shape[2], key.shape[2], query.device)
     scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], scoring.scale), scoring.softcap, allowed)
     return ScoreBlock(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
 
 
 def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float) -> Tensor:
-    """Scaled scores (B, H, R, C), keys read once a group: nothing is repeated."""
+    """Compute scaled scores (B, H, R, C). The keys are used once per group, without a repeated copy."""
     (H, R), K = q_BHRD.shape[1:3], k_BKCD.shape[1]
     dtype = compute_dtype(q_BHRD)
     q_BKGRD = (q_BHRD.to(dtype) * scale).unflatten(1, (K, H // K)).flatten(2, 3)
@@ -83,9 +83,9 @@ def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float) -> Tensor:
 
 
 def softcapped(scores_BHRC: Tensor, softcap: float | None, allowed: Tensor | None = None) -> Tensor:
-    """Scores bounded by `softcap`, 0 where nothing may be attended.
+    """Return scores bounded by `softcap`, with 0 in masked places.
 
-    Where the product of what may not be attended overflows, the gradient of tanh would be 0 * NaN.
+    If the product of a masked place overflows, the gradient of tanh would be 0 * NaN.
     """
     if softcap is None:
         return scores_BHRC
@@ -94,24 +94,24 @@ def softcapped(scores_BHRC: Tensor, softcap: float | None, allowed: Tensor | Non
 
 
 def mask_scores(scores_BHRC: Tensor, allowed: Tensor | None, added: Tensor | None) -> Tensor:
-    """Bias added, and -inf where nothing may be attended."""
+    """Return the scores with the bias added and -inf in masked places."""
     if added is not None:
         scores_BHRC = scores_BHRC + added.to(scores_BHRC.dtype)
     return scores_BHRC if allowed is None else scores_BHRC.masked_fill(~allowed, -torch.inf)
 
 
 def softmax_rows(scores_BHRC: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights (B, H, R, C) of masked scores and the log of their denominator (B, H, R).
+    """Return the weights (B, H, R, C) of masked scores and the log of their denominator (B, H, R).
 
-    `sinks` (H,) joins the denominator. A row that may attend nothing has weights 0 and lse -inf.
-    Written out, for the backward of torch.softmax gives other bits with other thread counts (torch 2.13, CPU).
+    `sinks` (H,) is added to the denominator. A row that may attend to no key has weights 0 and lse -inf.
+    The bits of the backward pass of torch.softmax depend on the thread count (torch 2.13, CPU), so it is not used.
     """
     B, H, R, C = scores_BHRC.shape
     if C == 0:
         return scores_BHRC, scores_BHRC.new_full((B, H, R), -torch.inf)
     empty = None if allowed is None else ~allowed.any(-1, keepdim=True)
     if empty is not None:
-        # Finite scores in an empty row: its weights are zeroed below, and no NaN is born on the way.
+        # An empty row gets finite scores so that no NaN appears; its weights are zeroed below.
         scores_BHRC = scores_BHRC.masked_fill(empty, 0.0)
     top = scores_BHRC.detach().amax(-1, keepdim=True)
     if sinks is not None:

@@ -1,4 +1,4 @@
-"""Options of other libraries' attention, and what stands for each in `headwise.attention`."""
+"""Attention options of other libraries, and their equivalents in `headwise.attention`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ OTHERS = {
     "softmax_scale": "scale=",
     "window_size": "mask=headwise.window(left + 1, right), which counts the query's own key",
 }
-"""Those of torch's SDPA, of its FlexAttention, of its module, and of flash attention."""
+"""The options of torch's SDPA, FlexAttention and MultiheadAttention, and of flash attention."""
 
 
 def refuse(caller: str, others: Mapping[str, object], instead: Mapping[str, str], options: str) -> None:
-    """Raises TypeError for an option that a caller does not have: what stands for it, or else which it has."""
+    """Raise TypeError for an option that the caller does not have, with its equivalent or the available options."""
     for name in others:
         raise TypeError(f"{caller} has no option {name!r}; {instead.get(name, f'it has {options}')}")
 
 
 def refuse_others(others: Mapping[str, object]) -> None:
-    """Raises TypeError for an option that `attention` does not have."""
+    """Raise TypeError for an option that `attention` does not have."""
     refuse("attention", others, OTHERS, "mask, scale, softcap, sinks, dropout, gate, return_lse and backend")

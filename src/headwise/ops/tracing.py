@@ -1,4 +1,4 @@
-"""What is not known while torch.compile and torch.export trace, or tensors are fake: no decision may hang on it."""
+"""Checks for tracing (torch.compile, torch.export) and fake tensors, where code must not depend on unknown values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def without_numbers() -> bool:
-    """Whether tensors have sizes and no numbers: a graph is traced (by make_fx, too), or FakeTensorMode is on."""
+    """Return whether tensors have no data: a graph is being traced (also by make_fx), or FakeTensorMode is on."""
     keys = torch._C._TorchDispatchModeKey
     modes = (torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY))
     return torch.compiler.is_compiling() or any(mode is not None for mode in modes)
@@ -18,7 +18,7 @@ def in_onnx_export() -> bool:
 
 
 def is_symbol(size: int) -> bool:
-    """Whether a size stands for many while a graph is traced; a loop over it could not be traced."""
+    """Return whether a size is symbolic while a graph is traced; a loop over it could not be traced."""
     if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -27,7 +27,7 @@ def is_symbol(size: int) -> bool:
 
 
 def statically_true(condition: bool) -> bool:
-    """The condition; False where it hangs on a symbol, so the graph stays right for every size."""
+    """Return the condition, or False if it depends on a symbol, so that the graph is valid for every size."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -1,4 +1,4 @@
-"""The legend of shapes, every shape check, and the text of every error a check raises.
+"""The names of dimensions, all shape checks, and their error messages.
 
 | letter | size                                      |
 |--------|-------------------------------------------|
@@ -7,7 +7,7 @@
 | S      | key length                                |
 | H      | query heads                               |
 | K      | key-value heads                           |
-| G      | query heads a key-value head: G = H / K   |
+| G      | query heads per key-value head: G = H / K |
 | D      | head dim of queries and keys (d_k)        |
 | V      | head dim of values (d_v)                  |
 | M      | d_model                                   |
@@ -34,23 +34,23 @@ from .arguments import describe as describe
 
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2), and give (H, T, D) alone a batch of one by x[None]"
-# What multiplies or divides scores stays this far from the ends of float32, whose exponents go from -126 to 127: its
-# product with a score, or with the log2(e) that a kernel folds in, then neither overflows nor vanishes.
+# Factors of scores stay far from the limits of float32, whose exponents go from -126 to 127. The product of a factor
+# with a score, or with the log2(e) that a kernel multiplies in, then neither overflows nor underflows.
 LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
 MASK_RULE = "mask is a Mask (causal(), window(), ...), a bool tensor with True = attend, or a float bias"
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Scores, biases and softmax are computed in float32, in float64 for float64."""
+    """Return the dtype in which scores, biases and softmax are computed: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: bool = False) -> None:
-    """Ranks, sizes, head counts, dtypes, devices of query, key and value.
+    """Check ranks, sizes, head counts, dtypes and devices of query, key and value.
 
-    Keys and values that are `quantised` have a dtype of their own.
+    If `quantised` is set, keys and values may have another dtype than the query.
 
-    Raises TypeError for what is no tensor, ValueError for the rest.
+    Raises TypeError for an argument that is not a tensor, ValueError for other errors.
     """
     check_query_key(query, key, quantised=quantised)
     if not isinstance(value, Tensor):
@@ -74,7 +74,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: boo
 
 
 def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> None:
-    """As `check_attention`, for what scores need: query (B, H, T, D) and key (B, K, S, D)."""
+    """Check query (B, H, T, D) and key (B, K, S, D) like `check_attention`; this is enough for scores."""
     for name, tensor in (("query", query), ("key", key)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{LAYOUT} as tensors; {name} is {type(tensor).__name__}")
@@ -111,7 +111,7 @@ def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:
 
 
 def check_int8(name: str, data: Tensor, scale: Tensor) -> None:
-    """What quantised keys or values are made of: int8 (B, K, S, D) and float32 (B, K, S) on one device."""
+    """Check the tensors of quantised keys or values: int8 (B, K, S, D) and float32 (B, K, S) on one device."""
     rule = f"a quantised {name} is data, int8 (B, K, S, D), and scale, float32 (B, K, S)"
     for part, tensor in (("data", data), ("scale", scale)):
         if not isinstance(tensor, Tensor):
@@ -130,7 +130,7 @@ def _parts(data: Tensor, scale: Tensor) -> str:
 
 
 def check_head_counts(num_heads: int, num_kv_heads: int, more: str = "") -> None:
-    """Raise ValueError unless num_kv_heads divides num_heads and both are positive; `more` goes behind its text."""
+    """Raise ValueError unless num_kv_heads divides num_heads and both are positive; `more` is added to the message."""
     if num_heads < 1 or num_kv_heads < 1:
         raise ValueError(f"num_heads and num_kv_heads are at least 1; got H = {num_heads}, K = {num_kv_heads}")
     if num_heads % num_kv_heads:
@@ -141,16 +141,16 @@ def check_head_counts(num_heads: int, num_kv_heads: int, more: str = "") -> None
 
 
 def default_scale(D: int) -> float:
-    """What the scores of queries and keys of D numbers are multiplied by where nothing else is said: D ** -0.5."""
+    """Return the default scale for heads of D numbers: D ** -0.5."""
     return D**-0.5
 
 
 def check_options(
     query: Tensor | None, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float = 0.0
 ) -> tuple[float, float | None, float]:
-    """scale, softcap and dropout as plain numbers, scale by default D ** -0.5. Without a query, not the sinks.
+    """Return scale (D ** -0.5 by default), softcap and dropout as plain numbers; check sinks only with a query.
 
-    Raises TypeError or ValueError that names the option.
+    Raises TypeError or ValueError with the name of the option.
     """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         real = isinstance(number, (Real, torch.SymFloat, torch.SymInt)) and not isinstance(number, bool)
@@ -179,7 +179,7 @@ def check_options(
 
 
 def _plain(x: float) -> float:
-    """A float of any real number, numpy's among them; a symbol of torch.compile stays one."""
+    """Return any real number, including numpy's, as a float; a symbol of torch.compile is unchanged."""
     return x if isinstance(x, (torch.SymFloat, torch.SymInt)) else float(x)
 
 
@@ -222,7 +222,7 @@ def _gate_rule(out_shape: Sequence[int]) -> str:
 
 
 def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], device: torch.device) -> None:
-    """An integer tensor of one of the given shapes, on the call's device."""
+    """Check an integer tensor: it has one of the given shapes and is on the call's device."""
     check_tensor(name, tensor, "an integer tensor")
     if tensor.dtype not in INTEGERS:
         raise ValueError(f"{name}: an integer tensor; got {describe(tensor)}; convert with .long()")
@@ -234,7 +234,7 @@ def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], 
 
 
 def check_mask_tensor(tensor: Tensor, full: tuple[int, int, int, int], device: torch.device) -> None:
-    """A mask tensor must broadcast to (B, H, T, S) from the right."""
+    """Check that a mask tensor broadcasts to (B, H, T, S) from the right."""
     check_dense("the mask's tensor", tensor)
     sizes = tuple(tensor.shape)
     wanted = full[4 - len(sizes) :]
@@ -248,7 +248,7 @@ def check_mask_tensor(tensor: Tensor, full: tuple[int, int, int, int], device: t
 
 
 def check_made(name: str, tensor: Tensor, kind: str, instead: str) -> None:
-    """What keep() and bias() take: a `bool` or a `float` tensor of one to four axes."""
+    """Check the argument of keep() or bias(): a `bool` or a `float` tensor of one to four axes."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} takes a {kind} tensor; got {type(tensor).__name__}; make one with torch.as_tensor")
     check_dense(f"the tensor of {name}", tensor)
@@ -259,7 +259,7 @@ def check_made(name: str, tensor: Tensor, kind: str, instead: str) -> None:
 
 
 def check_integers(name: str, value: int | Tensor | None, *, tensor: bool) -> None:
-    """What places and counts are made of: an int (or None), or where `tensor` is set an integer tensor."""
+    """Check a position or count: an int or None, or also an integer tensor if `tensor` is set."""
     if isinstance(value, Tensor):
         if tensor and value.dtype in INTEGERS:
             check_dense(name, value)

@@ -1,6 +1,6 @@
-"""Arguments by kind: what serves for a size, a number, a flag, a tensor, and the text of each error where it does not.
+"""Checks of arguments by kind (size, number, flag, tensor, ...), and their error messages.
 
-Each raises TypeError for what is of another kind, and ValueError for what is of the kind and cannot be.
+Each check raises TypeError for another kind, and ValueError for a value of the right kind that is not allowed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.nn import Parameter
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MOST = 2**31 - 1  # of what is counted: sizes, positions
-FAR = 1 << 40  # farther than any key lies: sums of such places stay far within int64
+MOST = 2**31 - 1  # the maximum of sizes and positions
+FAR = 1 << 40  # greater than any key position; sums of such positions stay within int64
 
 
 def describe(tensor: Tensor) -> str:
-    """dtype, shape and device in one short phrase, for error texts."""
+    """Return dtype, shape and device in one short phrase, for error messages."""
     shape = f"({tensor.ndim} axes, ragged)" if tensor.is_nested else tuple(tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device}"
 
 
 def shown(value: object) -> str:
-    """A value as an error text shows it: on one line, not long."""
+    """Return a value as short text on one line, for error messages."""
     if isinstance(value, Tensor):
         return f"a tensor, {describe(value)}"
-    if isinstance(value, int) and value.bit_length() > 64:  # Python does not write all of them
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print very long integers
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value.item() if isinstance(value, Real) and hasattr(value, "item") else value)
@@ -42,7 +42,7 @@ def shown(value: object) -> str:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """A tensor whose numbers lie in memory, by strides: not sparse, packed or ragged, and not freed."""
+    """Check that a tensor's data is in memory with strides: it is not sparse, packed, ragged or freed."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "ragged" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
         way = "torch.nested.to_padded_tensor, and a mask for the padding" if tensor.is_nested else ".to_dense()"
@@ -62,14 +62,14 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_tensor(name: str, value: Any, what: str = "a tensor") -> None:
-    """A dense tensor; raises TypeError for what is none."""
+    """Check that a value is a dense tensor; raise TypeError if it is not a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {what}; got {type(value).__name__}")
     check_dense(name, value)
 
 
 def check_index(what: str, axes: tuple[int, ...] = (), way: str = "", /, **indices: Any) -> None:
-    """Dense tensors of integers; `what` says what they are. With one of so many `axes`, else `way` is the way out."""
+    """Check dense integer tensors. `what` describes them; `way` is the remedy for a number of axes not in `axes`."""
     for name, index in indices.items():
         check_tensor(name, index, what)
         if index.dtype not in INTEGERS:
@@ -80,10 +80,10 @@ def check_index(what: str, axes: tuple[int, ...] = (), way: str = "", /, **indic
 
 
 def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:
-    """Ints of at least `least`: sizes, positions, numbers of something."""
+    """Check that sizes, positions or counts are ints from `least` to `most`."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
-            if torch.jit.is_tracing():  # the sizes of its tensors are tensors
+            if torch.jit.is_tracing():  # in a trace, sizes are tensors
                 raise TypeError(
                     f"{name} is an int; torch.jit.trace and torch.onnx.export(dynamo=False) have tensors for sizes: "
                     "use torch.export, torch.compile or torch.onnx.export(dynamo=True)"
@@ -91,32 +91,32 @@ def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:
             raise TypeError(f"{name} is an int; got {shown(count)}{_as_int(count)}")
         if count < least:
             raise ValueError(f"{name} is at least {least}; got {shown(count)}")
-        # A size in a graph keeps its range: torch.export wants it whole. To dynamo (strict=True) it is an int.
+        # A symbolic size keeps its full range, which torch.export needs. For dynamo (strict=True) it is an int.
         if isinstance(count, int) and not torch.compiler.is_dynamo_compiling() and count > most:
             raise ValueError(f"{name} is at most {most}; got {shown(count)}")
 
 
 def _as_int(count: Any) -> str:
-    """What to do with a whole number that is no int, as numpy's: it may overflow where an int does not."""
+    """Return the remedy for a whole number that is not an int, such as numpy's, which may overflow."""
     whole = isinstance(count, Integral) and not isinstance(count, bool)
     return f" of type {type(count).__name__}; convert with int()" if whole else ""
 
 
 def fits(n: int, to: int) -> bool:
-    """Whether an axis of n broadcasts to one of so many.
+    """Return whether an axis of size n broadcasts to size `to`.
 
-    Not by `in`: torch.compile takes a number and a symbol to differ there.
+    It does not use `in`, for which torch.compile treats a number and a symbol as different.
     """
     return n == 1 or n == to
 
 
 def is_one_of(shape: Sequence[int], forms: Iterable[Sequence[int]]) -> bool:
-    """Whether a shape is one of these, size by size, for the same reason."""
+    """Return whether a shape is one of `forms`; sizes are compared one by one, for the same reason as in `fits`."""
     return any(len(shape) == len(form) and all(n == m for n, m in zip(shape, form, strict=True)) for form in forms)
 
 
 def check_span(name: str, span: Any, size: int) -> tuple[int, int]:
-    """(start, stop) with 0 <= start <= stop <= size."""
+    """Return (start, stop) after a check that 0 <= start <= stop <= size."""
     numbers = list(span) if isinstance(span, tuple | list) else []
     if len(numbers) != 2 or not all(_is_whole(n) for n in numbers) or not 0 <= numbers[0] <= numbers[1] <= size:
         raise ValueError(f"{name} is (start, stop) with 0 <= start <= stop <= {size}; got {shown(span)}")
@@ -124,15 +124,15 @@ def check_span(name: str, span: Any, size: int) -> tuple[int, int]:
 
 
 def is_finite(number: Any) -> bool:
-    """Whether a real number is one that float64 holds; symbols of torch.compile are taken to be."""
+    """Return whether a real number is finite in float64; True for symbols of torch.compile."""
     try:
         return isinstance(number, (torch.SymFloat, torch.SymInt)) or math.isfinite(number)
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int that is too large for a float
         return False
 
 
 def check_numbers(above: float = -math.inf, **numbers: Any) -> None:
-    """Finite numbers above a limit."""
+    """Check that numbers are finite and greater than a limit."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, Real):
             raise TypeError(f"{name} is a number; got {shown(number)}")
@@ -142,37 +142,37 @@ def check_numbers(above: float = -math.inf, **numbers: Any) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """True or False, and nothing that would merely count as one of them."""
+    """Check that flags are True or False; other values, such as 0 and 1, are errors."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is True or False; got {shown(flag)}")
 
 
 def check_texts(**texts: Any) -> None:
-    """Strings."""
+    """Check that values are strings."""
     for name, text in texts.items():
         if not isinstance(text, str):
             raise TypeError(f"{name} is a text; got {shown(text)}")
 
 
 def check_functions(**functions: Any) -> None:
-    """What is called."""
+    """Check that values are callable."""
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} is a function; got {shown(function)}")
 
 
 def check_paths(**paths: Any) -> None:
-    """Names of files or folders: strings that are not empty, or what `pathlib` makes."""
+    """Check that values are names of files or folders: strings that are not empty, or `pathlib` paths."""
     for name, path in paths.items():
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"{name} is a path, a string or a pathlib.Path; got {shown(path)}")
-        if path == "":  # a Path makes "." of it
+        if path == "":  # a Path turns an empty name into "."
             raise ValueError(f"{name}: the name is empty; give a file or a folder")
 
 
 def check_device(device: Any) -> None:
-    """A torch.device, its name, or None."""
+    """Check that a value is a torch.device, a device name, or None."""
     try:
         if device is not None:
             torch.device(device)
@@ -183,16 +183,16 @@ def check_device(device: Any) -> None:
 
 
 def check_dtype(dtype: Any, among: Sequence[torch.dtype] = DTYPES) -> None:
-    """A torch.dtype, one of those that serve."""
+    """Check that a value is one of the allowed dtypes."""
     if not isinstance(dtype, torch.dtype) or dtype not in among:
         names = ", ".join(str(x).removeprefix("torch.") for x in among)
         raise ValueError(f"dtype is one of {names}; got {shown(dtype)}")
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:
-    """A list of ints from what users give for one: a sequence of ints, or an integer tensor or array of one axis.
+    """Return a list of ints from a sequence of ints, or from an integer tensor or array of one axis.
 
-    Raises TypeError for anything else: a fraction is not cut, and True and False are no numbers here.
+    Raises TypeError for anything else: fractions are not rounded, and True and False are not numbers here.
     """
     rule = f"{name} are whole numbers: a sequence of ints, or an integer tensor of one axis"
     if isinstance(values, Tensor):
@@ -210,7 +210,7 @@ def whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def real_numbers(name: str, values: Any) -> list[float]:
-    """A list of finite floats from a sequence of numbers, or a tensor or array of one axis."""
+    """Return a list of finite floats from a sequence of numbers, or from a tensor or array of one axis."""
     rule = f"{name} are finite numbers: a sequence, or a tensor of one axis"
     if isinstance(values, Tensor):
         check_dense(name, values)

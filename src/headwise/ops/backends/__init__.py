@@ -1,1 +1,1 @@
-"""Backends in PyTorch's own operators: one a file, one signature, limits as data."""
+"""Backends in PyTorch's own operators: one per file, with one signature and a table of limits."""

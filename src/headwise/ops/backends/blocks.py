@@ -1,4 +1,4 @@
-"""Backend `blocks`: a block of query rows at a time in plain torch ops. Honours every argument, memory O(n)."""
+"""Backend `blocks`: plain torch ops on one block of query rows at a time. Every argument is supported; memory O(n)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LIMITS: tuple[Limit, ...] = ()
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
+    """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
     _, _, _, T, S = call.sizes
     blocks = list(row_blocks(T, S)) or [slice(0, 0)]
     outs: list[Tensor] = []
     lses: list[Tensor | None] = []
     for rows in blocks:
-        if len(blocks) > 1 and call.needs_grad:  # recomputed in backward: else every block's scores would be kept
+        if len(blocks) > 1 and call.needs_grad:  # recomputed in the backward pass to save memory
             out, lse = checkpoint(_block, call, rows, use_reentrant=False)
         else:
             out, lse = _block(call, rows)
@@ -41,6 +41,6 @@ def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     weights_BKGRC = weights_BHRC.flatten().view(B, K, H // K * R, C)
     out_BKGRV = weights_BKGRC @ call.value[:, :, block.keys].to(weights_BKGRC.dtype)
     out_BHRV = out_BKGRV.unflatten(2, (H // K, -1)).flatten(1, 2).to(call.query.dtype)
-    if allowed is not None:  # its weights are 0, but 0 * NaN in the backward of the product is NaN
+    if allowed is not None:  # its weights are 0, but 0 * NaN in the backward pass of the product is NaN
         out_BHRV = out_BHRV.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     return out_BHRV, lse_BHR if call.return_lse else None

@@ -1,7 +1,7 @@
-"""Backend `flex`: torch's FlexAttention. Masks and biases become functions of indices, empty tiles are skipped.
+"""Backend `flex`: torch's FlexAttention. Masks and biases become functions of indices; empty tiles are skipped.
 
-Compiled on CUDA. On the CPU it runs uncompiled and builds the whole T x S matrix: asked for by name, for tests of
-the meaning, and never chosen.
+It is compiled on CUDA. On the CPU it runs uncompiled and builds the whole T x S matrix; it is never chosen there and
+runs only if requested by name, for tests.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 
 TILE = 128
 MIN_HEAD_DIM = 16
-# FlexAttention multiplies scores by log2(e). A bias as low as float32 goes, a common way to say no, would become -inf
-# there, and a row of nothing else would count as one that may attend nothing.
+# FlexAttention multiplies scores by log2(e). The lowest float32 number, a common mask value, would become -inf, and a
+# row of only such biases would be treated as empty.
 LOWEST = torch.finfo(torch.float32).min / 2
 
 LIMITS = (
@@ -51,7 +51,7 @@ LIMITS = (
 
 
 def is_worthwhile(call: Call) -> bool:
-    """On CUDA, where it skips tiles that SDPA would compute, or serves what SDPA cannot."""
+    """Return True on CUDA if FlexAttention skips tiles that SDPA would compute, or supports what SDPA does not."""
     _, _, _, T, S = call.sizes
     if call.device_type != "cuda" or T < TILE or S < TILE:
         return False
@@ -61,7 +61,7 @@ def is_worthwhile(call: Call) -> bool:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
+    """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
     (_, H, K, T, S), scoring = call.sizes, call.scoring
     attend = _uncompiled if call.device_type == "cpu" else _compiled()
     out, aux = attend(
@@ -76,17 +76,17 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     )
     lse_BHT = aux.lse
     empty_BHT = lse_BHT == -torch.inf
-    if scoring.sinks is not None:  # one more term in the denominator: out shrinks by sigmoid(lse - sink)
+    if scoring.sinks is not None:  # the denominator has one more term, so out is multiplied by sigmoid(lse - sink)
         sinks = scoring.sinks.to(lse_BHT.dtype).view(1, H, 1)
-        sinks = sinks.masked_fill(sinks == torch.inf, torch.nan)  # Inf / Inf: it shows, as a NaN does
-        lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)  # finite, or the gradient of what is thrown away below is NaN
+        sinks = sinks.masked_fill(sinks == torch.inf, torch.nan)  # Inf / Inf gives NaN
+        lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)  # finite, so that its gradient is not NaN
         out = (out * torch.sigmoid(lse_BHT - sinks)[..., None]).to(out.dtype)
         lse_BHT = torch.logaddexp(lse_BHT, sinks).masked_fill(empty_BHT, -torch.inf)
     return out.masked_fill(empty_BHT[..., None], 0.0), lse_BHT if call.return_lse else None
 
 
 def _uncompiled(*args: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():  # it says that it is slow uncompiled: known, and why it is never chosen here
+    with warnings.catch_warnings():  # torch warns that it is slow uncompiled; it is never chosen here
         warnings.simplefilter("ignore", UserWarning)
         return flex_attention(*args, **options)
 
@@ -97,7 +97,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask | None:
-    """FlexAttention's lists of mixed and of full tiles, from ours; no T x S tensor."""
+    """Return FlexAttention's lists of mixed and full tiles for our mask, without a T x S tensor."""
     rules = [part for part in mask.parts if part.restricts]
     if not rules:
         return None
@@ -132,12 +132,12 @@ def _score_mod(mask: Mask, softcap: float | None, T: int, S: int) -> Callable[..
 
 
 def _value(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-    """A rule at one place, in the scalar form that FlexAttention traces: the same as `rule.at`."""
+    """Return a rule's value for one pair, in the scalar form that FlexAttention traces: the same as `rule.at`."""
     return FORMS[type(rule)](rule, _Place(b, h, i, j, T, S))
 
 
 class _Place(NamedTuple):
-    """One pair of query and key, as FlexAttention gives it."""
+    """One pair of query and key, as FlexAttention passes it."""
 
     b: Tensor
     h: Tensor
@@ -147,15 +147,15 @@ class _Place(NamedTuple):
     S: int
 
     def row(self, ends: int | Tensor) -> int | Tensor:
-        """What (B|1,) says of this row of the batch."""
+        """Return the entry of a (B|1,) tensor for this batch row."""
         return ends[self.b if ends.shape[0] > 1 else 0] if isinstance(ends, Tensor) else ends
 
     def pos(self, offset: int | Tensor | None) -> Tensor:
-        """The query's place among the keys."""
+        """Return the position of the query among the keys."""
         return self.i + (self.S - self.T if offset is None else self.row(saturated(offset)))
 
     def id(self, ids: Tensor, index: Tensor) -> Tensor:
-        """What (n,) or (B|1, n) says of an index."""
+        """Return the entry of an (n,) or (B|1, n) tensor for an index."""
         return ids[index] if ids.ndim == 1 else ids[self.b if ids.shape[0] > 1 else 0, index]
 
 
@@ -220,7 +220,7 @@ FORMS: dict[type[Rule], Callable[[Any, _Place], Tensor]] = {
 
 
 def without_form(rules: Sequence[Rule]) -> str | None:
-    """The name of the first kind of rule, inner ones too, that has no form here."""
+    """Return the name of the first rule type, inner rules included, that FORMS does not have."""
     for rule in rules:
         if type(rule) not in FORMS:
             return type(rule).__name__

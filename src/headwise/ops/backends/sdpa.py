@@ -1,8 +1,8 @@
-"""Backend `sdpa`: torch's fused scaled_dot_product_attention, kept to our meaning.
+"""Backend `sdpa`: torch's fused scaled_dot_product_attention, with headwise's semantics.
 
-Its faults (torch 2.13, CPU) are fenced: `is_causal` is top-left, so it is used only where that is what is meant; key
-and value of unequal length are refused before; d_v != d_k would leave the fused kernel, so the shorter is padded
-with zeros (exact); masks go in as four axes, a strip of rows at a time, never T x S; NaN and Inf: see `fence`.
+Workarounds (torch 2.13, CPU): `is_causal` is aligned top-left, so it is used only for such a mask; key and value of
+unequal length are refused earlier; d_v != d_k would not use the fused kernel, so the shorter is padded with zeros
+(exact); masks have four axes and cover a strip of rows at a time, never T x S; NaN and Inf: see `fenced`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..call import Call, Limit
 from ..row_blocks import strip_of, strips
 from ..tracing import is_symbol, statically_true
 
-# Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
+# Query rows per strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
 STRIP = 256
-# Up to this many query rows, the query heads of a group are laid into the query axis, so that their keys and values
-# are read once and not G times (benchmarks/attention.py, cases `fold`).
+# Up to this many query rows, the query heads of a group are folded into the query axis, so that their keys and values
+# are loaded once instead of G times (benchmarks/attention.py, cases `fold`).
 FOLD_ROWS = 16
 
-# On the CPU the kernel's scratch of each thread begins off 16 bytes where few query rows are no multiple of 4, and MKL
-# then rounds otherwise, thread by thread. Zero rows fill them up; from its tile of 32 rows on the tile is the multiple.
+# On the CPU each thread's scratch memory is not 16-byte aligned if the number of query rows is no multiple of 4, and
+# MKL then rounds differently per thread. Zero rows pad the query; from 32 rows on, the kernel's tile is aligned.
 ALIGNED_ROWS, TILE_ROWS = 4, 32
 
 LIMITS = (
@@ -39,20 +39,20 @@ LIMITS = (
 
 
 def is_slower(call: Call) -> bool:
-    """Decoding without groups in float32 on the CPU, where the filled-up rows cost more than the kernel saves."""
+    """Return True for float32 decoding without groups on the CPU, where the padding rows cost more than is saved."""
     _, H, K, T, _ = call.sizes
     small = statically_true(T * (H // K) < ALIGNED_ROWS)
     return call.device_type == "cpu" and call.query.dtype == torch.float32 and small
 
 
 def run(call: Call) -> tuple[Tensor, None]:
-    """out (B, H, T, V)."""
+    """Return out (B, H, T, V) and None for the lse."""
     T, V = call.sizes[3], call.value.shape[-1]
     query, key, value = _equal_head_dims(call.query, call.key, call.value)
     mask = call.scoring.mask
-    if not mask.parts or (mask.is_top_left and call.scoring.scale > 0):  # it masks first and scales -inf then
+    if not mask.parts or (mask.is_top_left and call.scoring.scale > 0):  # SDPA scales -inf after masking
         return _fused(call, query, key, value, causal=bool(mask.parts))[..., :V], None
-    if mask.is_same_for_rows and statically_true(T >= TILE_ROWS):  # one row of the mask serves all
+    if mask.is_same_for_rows and statically_true(T >= TILE_ROWS):  # one mask row is valid for all rows
         return _strip(call, query, key, value, slice(None), mask_rows=slice(0, 1))[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None
@@ -61,7 +61,7 @@ def run(call: Call) -> tuple[Tensor, None]:
 def _fused(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False
 ) -> Tensor:
-    """SDPA itself, the query heads of a group folded into the rows where that wins; mask (B|1, H|1, R, C)."""
+    """Call SDPA, with the query heads of a group folded into the rows if that is faster; mask (B|1, H|1, R, C)."""
     _, H, K, T, _ = call.sizes
     G = 1
     if H != K and not causal and not is_symbol(T) and T <= FOLD_ROWS:
@@ -73,9 +73,9 @@ def _fused(
     lacking = -R % ALIGNED_ROWS if call.device_type == "cpu" and not is_symbol(R) and R < TILE_ROWS else 0
     if lacking:
         query = pad(query, (0, 0, 0, lacking))
-        if mask is not None:  # by repeated rows: inductor cannot compile the padding of a bool mask (torch 2.13)
+        if mask is not None:  # repeated rows, because inductor cannot compile the padding of a bool mask (torch 2.13)
             mask = torch.cat([mask, mask[:, :, :1].expand(-1, -1, lacking, -1)], dim=2)
-    # `enable_gqa` as a plain bool: under torch.compile it would be a symbol.
+    # `enable_gqa` must be a plain bool: under torch.compile the comparison would be a symbol.
     grouped = True if query.shape[1] != K else False  # noqa: SIM210
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=call.scoring.scale, enable_gqa=grouped
@@ -87,13 +87,13 @@ def _fused(
 def _strip(
     call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice, mask_rows: slice | None = None
 ) -> Tensor:
-    """Some query rows against the keys that they can reach, with those rows of the mask."""
+    """Attend with some query rows to the keys that they can reach, with those rows of the mask."""
     T, S = call.sizes[3:]
     cols, allowed, added = strip_of(call.scoring.mask, mask_rows or rows, T, S, query.device)
     empty = None
     if allowed is not None:
-        # Not every kernel gives 0 for an empty row: it attends one key, whatever that holds, and is zeroed after. One,
-        # for the sum of several could overflow, and then its gradient would be 0 * Inf.
+        # Not every kernel returns 0 for an empty row, so the row attends to one key and is zeroed afterwards. Only one
+        # key, because the sum of several could overflow, and its gradient would then be 0 * Inf.
         empty = ~allowed.any(-1, keepdim=True)
         allowed = allowed | (empty & (torch.arange(allowed.shape[-1], device=allowed.device) == 0))
     mask = allowed
@@ -101,17 +101,17 @@ def _strip(
         mask = added.to(query.dtype if query.dtype == torch.float64 else torch.float32)
         mask = mask if empty is None else mask.masked_fill(empty, 0.0)
         mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
-    assert mask is not None  # `trimmed` has left no mask that says nothing
+    assert mask is not None  # `trimmed` removes every mask that forbids and adds nothing
     query, key, value = query[:, :, rows], key[:, :, cols], value[:, :, cols]
     if key.shape[2] == 0:
-        zero = query[..., :1] + (key.sum() + value.sum())  # and a gradient can pass to all three, which is 0
+        zero = query[..., :1] + (key.sum() + value.sum())  # connected to all three, so that each gets a gradient of 0
         return zero.masked_fill(torch.ones_like(zero, dtype=torch.bool), 0.0).expand(-1, -1, -1, value.shape[-1])
     out = _fused(call, query, key, value, mask)
     return out if empty is None else out.masked_fill(empty, 0.0)
 
 
 def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros behind the shorter of D and V change nothing, and the last axis is made contiguous."""
+    """Pad the shorter of D and V with zeros, which changes no result, and make the last axis contiguous."""
     D, V = query.shape[-1], value.shape[-1]
     if V > D:
         query, key = pad(query, (0, V - D)), pad(key, (0, V - D))

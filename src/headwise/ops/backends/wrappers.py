@@ -1,4 +1,4 @@
-"""Wrappers around a backend's kernel, so that all backends have one meaning: each takes a `run` and gives a `run`.
+"""Wrappers that give all backends the same semantics: each takes a `run` function and returns one.
 
 The table in `attention` composes them: `dense_keys(gated(aligned(fenced(sdpa.run))))`.
 """
@@ -16,7 +16,7 @@ from ..nonfinite import alive_rows, is_finite_hint, mask_nonfinite, quiet, show
 
 
 def dense_keys(run: Run) -> Run:
-    """Keys and values that are int8 or lie in pages become tensors (B, K, S, n) first: copies."""
+    """Copy int8 or paged keys and values to plain tensors (B, K, S, n) before the backend runs."""
 
     @wraps(run)
     def dense(call: Call) -> Result:
@@ -29,7 +29,7 @@ def dense_keys(run: Run) -> Run:
 
 
 def gated(run: Run) -> Run:
-    """The output times the gate, whose gradient is 0, too, in rows that may attend nothing, whatever comes in there."""
+    """Multiply the output by the gate. The gate's gradient is 0 in rows that may attend to no key."""
 
     @wraps(run)
     def then_gate(call: Call) -> Result:
@@ -46,10 +46,10 @@ def gated(run: Run) -> Run:
 
 
 def aligned(run: Run) -> Run:
-    """Head dims padded with zeros to whole 16 bytes, which changes no score and no value.
+    """Pad head dims with zeros to a multiple of 16 bytes, which changes no score and no value.
 
-    Matrix products give other last bits where a matrix starts off 16 bytes, so that a row would depend on its place in
-    the batch (measured: MKL, float32, D = 11).
+    The last bits of a matrix product differ if a matrix is not 16-byte aligned, so a row would depend on its position
+    in the batch (measured: MKL, float32, D = 11).
     """
 
     @wraps(run)
@@ -68,15 +68,15 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def fenced(run: Run) -> Run:
-    """NaN, Inf and the huge stay where they belong (`mask_nonfinite`)."""
+    """Keep NaN, Inf and very large numbers out of rows that may not attend to them (`mask_nonfinite`)."""
 
     @wraps(run)
     def behind_fence(call: Call) -> Result:
         if call.is_empty:
             return run(call)
         query, key, value = call.query, call.key, call.value
-        # A bad value always shows in the output, 0 * NaN being NaN, so it is looked for there, where less is to be
-        # read. Not so in a gradient; and a second run would draw another dropout.
+        # A bad value always makes the output bad because 0 * NaN is NaN, so the smaller output is checked instead of
+        # the values. With a gradient or dropout the values are checked, so that the kernel runs only once.
         once = call.needs_grad or call.dropout > 0
         if is_finite_hint(query, key, *([value] if once else [])):
             out, lse = run(call)

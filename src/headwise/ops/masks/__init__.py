@@ -1,4 +1,4 @@
-"""What may be attended: rules, how they join into a mask, and the masks that people say."""
+"""Masks: the rules, their combination, and the functions that create common masks."""
 
 from .algebra import AllOf as AllOf
 from .algebra import AnyOf as AnyOf

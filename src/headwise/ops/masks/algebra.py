@@ -1,4 +1,4 @@
-"""How rules join: all of them, any of them, none of it. Simplified where that is plain to see."""
+"""Combination of rules: all of them, any of them, or the complement, simplified in easy cases."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .indexing import Region, RowIndex
 from .rules import Band, Lengths, Rule
 
 NOTHING = Lengths(0)
-"""The rule that lets no key through."""
+"""The rule that allows no key."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Joined(Rule):
-    """Several rules as one, none of them a bias."""
+    """Several rules as one; none of them is a bias."""
 
     rules: tuple[Rule, ...]
 
@@ -52,7 +52,7 @@ class _Joined(Rule):
         rules = tuple(rule.sized(B, H) for rule in self.rules)
         if all(a is b for a, b in zip(rules, self.rules, strict=True)):
             return self
-        known = self.__dict__.setdefault("_sized", {})  # one for all calls of a size, for its map of tiles
+        known = self.__dict__.setdefault("_sized", {})  # one object per size, because it caches its tile map
         return known.setdefault((B, H), type(self)(rules))
 
     @property
@@ -63,7 +63,7 @@ class _Joined(Rule):
 
 @dataclass(frozen=True, eq=False)
 class AllOf(_Joined):
-    """A key that every rule lets through."""
+    """The intersection of rules: a key is allowed if every rule allows it."""
 
     @override
     def _join(self, places: Sequence[Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ class AllOf(_Joined):
 
 @dataclass(frozen=True, eq=False)
 class AnyOf(_Joined):
-    """A key that some rule lets through."""
+    """The union of rules: a key is allowed if at least one rule allows it."""
 
     @override
     def _join(self, places: Sequence[Tensor]) -> Tensor:
@@ -99,7 +99,7 @@ class AnyOf(_Joined):
 
 @dataclass(frozen=True, eq=False)
 class Not(_Joined):
-    """A key that the one rule does not let through."""
+    """The complement of one rule: a key is allowed if the rule forbids it."""
 
     @override
     def _join(self, places: Sequence[Tensor]) -> Tensor:
@@ -107,9 +107,9 @@ class Not(_Joined):
 
 
 def both(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Rules that are to hold together, fewer where two say no more than one.
+    """Return rules that all apply, without redundant ones.
 
-    Bands around the same place become one band; beside a rule that lets nothing through no other restricts further.
+    Bands with the same offset become one band; if one rule allows no key, the other restricting rules are dropped.
     """
     if any(rule is NOTHING for rule in rules):
         return (NOTHING, *(rule for rule in rules if rule.biases))
@@ -129,7 +129,7 @@ def both(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def either(one: tuple[Rule, ...], other: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The union of two lists of rules, each meant together; no rules at all let everything through."""
+    """Return the union of two lists of rules, each of which applies as a whole; an empty list allows every key."""
     if not one or not other:
         return ()
     terms: list[Rule] = []
@@ -146,7 +146,7 @@ def either(one: tuple[Rule, ...], other: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 def neither(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """What rules, meant together, leave out."""
+    """Return the complement of rules that apply together."""
     if not rules:
         return (NOTHING,)
     if len(rules) > 1:

@@ -1,4 +1,4 @@
-"""The masks that people say: `causal()`, `window(4)`, `lengths(n)`, ... Each draws itself."""
+"""Functions that create common masks: `causal()`, `window(4)`, `lengths(n)`, ... Each can be drawn."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .rules import Band, Bias, Keep, Lengths, Segments
 
 
 def causal(*, offset: int | Tensor | None = None) -> Mask:
-    """Query i sees key j iff j <= i + offset.
+    """Return a causal mask: query i may attend to key j if j <= i + offset.
 
-    `offset` is the position of query 0 among the keys: by default S - T, so the last query sees the last key
-    (bottom-right); an int or a (B,) integer tensor says otherwise.
+    `offset` is the position of query 0 among the keys. By default it is S - T, so the last query may attend to the
+    last key (bottom-right); it can be an int or a (B,) integer tensor.
 
-    Raises TypeError for an offset that is no integer, ValueError for one beyond 2**40 or of another shape.
+    Raises TypeError for an offset that is not an integer, ValueError for one beyond 2**40 or a wrong shape.
 
     >>> print(causal().draw(2, 4))
     ■ ■ ■ ·
@@ -33,11 +33,11 @@ def causal(*, offset: int | Tensor | None = None) -> Mask:
     return Mask((Band(None, 0, offset),))
 
 
-_CAUSAL = Mask((Band(None, 0, None),))  # one for all: frozen, and what it has worked out it need not again
+_CAUSAL = Mask((Band(None, 0, None),))  # one object, because it is frozen and caches its results
 
 
 def causal_top_left() -> Mask:
-    """Query i sees key j iff j <= i, whatever S: the convention of `is_causal` in torch's SDPA.
+    """Return a mask j <= i for any S: the convention of `is_causal` in torch's SDPA.
 
     >>> print(causal_top_left().draw(2, 4))
     ■ · · ·
@@ -47,14 +47,14 @@ def causal_top_left() -> Mask:
 
 
 def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | None = None, first: int = 0) -> Mask:
-    """Query at pos = i + offset sees pos - left < j <= pos + right.
+    """Return a window mask: the query at pos = i + offset may attend to pos - left < j <= pos + right.
 
     `left` counts keys with **self included**, `right` counts the keys after self; None = no limit on that side.
-    `window(W)` is therefore W keys, self included, none in the future. Others count W + 1: convert at the edge.
-    The `first` keys stay in sight however far the window has moved on, as attention sinks (Xiao et al. 2023,
-    arXiv 2309.17453); no key after pos + right is seen for that. `offset`: as for `causal`.
+    `window(W)` is therefore W keys, self included, none in the future. Some libraries count W + 1, so convert there.
+    The `first` keys are always allowed behind the window, as attention sinks (Xiao et al. 2023, arXiv 2309.17453);
+    keys after pos + right stay forbidden. `offset`: as for `causal`.
 
-    Raises TypeError for a size that is no int, ValueError for `left` < 1, `right` < 0 or `first` < 0.
+    Raises TypeError for a size that is not an int, ValueError for `left` < 1, `right` < 0 or `first` < 0.
 
     >>> print(window(2).draw(4, 4))
     ■ · · ·
@@ -83,10 +83,10 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | No
 
 
 def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
-    """Row b of the batch may attend the keys start[b] <= j < stop[b]; `stop`, `start`: integer (B,).
+    """Return a mask: batch row b may attend to the keys start[b] <= j < stop[b]; `stop`, `start`: integer (B,).
 
-    Right padding needs `stop` alone; left padding gives `start`, with stop = S. Raises TypeError for what is no integer
-    tensor, ValueError for another shape.
+    Right padding needs only `stop`; left padding needs `start`, with stop = S. Raises TypeError for an argument that is
+    not an integer tensor, ValueError for a wrong shape.
 
     >>> print(lengths(torch.tensor([2])).draw(2, 3))
     ■ ■ ·
@@ -98,10 +98,10 @@ def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
 
 
 def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
-    """A query attends the keys that have its own id: packed documents.
+    """Return a mask in which a query may attend to the keys with its own id: packed documents.
 
     `query_ids`: integer (T,) or (B, T); `key_ids`: (S,) or (B, S), the same as `query_ids` by default. Raises TypeError
-    for what is no integer tensor, ValueError for another shape.
+    for an argument that is not an integer tensor, ValueError for a wrong shape.
 
     >>> print(segments(torch.tensor([0, 0, 1])).draw(3, 3))
     ■ ■ ·
@@ -115,7 +115,9 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 
 def keep(tensor: Tensor) -> Mask:
-    """A boolean tensor, True = attend, that broadcasts from the right to (B, H, T, S). Raises TypeError for any other.
+    """Return a mask from a bool tensor, True = attend, that broadcasts from the right to (B, H, T, S).
+
+    Raises TypeError for another argument.
 
     >>> print(keep(torch.tensor([[True, False, True], [False, True, True]])).draw(2, 3))
     ■ · ■
@@ -126,10 +128,10 @@ def keep(tensor: Tensor) -> Mask:
 
 
 def bias(tensor: Tensor) -> Mask:
-    """A float tensor added to the scaled (and softcapped) scores; broadcasts to (B, H, T, S); -inf forbids.
+    """Return a bias from a float tensor, added to the scaled (and softcapped) scores; -inf forbids.
 
-    It is added in float32, in float64 to float64 scores: what is -inf there forbids. Raises TypeError for what is no
-    float tensor.
+    The tensor broadcasts to (B, H, T, S) and is added in float32, or in float64 for float64 scores: a number that is
+    -inf in that dtype forbids. Raises TypeError for an argument that is not a float tensor.
 
     >>> print(bias(torch.tensor([0.5, 0.0, -torch.inf])).draw(2, 3))
     0.5   0   ·
@@ -140,9 +142,9 @@ def bias(tensor: Tensor) -> Mask:
 
 
 def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
-    """Adds -slope * |pos - j|, pos = i + offset (S - T by default); slopes: float (H,) or (B, H).
+    """Return the ALiBi bias -slope * |pos - j|, pos = i + offset (S - T by default); slopes: float (H,) or (B, H).
 
-    Press et al. 2021, "Train Short, Test Long", arXiv 2108.12409. Raises TypeError for slopes that are no such tensor.
+    Press et al. 2021, "Train Short, Test Long", arXiv 2108.12409. Raises TypeError for other slopes.
 
     >>> print(alibi(torch.tensor([0.5])).draw(2, 3))
     -0.5    0 -0.5
@@ -156,8 +158,10 @@ def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """The geometric slopes of the ALiBi paper, float32 (num_heads,); a number of heads that is no power of 2 is filled
-    up with every other slope of twice as many, as its authors do. Raises TypeError for no int, ValueError below 1.
+    """Return the geometric slopes of the ALiBi paper, float32 (num_heads,).
+
+    If the number of heads is not a power of 2, every other slope of twice as many heads is added, as in the authors'
+    code. Raises TypeError if it is not an int, ValueError if it is below 1.
 
     >>> alibi_slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
@@ -170,9 +174,10 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def prefix(n: int | Tensor) -> Mask:
-    """Every query sees the keys j < n; n: an int, or a (B,) integer tensor. TypeError for others, ValueError below 0.
+    """Return a mask in which every query may attend to the keys j < n; n: an int, or a (B,) integer tensor.
 
-    A prefix language model, both ways within the prefix and causal after it (Raffel et al. 2020, arXiv 1910.10683):
+    Raises TypeError for another type, ValueError below 0. A prefix language model attends in both directions within
+    the prefix and causally after it (Raffel et al. 2020, arXiv 1910.10683):
 
     >>> print((causal() | prefix(2)).draw(4, 4))
     ■ ■ · ·
@@ -188,12 +193,12 @@ def prefix(n: int | Tensor) -> Mask:
 
 
 def dilated(step: int, *, offset: int | Tensor | None = None) -> Mask:
-    """Query at pos = i + offset sees the keys j with (pos - j) % step == 0: every step-th, itself among them.
+    """Return a mask in which the query at pos = i + offset may attend to the keys j with (pos - j) % step == 0.
 
-    The strided pattern of sparse transformers (Child et al. 2019, arXiv 1904.10509); joined with `window` it is the
+    This is the strided pattern of sparse transformers (Child et al. 2019, arXiv 1904.10509); with `window` it is the
     dilated window of Longformer (Beltagy et al. 2020, arXiv 2004.05150). `offset`: as for `causal`.
 
-    Raises TypeError for a step that is no int, ValueError below 1.
+    Raises TypeError for a step that is not an int, ValueError below 1.
 
     >>> print((causal() & dilated(2)).draw(4, 4))
     ■ · · ·
@@ -207,9 +212,9 @@ def dilated(step: int, *, offset: int | Tensor | None = None) -> Mask:
 
 
 def blocks(size: int, *, offset: int | Tensor | None = None) -> Mask:
-    """Query at pos = i + offset sees the keys of its own block: pos // size == j // size. Chunked attention.
+    """Return a mask for chunked attention: a query may attend to the keys of its own block, pos // size == j // size.
 
-    `offset`: as for `causal`. Raises TypeError for a size that is no int, ValueError below 1.
+    pos = i + offset; `offset`: as for `causal`. Raises TypeError for a size that is not an int, ValueError below 1.
 
     >>> print((causal() & blocks(2)).draw(4, 4))
     ■ · · ·
@@ -223,12 +228,12 @@ def blocks(size: int, *, offset: int | Tensor | None = None) -> Mask:
 
 
 def relative(table: Tensor, *, offset: int | Tensor | None = None) -> Mask:
-    """Adds the bias table[h, R + clamp(j - pos, -R, R)], pos = i + offset; table: float (H, 2 R + 1), learned or not.
+    """Return the bias table[h, R + clamp(j - pos, -R, R)], pos = i + offset; table: float (H, 2 R + 1).
 
-    Relative position biases (Shaw et al. 2018, arXiv 1803.02155; Raffel et al. 2020, arXiv 1910.10683) without their
-    T x S tensor: column R is a key's own place, farther keys than R share the bias at R.
+    The table may be learned. These are relative position biases (Shaw et al. 2018, arXiv 1803.02155; Raffel et al.
+    2020, arXiv 1910.10683) without a T x S tensor: column R is distance 0; keys farther than R have the bias at R.
 
-    Raises TypeError for what is no float tensor, ValueError for another shape.
+    Raises TypeError for an argument that is not a float tensor, ValueError for a wrong shape.
 
     >>> print(relative(torch.tensor([[-2.0, 0.0, 1.0]])).draw(3, 3))
      0  1  1
@@ -246,20 +251,20 @@ def relative(table: Tensor, *, offset: int | Tensor | None = None) -> Mask:
 
 
 def rule(function: Callable[..., Any], *, keep: bool = False) -> Mask:
-    """Any rule: `function(b, h, i, j)` gives True where query i of head h in batch row b may attend key j.
+    """Return a mask from a function: `function(b, h, i, j)` is True if query i of head h in row b may attend to key j.
 
-    It is called with integer tensors that broadcast, i = 0 .. T - 1 and j = 0 .. S - 1, as FlexAttention calls its
-    `mask_mod`, and gives a bool tensor: indexing, comparisons, `&`, `|`, `~`; no `if`. Tensors that it reads live on
-    the query's device. Raises TypeError for what cannot be called.
+    The function gets integer tensors that broadcast, i = 0 .. T - 1 and j = 0 .. S - 1, like a `mask_mod` of
+    FlexAttention, and returns a bool tensor. It may use indexing, comparisons, `&`, `|`, `~`, but no `if`. Its tensors
+    must be on the query's device. Raises TypeError for an argument that cannot be called.
 
-    The tensors and numbers that it reads, wherever it takes them from, may change between calls. What was worked out
-    for its sizes is used again if a run for the first query and key meets the same operators of torch, the same
-    numbers and tensors that hold the same; this run takes about 0.1 ms a call of attention. What the function makes
-    itself, as by `torch.tensor([...])` or NumPy, cannot be followed: it is evaluated in full at every call.
+    The tensors and numbers that the function uses may change between calls. A cached result for the same sizes is used
+    if a run for the first query and key has the same torch operators, the same numbers and tensors with the same data;
+    this run takes about 0.1 ms per call of attention. If the function creates tensors itself, for example by
+    `torch.tensor([...])` or NumPy, this cannot be tracked: it is then evaluated in full at every call.
 
     Args:
         function: the function.
-        keep: it says the same as long as the mask lives, whatever changes: then it is evaluated once for its sizes.
+        keep: True if the function's result never changes while the mask exists: it is then evaluated once per size.
 
     >>> document = torch.tensor([0, 0, 1, 1])
     >>> print(rule(lambda b, h, i, j: (document[i] == document[j]) & (j <= i)).draw(4, 4))

@@ -1,4 +1,4 @@
-"""Places of queries and keys as rules are asked about them, and the axes on which a rule answers."""
+"""Indices of queries and keys for the rules, and the axes of a rule's result."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...shapes import describe
 from ...shapes.arguments import FAR, check_counts, check_device, check_index
 
 RowIndex: TypeAlias = "slice | Tensor | None"
-"""Which of the queries, or of the keys: a slice or a 1-D index tensor; all where None."""
+"""A selection of queries or keys: a slice or a 1-D index tensor; None selects all."""
 
 
 class Region(NamedTuple):
-    """Some queries and keys of a call, and perhaps some heads: (start, stop) each."""
+    """Some queries and keys of a call, and optionally some heads: (start, stop) each."""
 
     rows: tuple[int, int]
     cols: tuple[int, int]
@@ -23,33 +23,33 @@ class Region(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """What is added to an offset: how far the queries' first place moves on against the keys' first."""
+        """The number to add to an offset: the first query's index minus the first key's index."""
         return self.rows[0] - self.cols[0]
 
     def of_heads(self, x: Tensor, axis: int) -> Tensor:
-        """The heads of a tensor's axis, unless it has one for all; a view."""
+        """Return a view of the region's heads on an axis of a tensor, or the tensor if that axis has size 1."""
         if self.heads is None or x.shape[axis] == 1:
             return x
         return x.narrow(axis, self.heads[0], self.heads[1] - self.heads[0])
 
 
 def index(pick: RowIndex, length: int, device: torch.device | None) -> Tensor:
-    """The chosen indices of an axis as a 1-D integer tensor."""
+    """Return the selected indices of an axis as a 1-D integer tensor."""
     if isinstance(pick, Tensor):
-        return pick.long()  # of a smaller type a sum would overflow, and uint8 would pick as bools do
+        return pick.long()  # a sum in a smaller dtype would overflow, and uint8 would select like a bool mask
     return torch.arange(*_ends(pick, length), device=device)
 
 
 def _ends(pick: slice | None, length: int) -> tuple[int, int, int]:
-    """start, stop, step of a slice of an axis."""
+    """Return start, stop, step of a slice of an axis."""
     pick = slice(None) if pick is None else pick
-    if torch.compiler.is_compiling():  # `indices` would pin a symbolic length down
+    if torch.compiler.is_compiling():  # `indices` would specialize on a symbolic length
         return pick.start or 0, length if pick.stop is None else pick.stop, 1
     return pick.indices(length)
 
 
 def count(pick: RowIndex, length: int) -> int:
-    """How many of an axis are chosen."""
+    """Return how many indices of an axis are selected."""
     if isinstance(pick, Tensor):
         return pick.shape[0]
     start, stop, step = _ends(pick, length)
@@ -57,7 +57,7 @@ def count(pick: RowIndex, length: int) -> int:
 
 
 def check_asked(T: int, S: int, rows: RowIndex, cols: RowIndex, device: Any) -> None:
-    """What a rule is asked for: sizes, which of its rows and columns, where; raises TypeError or ValueError."""
+    """Check the arguments of a rule: sizes, selected rows and columns, device; raise TypeError or ValueError."""
     check_counts(T=T, S=S)
     check_device(device)
     for name, pick, length in (("rows", rows, T), ("cols", cols, S)):
@@ -71,7 +71,7 @@ def check_asked(T: int, S: int, rows: RowIndex, cols: RowIndex, device: Any) -> 
 
 
 def checked_at(i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor, Tensor]:
-    """Places at which a rule is asked: integers on one device, of shapes that broadcast."""
+    """Check the places for a rule (integers on one device whose shapes broadcast); return them as int64."""
     check_counts(T=T, S=S)
     check_index("an integer tensor that broadcasts to (B, H, R, C)", i=i, j=j)
     try:
@@ -89,7 +89,7 @@ def checked_at(i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_within(name: str, index: Tensor, length: int) -> None:
-    """Positions that are there; a look at the numbers, so only where it waits for nothing and nothing is traced."""
+    """Check that positions exist; only on the CPU and without tracing, because the numbers must be known."""
     if type(index) is not Tensor or index.device.type != "cpu" or not index.numel():
         return
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -100,25 +100,25 @@ def _check_within(name: str, index: Tensor, length: int) -> None:
 
 
 def rank4(x: Tensor) -> Tensor:
-    """The same with axes of 1 in front, (B, H, R, C) in all: how a mask broadcasts; a view."""
+    """Return a view with leading axes of size 1, four axes in total: the way a mask broadcasts to (B, H, R, C)."""
     return x.view((1,) * (4 - x.ndim) + tuple(x.shape))
 
 
 def full_rank(rule: Tensor, T: int, S: int, rows: RowIndex, cols: RowIndex) -> Tensor:
-    """A rule with four axes, its last two the rows and columns asked for; a view."""
+    """Return a view of a rule with four axes; the last two have the selected rows and columns."""
     return rank4(rule).expand(-1, -1, count(rows, T), count(cols, S))
 
 
 def wide(bias: Tensor) -> Tensor:
-    """A bias of a half dtype, or of a smaller one, in float32: no sum and no product of biases is coarser."""
+    """Return a bias in float32 if its dtype has fewer than 4 bytes, so that sums and products are not less precise."""
     return bias.float() if bias.itemsize < 4 else bias
 
 
 def saturated(offset: int | Tensor) -> int | Tensor:
-    """An offset that what is added to it does not carry past int64: numbers are checked, a tensor is cut off."""
+    """Return an offset that cannot overflow int64 in a sum: a tensor is clamped; an int was checked before."""
     return offset.long().clamp(-FAR, FAR) if isinstance(offset, Tensor) else offset
 
 
 def per_batch(value: Any) -> Any:
-    """A (B,) tensor made to broadcast against (B, H, R, C); an int is left alone."""
+    """Return a (B,) tensor as a view that broadcasts against (B, H, R, C); an int is returned unchanged."""
     return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value

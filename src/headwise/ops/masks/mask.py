@@ -1,7 +1,7 @@
-"""Structural masks and biases: what each query may attend, said without a T x S tensor.
+"""Structural masks and biases: the keys that each query may attend to, without a T x S tensor.
 
-A mask says what *may be attended*: True = attend. Masks are small frozen objects, joined by `&`, `|` and `~`. A kernel
-that understands their structure never sees a matrix; everything else asks for the rows it needs.
+A mask marks what *may be attended to*: True = attend. Masks are small frozen objects, combined with `&`, `|` and `~`. A
+kernel that supports their structure needs no matrix; other backends compute the rows that they need.
 
 >>> from headwise import causal, lengths, window
 >>> print(causal().draw(3, 5))        # bottom-right: the last query sees the last key
@@ -39,9 +39,9 @@ EMPTY, MIXED, FULL = 0, 1, 2
 @register
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Rules that hold together; none at all let everything through. Made by `causal()`, `window()`, ...; frozen.
+    """Rules that all apply; without rules every key is allowed. Created by `causal()`, `window()`, ...; frozen.
 
-    `a & b` is what both let through, `a | b` what either does, `~a` what a does not. Biases join by `&` alone.
+    `a & b` allows what both allow, `a | b` what either allows, `~a` what `a` forbids. Biases combine only by `&`.
 
     >>> from headwise import causal, window
     >>> (causal() & window(4)).parts
@@ -55,7 +55,7 @@ class Mask:
     parts: tuple[Rule, ...]
 
     def __and__(self, other: Mask) -> Mask:
-        if not _operand("&", other).parts:  # the very object: it keeps what it has worked out
+        if not _operand("&", other).parts:  # the same object, because it caches its results
             return self
         return Mask(both(self.parts + other.parts)) if self.parts else other
 
@@ -66,13 +66,13 @@ class Mask:
         return Mask(neither(_rules_to_join("~", self)))
 
     def __rand__(self, other: object) -> Mask:
-        return self & _operand("&", other)  # raises: a mask on the left has its own `&`
+        return self & _operand("&", other)  # raises an error: if the left operand is a mask, its own `&` runs
 
     def __ror__(self, other: object) -> Mask:
         return self | _operand("|", other)
 
     def __bool__(self) -> bool:
-        """Raises TypeError: `a and b` is b alone, and `not a` is False, so that a rule would be dropped in silence."""
+        """Raise TypeError: `a and b` would be only b, and `not a` would be False, so a rule would silently be lost."""
         raise TypeError(
             "a mask is neither true nor false: join masks by `&`, `|` and `~`, not by `and`, `or` and `not`; whether "
             "there is one at all, `mask is not None` tells"
@@ -81,9 +81,9 @@ class Mask:
     def allowed(
         self, T: int, S: int, *, rows: RowIndex = None, cols: RowIndex = None, device: torch.device | None = None
     ) -> Tensor | None:
-        """What may be attended: bool (B|1, H|1, R, C), True = attend; None where everything may be.
+        """Return the allowed places, bool (B|1, H|1, R, C), True = attend; None if every place is allowed.
 
-        `rows`, `cols`: a slice or 1-D index tensor of the queries and keys wanted; all by default.
+        `rows`, `cols`: a slice or 1-D index tensor of queries and keys; all by default.
         """
         check_asked(T, S, rows, cols, device)
         grids = []
@@ -96,13 +96,13 @@ class Mask:
     def added(
         self, T: int, S: int, *, rows: RowIndex = None, cols: RowIndex = None, device: torch.device | None = None
     ) -> Tensor | None:
-        """What is added to the scores: float (B|1, H|1, R, C); None where nothing is."""
+        """Return what is added to the scores: float (B|1, H|1, R, C); None if nothing is added."""
         check_asked(T, S, rows, cols, device)
         biases = [wide(part.grid(T, S, rows, cols, device)) for part in self.parts if part.biases]
         return full_rank(reduce(torch.add, biases), T, S, rows, cols) if biases else None
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
-        """(allowed, added) at gathered places; i, j: integer tensors that broadcast to (B, H, R, C)."""
+        """Return (allowed, added) at the given places; i, j: integer tensors that broadcast to (B, H, R, C)."""
         i, j = checked_at(i, j, T, S)
         allowed: list[Tensor] = []
         added: list[Tensor] = []
@@ -116,14 +116,14 @@ class Mask:
         return reduce(torch.logical_and, allowed) if allowed else None, reduce(torch.add, added) if added else None
 
     def dense(self, T: int, S: int, *, device: torch.device | None = None) -> Tensor:
-        """The whole matrix, as torch's SDPA takes it: bool, or float with -inf where a bias is among the rules."""
+        """Return the whole matrix, as for torch's SDPA: bool, or float with -inf if one of the rules is a bias."""
         allowed, added = self.allowed(T, S, device=device), self.added(T, S, device=device)
         if added is None:
             return torch.ones(1, 1, T, S, dtype=torch.bool, device=device) if allowed is None else allowed
         return added if allowed is None else added.masked_fill(~allowed, -torch.inf)
 
     def draw(self, T: int, S: int, *, batch: int = 0, head: int = 0) -> str:
-        """The T x S picture of one head: a line a query; `·` may not be attended; a bias shows its number."""
+        """Return a T x S picture of one head: one line per query; `·` is forbidden; a bias is shown as a number."""
         check_counts(T=T, S=S, batch=batch, head=head)
         grid = self.to("cpu").dense(T, S, device=torch.device("cpu"))
         grid = grid[min(batch, grid.shape[0] - 1), min(head, grid.shape[1] - 1)]
@@ -135,12 +135,12 @@ class Mask:
 
     @property
     def is_interval(self) -> bool:
-        """True where each row's keys are one interval, so that `bounds` tells all."""
+        """True if the keys of each row are one interval, so that `bounds` describes the whole mask."""
         return self.bounds(1, 1) is not None
 
     @property
     def is_top_left(self) -> bool:
-        """True where this is exactly what `is_causal` means to torch: j <= i."""
+        """True if the mask equals torch's `is_causal`: j <= i."""
         if len(self.parts) != 1 or not isinstance(self.parts[0], Band):
             return False
         band = self.parts[0]
@@ -149,9 +149,9 @@ class Mask:
 
     @cached_property
     def simple_band(self) -> tuple[int | None, int | None, bool] | None:
-        """(low, high, at the end): row i sees i + low <= j < i + high, where S - T is to be added to both at the end.
+        """(low, high, at_end): row i may attend to i + low <= j < i + high; if at_end, S - T is added to both.
 
-        None where the mask is more than bands, all at the end or all at numbers. Kept: decoding asks at every step.
+        None if the mask has other rules than bands, or bands of both kinds. Cached, because each decode step uses it.
         """
         if not self.parts:
             return None, None, False
@@ -169,16 +169,16 @@ class Mask:
 
     @property
     def learns(self) -> bool:
-        """True where a bias, slopes or a table are to get a gradient."""
+        """True if a bias, slopes or a table need a gradient."""
         return any(rule.learns for rule in self.parts)
 
     @property
     def is_same_for_rows(self) -> bool:
-        """True where every row may attend the same keys with the same bias, as under padding."""
+        """True if every row may attend to the same keys with the same bias, as with padding."""
         return all(rule.is_same_for_rows for rule in self.parts)
 
     def bounds(self, T: int, S: int, device: torch.device | None = None) -> tuple[Tensor, Tensor] | None:
-        """(lo, hi), each (B|1, T): row i may attend exactly lo[i] <= j < hi[i]; None if rows are no intervals."""
+        """Return (lo, hi), each (B|1, T): row i may attend to exactly lo[i] <= j < hi[i]; None if not intervals."""
         check_asked(T, S, None, None, device)
         lo = torch.zeros(1, T, dtype=torch.long, device=device)
         hi = torch.full((1, T), S, dtype=torch.long, device=device)
@@ -194,9 +194,9 @@ class Mask:
         return lo, torch.maximum(lo, hi)
 
     def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
-        """The keys k0 <= j < k1 outside of which the queries first <= i < last see nothing.
+        """Return an interval (k0, k1) with every key that the queries first <= i < last may attend to.
 
-        Plain integers, from the rules' numbers alone (no look at any tensor), so it may be wider than the truth.
+        These are plain integers, computed without reading tensors, so the interval may be too wide.
         """
         check_counts(T=T, S=S, first=first, last=last)
         k0, k1 = 0, S
@@ -209,9 +209,9 @@ class Mask:
     def tiles(
         self, T: int, S: int, *, tile_q: int = 64, tile_k: int = 64, device: torch.device | None = None
     ) -> Tensor:
-        """Which (query, key) tiles are EMPTY (0), MIXED (1), FULL (2): int8 (B|1, H|1, ceil(T/tile_q), ceil(S/tile_k)).
+        """Return which tiles are EMPTY (0), MIXED (1), FULL (2): int8 (B|1, H|1, ceil(T/tile_q), ceil(S/tile_k)).
 
-        Reads one row of tiles at a time: memory O(tile_q * S).
+        One row of tiles is computed at a time: memory O(tile_q * S).
 
         >>> from headwise import causal
         >>> causal().tiles(128, 128, tile_q=64, tile_k=32)[0, 0]
@@ -236,7 +236,7 @@ class Mask:
         return torch.stack(lines, dim=2)
 
     def trimmed(self, T: int, S: int) -> Mask:
-        """The same meaning at this size with the rules that forbid nothing left out.
+        """Return an equivalent mask for this size, without the rules that forbid nothing.
 
         >>> from headwise import causal
         >>> causal().trimmed(1, 7)        # one query at the end sees every key
@@ -246,19 +246,19 @@ class Mask:
         return Mask(tuple(rule for rule in (rule.trimmed(T, S) for rule in self.parts) if rule is not None))
 
     def placed(self, offset: int | Tensor) -> Mask:
-        """The mask with query 0 at `offset` among the keys, in the rules that leave that to the lengths."""
+        """Return the mask with query 0 at `offset` among the keys, in rules whose offset is not set."""
         check_integers("offset of placed()", offset, tensor=True)
         return self if offset is None else self._with([rule.placed(offset) for rule in self.parts])
 
     def sized(self, B: int, H: int) -> Mask:
-        """The mask for B rows of H heads: what a `rule()` must know to ask its function."""
+        """Return the mask for B rows of H heads, which a `rule()` needs to call its function."""
         check_counts(B=B, H=H)
         return self._with([rule.sized(B, H) for rule in self.parts])
 
     def part(
         self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int, *, heads: tuple[int, int] | None = None
     ) -> Mask:
-        """The mask of a call of these queries and keys alone, (start, stop) each, and of these heads; all by default.
+        """Return the mask of a call with only these queries, keys and heads, (start, stop) each; all heads by default.
 
         >>> from headwise import causal
         >>> print(causal().part((2, 4), (1, 4), 4, 4).draw(2, 3))
@@ -271,7 +271,7 @@ class Mask:
         return Mask(tuple(rule.part(region, T, S) for rule in self.parts))
 
     def meets(self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int) -> bool:
-        """Whether some of these queries may attend some of these keys; True where the rules do not plainly tell."""
+        """Return whether a query in `rows` may attend to a key in `cols`; True also if the rules do not decide it."""
         check_counts(T=T, S=S)
         rows, cols = check_span("rows", rows, T), check_span("cols", cols, S)
         region = Region(rows, cols)
@@ -280,14 +280,14 @@ class Mask:
         return all(rule.meets(region, T, S) for rule in self.parts if rule.restricts)
 
     def forbids(self) -> Mask:
-        """What the mask forbids to every head, its biases left out."""
+        """Return what the mask forbids to every head, without its biases."""
         return Mask(tuple(rule for rule in (rule.forbids() for rule in self.parts) if rule is not None))
 
     def _with(self, rules: Sequence[Rule]) -> Mask:
         return self if all(a is b for a, b in zip(rules, self.parts, strict=True)) else Mask(tuple(rules))
 
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
-        """Raise ValueError where a rule's tensors do not fit a call of this shape."""
+        """Raise ValueError if the tensors of a rule do not fit a call of this shape."""
         check_counts(B=B, H=H)
         check_asked(T, S, None, None, device)
         for part in self.parts:
@@ -296,13 +296,13 @@ class Mask:
             part.check(B, H, T, S, device)
 
     def computed_in(self, dtype: torch.dtype) -> Mask:
-        """The mask as a computation in float32 or float64 takes it: no bias finer, slopes of that dtype."""
+        """Return the mask for a float32 or float64 computation: no bias is wider, and slopes have this dtype."""
         check_dtype(dtype, (torch.float32, torch.float64))
         parts = tuple(part.computed_in(dtype) for part in self.parts)
         return self if all(map(is_, parts, self.parts)) else Mask(parts)
 
     def to(self, device: torch.device | str) -> Mask:
-        """The mask with its tensors on another device."""
+        """Return the mask with its tensors on another device."""
         check_device(device)
         leaves, shape = pytree.tree_flatten(self)
         moved = [leaf.to(device) for leaf in leaves]
@@ -316,7 +316,7 @@ def _operand(sign: str, other: object) -> Mask:
 
 
 def _rules_to_join(sign: str, mask: Mask) -> tuple[Rule, ...]:
-    """The rules of a mask that may stand beside `|` and `~`: all, if none is a bias."""
+    """Return the rules of a mask for `|` and `~`; raise TypeError if one is a bias."""
     biases = [type(rule).__name__ for rule in mask.parts if rule.biases]
     if biases:
         raise TypeError(
@@ -327,11 +327,11 @@ def _rules_to_join(sign: str, mask: Mask) -> tuple[Rule, ...]:
 
 
 EVERYTHING = Mask(())
-"""The mask of no rule: one for all, for it is frozen."""
+"""The mask without rules; one object is enough because masks are frozen."""
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask:
-    """A mask from what users pass: a Mask, a bool tensor (keep), a float tensor (bias), or None (all)."""
+    """Return a mask from an argument: a Mask, a bool tensor (keep), a float tensor (bias), or None (all allowed)."""
     if mask is None:
         return EVERYTHING
     if isinstance(mask, Mask):

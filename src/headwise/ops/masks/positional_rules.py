@@ -1,4 +1,4 @@
-"""Rules with a pattern of their own: every step-th key, blocks, biases by distance, and any function of places."""
+"""Further rules: every step-th key, blocks, biases by distance, and any function of indices."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .rules import Rule, Segments
 
 @dataclass(frozen=True, eq=False)
 class _Placed(Rule):
-    """A rule of pos = i + offset, the query's place among the keys; S - T by default."""
+    """A rule of pos = i + offset, the position of the query among the keys; the offset is S - T by default."""
 
     offset: int | Tensor | None = field(default=None, kw_only=True)
 
     def pos(self, i: Tensor, T: int, S: int) -> Tensor:
-        """The place of query i among the keys."""
+        """Return the position of query i among the keys."""
         return i + (S - T if self.offset is None else per_batch(saturated(self.offset)))
 
     @override
@@ -44,7 +44,7 @@ class _Placed(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(_Placed):
-    """Query at pos sees the keys j with (pos - j) divisible by `step`."""
+    """A dilated pattern: the query at pos may attend to the keys j for which pos - j is divisible by `step`."""
 
     step: int
 
@@ -55,7 +55,7 @@ class Dilated(_Placed):
 
 @dataclass(frozen=True, eq=False)
 class Blocks(_Placed):
-    """Query at pos sees the keys of its own block of `size`: pos // size == j // size, rounded down."""
+    """Blocks of `size` keys: the query at pos may attend to the keys with pos // size == j // size, rounded down."""
 
     size: int
 
@@ -64,7 +64,7 @@ class Blocks(_Placed):
         return floor_divide(self.pos(i, T, S), self.size) == floor_divide(j, self.size)
 
     def ids(self, T: int, S: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-        """The block of each query, (T,) or (B, T), and of each key, (S,)."""
+        """Return the block of each query, (T,) or (B, T), and of each key, (S,)."""
         offset = S - T if self.offset is None else saturated(self.offset)
         shift = offset.view(-1, 1) if isinstance(offset, Tensor) else offset
         pos = torch.arange(T, device=device) + shift
@@ -85,13 +85,13 @@ class Blocks(_Placed):
 
 
 def floor_divide(x: Tensor, size: int) -> Tensor:
-    """x // size, towards minus infinity."""
+    """Return x // size, rounded towards minus infinity."""
     return torch.div(x, size, rounding_mode="floor")
 
 
 @dataclass(frozen=True, eq=False)
 class Alibi(Rule):
-    """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
+    """The bias -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
 
     slopes: Tensor
     offset: int | Tensor | None = None
@@ -137,7 +137,7 @@ class Alibi(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Relative(_Placed):
-    """Adds table[h, R + clamp(j - pos, -R, R)] for a table (H, 2 R + 1)."""
+    """The bias table[h, R + clamp(j - pos, -R, R)] for a table (H, 2 R + 1)."""
 
     table: Tensor
 
@@ -146,7 +146,7 @@ class Relative(_Placed):
 
     @property
     def radius(self) -> int:
-        """R: farther keys get the bias at R."""
+        """R: keys at a greater distance have the bias at R."""
         return self.table.shape[-1] // 2
 
     @override
@@ -187,15 +187,15 @@ class Relative(_Placed):
 
 @dataclass(frozen=True, eq=False)
 class Function(Rule):
-    """What `function(b, h, i, j)` says, called with index tensors that broadcast to (B, H, R, C)."""
+    """The rule of a function `function(b, h, i, j)` of index tensors that broadcast to (B, H, R, C)."""
 
     function: Callable[..., Any]
     batch: int = 1
     heads: int = 1
     of: Function | None = field(default=None, repr=False)
-    """The rule as it was made; this one knows batch and heads."""
+    """The original rule, of which this one is a copy with batch and heads set."""
     keep: bool = False
-    """It says the same as long as it lives, whatever changes."""
+    """True if the function's result never changes while the rule exists."""
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
@@ -235,7 +235,7 @@ class Function(Rule):
 
 @dataclass(frozen=True, eq=False)
 class _Elsewhere:
-    """A function of places, asked from other first places."""
+    """A function of indices, called with indices that start at another head, query and key."""
 
     function: Callable[..., Any]
     head: int

@@ -1,4 +1,4 @@
-"""Masks as pytrees: torch.compile and torch.export look into one and see its tensors."""
+"""Masks as pytrees, so that torch.compile and torch.export find the tensors in a mask."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ C = TypeVar("C", bound=type)
 
 
 def register(cls: C) -> C:
-    """Make a class that is, or becomes, a frozen dataclass a pytree.
+    """Register a class as a pytree; it is a frozen dataclass, or its decorator makes it one later.
 
-    Tensors (and tuples of rules) are leaves, the rest is its shape.
+    Tensors (and tuples of rules) are the leaves; the other fields are the context.
     """
-
     ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def split(rule: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -35,7 +34,7 @@ def register(cls: C) -> C:
     def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
         return cls(**dict(zip(context[0], leaves, strict=True)), **dict(context[1]))
 
-    def loaded(context: Any) -> tuple[Any, ...]:  # torch.export saves it as JSON, which has no tuples
+    def loaded(context: Any) -> tuple[Any, ...]:  # torch.export saves the context as JSON, which has no tuples
         return tuple(context[0]), tuple((name, value) for name, value in context[1])
 
     pytree.register_pytree_node(

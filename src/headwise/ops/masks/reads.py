@@ -1,8 +1,8 @@
-"""What a rule reads when it is evaluated, so that a result of it is used again only where it would be the same.
+"""Tracking of the inputs of a rule, so that a cached result is used again only if it would be the same.
 
-A rule's tensors change in place (`lengths += 1`, a buffer that `load_state_dict` fills, memory shared with NumPy), and
-a function reads tensors and numbers through closures, globals and attributes. Versions of tensors do not tell of all
-that, so the numbers themselves are compared.
+The tensors of a rule can change in place (`lengths += 1`, a buffer that `load_state_dict` fills, memory shared with
+NumPy), and a function uses tensors and numbers from closures, globals and attributes. Version counters of tensors do
+not record all of this, so the data itself is compared.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .positional_rules import Blocks, Dilated, Function
 from .rules import Band, Keep, Lengths, Rule, Segments
 
 _OWN = (Band, Lengths, Segments, Keep, Dilated, Blocks)
-"""Rules that read their fields alone."""
+"""Rules that depend only on their fields."""
 
 
 class Reads(NamedTuple):
-    """What a rule reads.
+    """The inputs of a rule.
 
     Attributes:
-        steps: operators and numbers, in their order, of the rules whose code is not ours.
-        tensors: the tensors; in what is kept, copies of them.
+        steps: operators and numbers, in order, from rules whose code is not part of headwise.
+        tensors: the tensors; copies of them in a cached entry.
     """
 
     steps: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
 
     def copied(self) -> Reads:
-        """The same with copies of the tensors, which nobody changes."""
+        """Return the same inputs with copies of the tensors, which no other code can change."""
         return Reads(self.steps, tuple(x.detach().clone(memory_format=torch.contiguous_format) for x in self.tensors))
 
     def equals(self, other: Reads) -> bool:
-        """Whether these are the same operators, the same numbers, and tensors that hold the same."""
+        """Return whether operators, numbers and the data of tensors are equal."""
         return (
             len(self.tensors) == len(other.tensors)
             and self.steps == other.steps
@@ -47,12 +47,12 @@ class Reads(NamedTuple):
         )
 
     def is_at(self, other: Reads) -> bool:
-        """Whether the tensors lie where those of the other do: they were there before the rule was evaluated."""
+        """Return whether the tensors have the same memory as those of `other`, so the rule did not create them."""
         return [_place(x) for x in self.tensors] == [_place(x) for x in other.tensors]
 
 
 def reads_of(rule: Rule, T: int, S: int) -> Reads:
-    """What a rule reads now; code that is not ours is run for the first query and key, and followed."""
+    """Return the current inputs of a rule; foreign code is run for the first query and key and traced."""
     steps: list[Any] = []
     tensors: list[Tensor] = []
     for part in _parts(rule):
@@ -79,13 +79,13 @@ def _parts(rule: Rule) -> Iterator[Rule]:
 
 
 class _Follower(TorchDispatchMode):
-    """Follows torch's operators: which run, with which numbers, on which tensors that none of them made."""
+    """A dispatch mode that records operators, their numbers, and the tensors that no recorded operator created."""
 
     def __init__(self, *made: Tensor) -> None:
         super().__init__()
         self.steps: list[Any] = []
         self.tensors: list[Tensor] = []
-        self._made = {_place(x): x for x in made}  # kept, or others would come to lie in their places
+        self._made = {_place(x): x for x in made}  # kept alive, because other tensors could get their memory
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,13 +103,13 @@ class _Follower(TorchDispatchMode):
         return out
 
     def read(self, x: Tensor) -> None:
-        """Notes a tensor, unless an operator made it."""
+        """Record a tensor, except if a recorded operator created it."""
         if _place(x) not in self._made:
             self.tensors.append(x)
 
 
 def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
-    """What an operator takes or gives, one by one: tensors, numbers, and lists of them."""
+    """Yield the arguments or results of an operator one by one: tensors, numbers, and the items of lists."""
     for x in values:
         if isinstance(x, tuple | list):
             yield from x
@@ -118,14 +118,14 @@ def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's numbers lie."""
+    """Return the memory address, dtype, shape and strides of a tensor."""
     return x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
-    """Whether tensors hold the same, bit for bit where they are contiguous; a NaN otherwise differs from itself."""
+    """Return whether tensors are equal, bit for bit if they are contiguous; otherwise a NaN differs from itself."""
     if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
         return False
     if x.ndim and x.is_contiguous() and y.is_contiguous() and x.nbytes % 8 == 0 and x.data_ptr() % 8 == 0:
-        x, y = (z.view(-1).view(torch.int64) for z in (x, y))  # bools are compared one by one, at a tenth of the speed
+        x, y = (z.view(-1).view(torch.int64) for z in (x, y))  # a comparison of bools is ten times slower
     return torch.equal(x, y)

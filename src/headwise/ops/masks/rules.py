@@ -1,4 +1,4 @@
-"""The rules a mask is made of: each a small frozen object that knows its own (query, key) pairs."""
+"""The rules of a mask: each is a small frozen object that defines which (query, key) pairs are allowed."""
 
 from __future__ import annotations
 
@@ -16,92 +16,92 @@ from .indexing import Region, RowIndex, index, per_batch, rank4, saturated
 from .pytrees import register
 
 Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
-"""lo and hi, each (B|1, T) or (B|1, 1), None for no end on that side."""
+"""lo and hi, each (B|1, T) or (B|1, 1); None if that side has no limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One rule: a frozen dataclass that answers all that is asked of it. Only `at` must be written for a new one.
+    """One rule of a mask: a frozen dataclass. A new rule must define only `at`.
 
-    `restricts`: it can forbid keys; `biases`: it adds to the scores. Fields that are tensors move with `Mask.to`.
+    `restricts`: it can forbid keys; `biases`: it adds to the scores. Tensor fields are moved by `Mask.to`.
     """
 
     restricts: ClassVar[bool] = True
     biases: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make every kind of rule a pytree."""
+        """Register every subclass as a pytree."""
         super().__init_subclass__(**options)
         register(cls)
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        """The rule at gathered places: i, j integer tensors that broadcast to (B, H, R, C)."""
+        """Return the rule at the given places: i, j are integer tensors that broadcast to (B, H, R, C)."""
         raise NotImplementedError
 
     def grid(self, T: int, S: int, rows: RowIndex, cols: RowIndex, device: torch.device | None) -> Tensor:
-        """The rule on chosen rows and columns, (B|1, H|1, R, C)."""
+        """Return the rule on chosen rows and columns, (B|1, H|1, R, C)."""
         i, j = index(rows, T, device), index(cols, S, device)
         return self.at(i[:, None], j[None, :], T, S)
 
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
-        """Raise ValueError where the rule's tensors do not fit the call."""
+        """Raise ValueError if the rule's tensors do not fit the call."""
 
     def computed_in(self, dtype: torch.dtype) -> Rule:
-        """The rule as a computation in float32 or float64 takes it."""
+        """Return the rule for a computation in float32 or float64."""
         return self
 
     def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
-        """(lo, hi): row i may attend exactly lo[i] <= j < hi[i]; None where the keys of a row are no interval."""
+        """Return (lo, hi): row i may attend to exactly lo[i] <= j < hi[i]; None if a row's keys are no interval."""
         return None
 
     def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
-        """The keys k0 <= j < k1 outside of which the queries first <= i < last see nothing, or more than those.
+        """Return an interval (k0, k1) with every key that the queries first <= i < last may attend to.
 
-        Plain integers, without a look at any tensor.
+        These are plain integers, computed without reading tensors, so the interval may be too wide.
         """
         return 0, S
 
     def trimmed(self, T: int, S: int) -> Rule | None:
-        """The same rule at this size, simpler where it can be; None where it forbids and adds nothing."""
+        """Return an equivalent rule for this size, simpler if possible; None if it forbids and adds nothing."""
         return self
 
     def placed(self, offset: int | Tensor) -> Rule:
-        """The rule with query 0 at `offset` among the keys, where it leaves that to the lengths."""
+        """Return the rule with query 0 at `offset` among the keys, if its own offset is not set."""
         return self
 
     def part(self, region: Region, T: int, S: int) -> Rule:
-        """The rule as a call of these queries, keys and heads alone takes it: the same pairs, counted from there."""
+        """Return the rule for a call with only these queries, keys and heads: the same pairs, with new indices."""
         raise NotImplementedError
 
     def meets(self, region: Region, T: int, S: int) -> bool:
-        """Whether some of these queries may attend some of these keys; True where that is not plain to see."""
+        """Return whether a query of the region may attend to a key of the region; True also if that is not known."""
         low, high = self.reach(*region.rows, T, S)
         return low < region.cols[1] and high > region.cols[0]
 
     def sized(self, B: int, H: int) -> Rule:
-        """The rule for B rows of H heads, where it must know how many there are."""
+        """Return the rule for B rows of H heads, if it needs these numbers."""
         return self
 
     def forbids(self) -> Rule | None:
-        """What of the rule forbids a key to every head; None where nothing does."""
+        """Return the part of the rule that forbids keys to every head; None if there is none."""
         return self if self.restricts else None
 
     @property
     def learns(self) -> bool:
-        """A tensor of the rule is to get a gradient."""
+        """True if a tensor of the rule needs a gradient."""
         return False
 
     @property
     def is_same_for_rows(self) -> bool:
-        """Every query of a batch row may attend the same keys with the same bias."""
+        """True if every query of a batch row may attend to the same keys with the same bias."""
         return False
 
 
 @dataclass(frozen=True, eq=False)
 class Band(Rule):
-    """Query i stands at pos = i + offset and sees the keys pos - left < j <= pos + right.
+    """A band of keys: query i at pos = i + offset may attend to the keys pos - left < j <= pos + right.
 
-    The keys j < first it sees however far back they lie.
+    It may also attend to the keys j < first at any distance behind it.
     """
 
     left: int | None
@@ -110,7 +110,7 @@ class Band(Rule):
     first: int = 0
 
     def shift(self, T: int, S: int) -> int | Tensor:
-        """The position of query 0 among the keys."""
+        """Return the position of query 0 among the keys."""
         return S - T if self.offset is None else saturated(self.offset)
 
     @override
@@ -157,7 +157,7 @@ class Band(Rule):
         return replace(self, offset=offset) if self.offset is None else self
 
     def __and__(self, other: Band) -> Band | None:
-        """Both bands as one; None where no band says that."""
+        """Return both bands as one; None if no single band is equivalent."""
         if self.first or other.first or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):
             return None
         if (self.offset is None) != (other.offset is None) or not statically_true(
@@ -169,7 +169,7 @@ class Band(Rule):
         return Band(min(lefts, default=None), min(rights, default=None), self.offset)
 
     def __invert__(self) -> Band | None:
-        """The places that the band leaves out, where they are a band, too."""
+        """Return the complement of the band; None if it is not a band."""
         if self.first or (self.left is None) == (self.right is None):
             return None
         if self.right is not None:
@@ -179,7 +179,7 @@ class Band(Rule):
 
     @override
     def trimmed(self, T: int, S: int) -> Band | None:
-        """The same rule without the sides that cut nothing; None where nothing is cut at all."""
+        """Return the rule without the sides that forbid nothing; None if it forbids nothing."""
         shift = self.shift(T, S)
         if isinstance(shift, Tensor) or T == 0 or S == 0:
             return self
@@ -189,13 +189,13 @@ class Band(Rule):
 
     @property
     def kept(self) -> int:
-        """How many of the first keys are seen from beyond the window; 0 where it has no end on that side."""
+        """The number of first keys that are allowed outside of the window; 0 if the window has no left limit."""
         return 0 if self.left is None else self.first
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths(Rule):
-    """Row b of the batch may attend the keys start[b] <= j < stop[b]."""
+    """The keys of each batch row: row b may attend to the keys start[b] <= j < stop[b]."""
 
     stop: Tensor | int
     start: Tensor | None = None
@@ -239,13 +239,13 @@ class Lengths(Rule):
 
 
 def _from(end: Tensor | int, first: int) -> Tensor | int:
-    """An end counted from the key `first`."""
+    """Return a limit counted from the key `first`."""
     return (end.long() - first).clamp(min=0) if isinstance(end, Tensor) else max(0, end - first)
 
 
 @dataclass(frozen=True, eq=False)
 class Segments(Rule):
-    """A query attends the keys that carry its own id: packed documents, chunks."""
+    """Segments, such as packed documents or chunks: a query may attend to the keys with its own id."""
 
     query_ids: Tensor
     key_ids: Tensor
@@ -277,7 +277,7 @@ class Segments(Rule):
 
 
 def _pick(ids: Tensor, index: Tensor) -> Tensor:
-    """ids[b, index] for ids (n,) or (B, n) and an index that broadcasts to (B, H, R, C)."""
+    """Return ids[b, index] for ids (n,) or (B, n) and an index that broadcasts to (B, H, R, C)."""
     if ids.ndim == 1 or ids.shape[0] == 1:
         return ids.reshape(-1)[index]
     batch = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)
@@ -290,7 +290,7 @@ class _Dense(Rule):
 
     @property
     def full(self) -> Tensor:
-        """(B|1, H|1, T|1, S|1)."""
+        """The tensor with four axes, (B|1, H|1, T|1, S|1)."""
         return rank4(self.tensor)
 
     def _of_size(self, T: int, S: int) -> Tensor:
@@ -353,16 +353,16 @@ class _Dense(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Keep(_Dense):
-    """A boolean tensor, True = attend, that broadcasts to (B, H, T, S) from the right."""
+    """A bool tensor, True = attend, that broadcasts to (B, H, T, S) from the right."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bias(_Dense):
-    """A float tensor added to the scores; -inf forbids."""
+    """A float tensor that is added to the scores; -inf forbids."""
 
     biases: ClassVar[bool] = True
 
     @override
     def computed_in(self, dtype: torch.dtype) -> Bias:
         differ = self.tensor.dtype != dtype and torch.float64 in (self.tensor.dtype, dtype)
-        return Bias(self.tensor.to(dtype)) if differ else self  # what is not float64 is widened where it is added
+        return Bias(self.tensor.to(dtype)) if differ else self  # a narrower dtype is converted where it is added

@@ -1,8 +1,8 @@
-"""What a rule says of tiles of 64 x 64 pairs: none, all, or which; built a row of tiles at a time.
+"""Tile maps of a rule: for each tile of 64 x 64 pairs none, all or some are allowed; built one row of tiles at a time.
 
-So a kernel can honour any rule: it skips what is empty, asks nothing where all may be attended, and reads the packed
-bits of the rest. Memory: eight bytes a tile, 512 a mixed one. A map is kept with its rule and used again while what
-the rule reads is unchanged.
+With a tile map a kernel can support any rule: it skips empty tiles, needs no mask in full tiles, and loads packed bits
+for the others. Memory: 8 bytes per tile, 512 more per mixed tile. A map is cached with its rule and used again while
+the inputs of the rule are unchanged.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from .reads import Reads, reads_of
 from .rules import Rule
 
 SIDE = 64
-"""Queries and keys of a tile; the bits of one query are one int64."""
+"""Queries and keys per tile; the bits of one query are one int64."""
 NONE, ALL, BITS = 0, 1, 2
-STRIP_PAIRS = 1 << 22  # of a head, looked at together
-KEPT = 4  # sizes of a rule whose maps are kept: the other layers of the same forward ask for the same
+STRIP_PAIRS = 1 << 22  # pairs of one head per block
+KEPT = 4  # sizes per rule with a cached map: the other layers of a forward pass use the same sizes
 
 
 class TileMap(NamedTuple):
-    """A rule, tile by tile."""
+    """The tiles of a rule."""
 
     index: Tensor  # type: ignore[assignment]  # not the tuple's method
-    """int64 (B|1, H|1, ceil(T / 64), ceil(S / 64)): NONE, ALL, or BITS + n where the n-th block of `bits` tells."""
+    """int64 (B|1, H|1, ceil(T / 64), ceil(S / 64)): NONE, ALL, or BITS + n for the n-th block of `bits`."""
     bits: Tensor
-    """int64 (n, 64): bit c of row r is set where query r of the tile may attend its key c."""
+    """int64 (n, 64): bit c of row r is set if query r of the tile may attend to key c of the tile."""
 
 
 def tile_map(rule: Rule, T: int, S: int) -> TileMap:
-    """The map of a rule that restricts, on the CPU. One that was kept is used only if the rule reads the same now.
+    """Return the tile map of a restricting rule, on the CPU. A cached map is used only if the inputs are unchanged.
 
     >>> from .rules import Band
     >>> tile_map(Band(None, 0), 100, 130).index[0, 0]  # causal: the first 64 queries see 31 keys more than their own
@@ -46,19 +46,19 @@ def tile_map(rule: Rule, T: int, S: int) -> TileMap:
     reads, kept = reads_of(rule, T, S), maps.get((T, S))
     if kept is not None and reads.equals(kept[0]):
         return kept[1]
-    with torch.inference_mode(False):  # kept for calls with a gradient, too
+    with torch.inference_mode(False):  # the cached map is also used in calls with a gradient
         before, made = reads.copied(), _built(rule, T, S)
     maps.pop((T, S), None)
     again = reads_of(rule, T, S)
-    if again.is_at(reads) and again.equals(before):  # else the rule makes what it reads, and no one sees it change
+    if again.is_at(reads) and again.equals(before):  # else changes could be missed
         maps[T, S] = before, made
-    for old in list(maps)[:-KEPT]:  # which another thread may have dropped
+    for old in list(maps)[:-KEPT]:  # another thread may have removed it
         maps.pop(old, None)
     return made
 
 
 def unpacked(tiles: TileMap, T: int, S: int) -> Tensor:
-    """Every pair that a map lets through: bool (B|1, H|1, T, S)."""
+    """Return every pair that a map allows: bool (B|1, H|1, T, S)."""
     index, bits = tiles
     blocks = (bits[:, :, None] >> torch.arange(SIDE, device="cpu") & 1).bool()  # (n, 64, 64)
     whole = torch.tensor([False, True], device="cpu")[:, None, None].expand(2, SIDE, SIDE)  # NONE, ALL
@@ -74,7 +74,7 @@ def _built(rule: Rule, T: int, S: int) -> TileMap:
         nothing = torch.zeros(1, 1, -(-T // SIDE), columns, dtype=torch.int64, device="cpu")
         return TileMap(nothing, torch.zeros(0, SIDE, device="cpu").long())
     step = SIDE * max(1, STRIP_PAIRS // (SIDE * SIDE * columns))
-    every = torch.full((columns,), -1, dtype=torch.int64, device="cpu")  # the word of a query that sees all keys
+    every = torch.full((columns,), -1, dtype=torch.int64, device="cpu")  # all keys allowed
     if S % SIDE:
         every[-1] = (1 << S % SIDE) - 1
     with torch.no_grad():
@@ -97,13 +97,13 @@ def _built(rule: Rule, T: int, S: int) -> TileMap:
     return TileMap(torch.cat(index, dim=2).contiguous(), torch.cat(bits).contiguous())
 
 
-# Times eight bytes b0 .. b7 of 0 or 1, as one int64, it has b0 .. b7 as the bits of its highest byte: the product of
-# byte k and bit 56 - 7 k lies at bit 56 + k, and no two of the others lie at one place, so that nothing is carried.
+# The product with eight bytes b0 .. b7 of 0 or 1, as one int64, has b0 .. b7 as the bits of its highest byte: byte k
+# times bit 56 - 7 k is at bit 56 + k, and no two other products are at the same bit, so there is no carry.
 _GATHER = sum(1 << (56 - 7 * k) for k in range(8))
 
 
 def _words(seen: Tensor, columns: int) -> Tensor:
-    """bool (..., S) as int64 (..., columns), the first key of each 64 in the lowest bit."""
+    """Return bool (..., S) as int64 (..., columns); the first of each 64 keys is the lowest bit."""
     bytes_ = torch.nn.functional.pad(seen.contiguous().view(torch.uint8), (0, columns * SIDE - seen.shape[-1]))
     of_eight = (bytes_.view(torch.int64) * _GATHER).view(torch.uint8)[..., 7::8]
     return of_eight.contiguous().view(torch.int64)

@@ -1,1 +1,1 @@
-"""The native CPU kernel as a backend: a call in its terms, the library, the gradient."""
+"""The native CPU kernel as a backend: the arguments of a call, the library, the gradient."""

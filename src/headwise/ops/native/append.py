@@ -1,4 +1,4 @@
-"""New tokens into a cache in int8: one call of the native library quantises keys and values where they will lie."""
+"""Append tokens to an int8 cache: one call of the native library quantises keys and values into the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .library import error_for, raise_unless_refused
 
 
 class Span(NamedTuple):
-    """So many tokens of a batch row from a place on, and the row (or page) and the place of the cache where they go."""
+    """A span of tokens of a batch row, and its target in the cache: a row (or page) and a place."""
 
     row: int
     place: int
@@ -29,15 +29,15 @@ def append_int8(
     storage: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     spans: Iterable[Span],
 ) -> bool:
-    """Writes spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` makes them. False: writes nothing.
+    """Write spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` would; return False if not possible.
 
-    It is for the CPU's plain tensors and where there is a native library; else the caller quantises in Python.
+    This needs plain CPU tensors and the native library; otherwise nothing is written; the caller quantises in Python.
 
     Args:
-        key: in any float dtype.
-        value: None where values are columns of the keys.
-        storage: int8 keys (N, K, L, D), their scales (N, K, L), values and their scales, which are written to.
-        spans: no place twice.
+        key: any float dtype.
+        value: None if the values are columns of the keys.
+        storage: int8 keys (N, K, L, D), their scales (N, K, L), values and their scales; they are written to.
+        spans: no place may occur twice.
     """
     if (
         error_for() is not None
@@ -50,7 +50,7 @@ def append_int8(
     try:
         with torch.no_grad():
             native_library.append_int8(key, value, *storage, numbers)
-    except RuntimeError as error:  # it refuses before it writes: memory that lies oddly, a subclass of tensors
+    except RuntimeError as error:  # raised before anything is written: unsupported strides, or a tensor subclass
         raise_unless_refused(error)
         return False
     return True

@@ -1,8 +1,8 @@
 """Backend `native`: headwise's own kernel for the CPU, written in C++ (`csrc/`).
 
-Masks go in as what they are (two numbers a row, ids, rows of a tensor), never as T x S. The kernel itself keeps NaN and
-Inf where they belong and reads any strides. The library lies beside the package and is loaded by the first call that
-could use it (`library`); without it everything runs on the other backends. Gradients: `gradient`. Masks: `lowering`.
+Masks are passed in compact form (two numbers per row, ids, rows of a tensor), never as T x S. The kernel isolates NaN
+and Inf itself and supports any strides. `operators` loads the library, a file in the package; without it the
+other backends run everything. Gradients: `gradient`. Masks: `mask_arguments`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LIMITS = (
 
 
 def run(call: Call) -> Result:
-    """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
+    """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
     out, lse = _with_gradient(call) if call.needs_grad else _without_gradient(call)
     return out, lse if call.return_lse else None
 
@@ -60,7 +60,7 @@ def _dropout(call: Call) -> tuple[float, Tensor | None]:
 @gated
 def _with_gradient(call: Call) -> Result:
     rules = lowered(call.scoring, *call.sizes[3:])
-    # The operator is for those who trace: its way through the dispatcher costs as much as a small backward.
+    # The operator is used only for tracing: its dispatcher overhead is as long as a small backward pass.
     tracing = torch.compiler.is_compiling()
     attend_train = torch.ops.headwise.attend_train if tracing else native_library.attend_train
     return attend_train(call.query, call.key, call.value, *rules, *_dropout(call))
@@ -89,11 +89,11 @@ def fast_path(
     return_lse: bool,
     layout: StorageLayout | None = None,
 ) -> Any:
-    """The fast path: the call without the checks of `attention`, which cost more than decoding a token.
+    """Run the call without the checks of `attention`, which take longer than a decode step.
 
-    None where the full path must be taken. Checked is only what the operator cannot know: whether anything but plain
-    tensors and plain numbers is at work. Sizes, dtypes and ranges of numbers it checks itself; where it refuses, the
-    full path says why, or runs another backend.
+    Returns None if the full path must run. This function checks only what the operator cannot check: that all arguments
+    are plain tensors and plain numbers. The operator checks sizes, dtypes and ranges; if it refuses, the full path
+    raises the error or runs another backend.
     """
     if (
         native_library.attend is None
@@ -103,20 +103,20 @@ def fast_path(
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or not (scale is None or type(scale) is float)
-        or not (type(dropout) in (float, int) and dropout == 0)  # a dropout needs a seed
+        or not (type(dropout) in (float, int) and dropout == 0)  # dropout needs a seed
     ):
         return None
     try:
         (_, _, T, D), S, _ = query.shape, key.shape[2], value.shape[3]
-    except (ValueError, IndexError, RuntimeError):  # other axes than four; a nested tensor has no shape
+    except (ValueError, IndexError, RuntimeError):  # not four axes; a nested tensor has no shape
         return None
-    if type(T) is not int:  # torch.jit.trace has tensors for sizes, of which it would keep the numbers
+    if type(T) is not int:  # torch.jit.trace uses tensors as sizes and would record their values
         return None
     if layout is not None:
         if type(layout.length) is not int or not all(
             x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]
         ):
-            return None  # one tensor on meta would make it a call that is traced, whose numbers mean nothing
+            return None  # with a tensor on meta the call is traced, and its numbers have no meaning
         S = S if layout.table is None else layout.length
     scale = default_scale(D or 1) if scale is None else scale
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -154,9 +154,9 @@ def _with_rules(
     S: int,
     layout: StorageLayout | None,
 ) -> Any:
-    """`fast_path` with a mask of any kind and further options."""
+    """Run `fast_path` with any mask and the other options."""
     if (
-        not (softcap is None or (type(softcap) is float and softcap > 0.0))  # 0 would be none to the operator
+        not (softcap is None or (type(softcap) is float and softcap > 0.0))  # the operator treats 0 as no softcap
         or not (return_lse is False or return_lse is True)
         or not (sinks is None or (isinstance(sinks, Tensor) and sinks.is_cpu))
         or not (gate is None or (isinstance(gate, Tensor) and gate.is_cpu))
@@ -176,7 +176,7 @@ def _with_rules(
     except (
         UnsupportedMask,
         RuntimeError,
-    ):  # a mask that does not fit: the full path says so, or meets the same error again
+    ):  # the mask does not fit; the full path raises the error
         return None
     try:
         if layout is None:

@@ -1,6 +1,6 @@
-"""A layer's decode step in one call of the native kernel: rotate, append to a cache, attend.
+"""The decode step of one layer in one call of the native kernel: rotate, append to the cache, attend.
 
-Outputs and cache have the bits that `Rotary` (or a model's own rotation), `append` and `attend` give one after another.
+Output and cache have the same bits as separate calls of `Rotary` (or a model's own rotation), `append` and `attend`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .mask_arguments import UnsupportedMask, lowered
 
 
 class RotaryStep(NamedTuple):
-    """How queries and keys turn before they meet.
+    """The rotary position embedding of queries and keys in a decode step.
 
     Attributes:
-        cos: (n,), (B, n) or (B, 1, n) with n = `size` (an angle for each number) or half of it (for each pair). In
-            float32 a product is rounded once, at the end; in the dtype of the query each step is, as torch does it.
+        cos: (n,), (B, n) or (B, 1, n) with n = `size` (one angle per number) or half of it (one per pair). In float32
+            a product is rounded once, at the end; in the query's dtype each operation is rounded, as in torch.
         sin: as `cos`.
-        size: how many numbers of a head turn, even.
-        first: the first of them.
-        interleaved: pairs are neighbours, and not n and n + size / 2.
+        size: how many numbers of a head are rotated, even.
+        first: the first rotated number.
+        interleaved: True if pairs are neighbours, False if they are n and n + size / 2.
     """
 
     cos: Tensor
@@ -41,19 +41,19 @@ class RotaryStep(NamedTuple):
 
 
 class CacheStep(NamedTuple):
-    """Where a cache keeps its keys and values, and where those of the new tokens go."""
+    """The tensors in which a cache stores keys and values, and the places of the new tokens."""
 
     key: Tensor  # (B, K, capacity, D), or in pages (P, K, size, D)
-    value: Tensor | None  # None: the first `value_dim` columns of the keys
-    key_scale: Tensor | None  # of int8
+    value: Tensor | None  # None: the values are the first `value_dim` columns of the keys
+    key_scale: Tensor | None  # set if the keys are int8
     value_scale: Tensor | None
     table: Tensor | None  # int64 (B, N)
-    places: list[int]  # the column of each row's new key; one for all that are alike
+    places: list[int]  # the column of each row's new key; one number if all rows have the same
     value_dim: int
 
 
 class Scores(NamedTuple):
-    """What happens to the scores of a step."""
+    """The options for the scores of a step."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -61,7 +61,7 @@ class Scores(NamedTuple):
 
 
 class VisibleKeys(NamedTuple):
-    """What the queries see: low <= j < high of the columns; `bounds`, a row for each, in their place; a mask of all."""
+    """The keys for the queries: columns low <= j < high; or `bounds`, one row per batch row; or a mask over all."""
 
     low: int = -FAR
     high: int = FAR
@@ -70,7 +70,7 @@ class VisibleKeys(NamedTuple):
 
 
 def runs_plain() -> bool:
-    """Whether nothing but plain computing goes on: no gradient, autocast, tracing, transform or dispatch mode."""
+    """Return whether no gradient, autocast, tracing, transform or dispatch mode is active."""
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -92,9 +92,9 @@ def decode_step(
     scores: Scores,
     seen: VisibleKeys,
 ) -> Tensor | None:
-    """(B, H, 1, V) of query (B, H, 1, D), key (B, K, 1, D), value (B, K, 1, V), which the cache then has.
+    """Attend with query (B, H, 1, D) and append key (B, K, 1, D) and value (B, K, 1, V); return (B, H, 1, V).
 
-    None where the kernel does not take the call; nothing has changed then. Sizes and dtypes it checks itself.
+    Returns None, without any change, if the kernel does not support the call. The kernel checks sizes and dtypes.
     """
     scale, softcap, sinks = scores
     scale = default_scale(query.shape[3]) if scale is None else float(scale)

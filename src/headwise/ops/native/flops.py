@@ -1,8 +1,8 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts of the operators: two for a multiply and an add.
+"""FLOP counts of the operators for `torch.utils.flop_counter.FlopCounterMode`: 2 for a multiply and an add.
 
-Counted are the matrix products over the pairs of a query and a key that the kernel computes: those in the intervals
-of bands and lengths and in one segment, as `headwise.plan` counts them, and of a map of tiles the tiles that are not
-empty. A mask that is a tensor leaves nothing out.
+The count is that of the matrix products over the (query, key) pairs that the kernel computes: the pairs within bands,
+lengths and segments, as in `headwise.plan`, and the non-empty tiles of tile maps. A mask that is a tensor excludes no
+pair.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..tracing import without_numbers
 from .mask_arguments import Rules
 
 ROWS = 1024
-"""Queries that are looked at together where pairs are counted one by one."""
+"""The number of queries per block when pairs are counted one by one."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Count the forward pass of `attend`, which takes a band alone."""
+    """Count the forward pass of `attend`, whose only mask is a band."""
     scale, low, high = rest
     return _of(query, key.shape[2], query.shape[3] + value.shape[3], _band(scale, low, high))
 
@@ -42,13 +42,13 @@ def attend_held(
 
 
 def attend_backward(*args: Any, out_val: Any = None) -> int:
-    """Count the gradient: weights again, and of each of the two products the gradients of its two factors."""
+    """Count the gradient: the weights again, and two gradients for each of the two products."""
     query, key, value, *rest = args[5:]
     return _of(query, key.shape[2], 3 * query.shape[3] + 2 * value.shape[3], _rules(rest))
 
 
 def attend_statistics(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any, out_val: Any = None) -> int:
-    """Count out and the sums of a statistics pass: a column of values each."""
+    """Count the output and the sums of a statistics pass, one column of values per sum."""
     columns = 0 if value is None else value.shape[3]
     features = rest[-3]
     columns += 0 if features is None else features.shape[-1]
@@ -56,12 +56,12 @@ def attend_statistics(query: Tensor, key: Tensor, value: Tensor | None, *rest: A
 
 
 def attend_received(query: Tensor, key: Tensor, top: Tensor, largest: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Count the second pass of statistics: scores alone."""
+    """Count the second pass of the statistics, which computes only scores."""
     return _of(query, key.shape[2], query.shape[3], _rules(rest))
 
 
 def flash_for_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **options: Any) -> int:
-    """Count torch's own fused attention for the CPU, which torch itself leaves out."""
+    """Count torch's own fused attention for the CPU, for which torch has no formula."""
     causal = bool(rest[1] if len(rest) > 1 else options.get("is_causal", False))
     return _of(query, key.shape[2], query.shape[3] + value.shape[3], _band(1.0, None, 1 if causal else None))
 
@@ -69,7 +69,7 @@ def flash_for_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val
 def flash_for_cpu_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **options: Any
 ) -> int:
-    """Count its gradient."""
+    """Count the backward pass of torch's own fused attention for the CPU."""
     causal = bool(rest[3] if len(rest) > 3 else options.get("is_causal", False))
     return _of(query, key.shape[2], 3 * query.shape[3] + 2 * value.shape[3], _band(1.0, None, 1 if causal else None))
 
@@ -89,7 +89,7 @@ def _of(query: Tensor, S: int, width: int, rules: Rules) -> int:
 
 
 def _pairs(rules: Rules, B: int, H: int, T: int, S: int) -> int:
-    """Pairs of a query and a key of all rows and heads that are computed; all where tensors have no numbers."""
+    """Return the number of computed (query, key) pairs over all rows and heads; all pairs if tensors have no data."""
     tensors = [rules.bounds, *(rules.segments or ()), *(rules.maps or ())]
     if any(x is not None and x.is_meta for x in tensors) or (without_numbers() and any(x is not None for x in tensors)):
         return B * H * T * S
@@ -103,7 +103,7 @@ def _pairs(rules: Rules, B: int, H: int, T: int, S: int) -> int:
 
 
 def _ends(rules: Rules, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first key of each query, the one after its last, and the number of first keys that it sees besides."""
+    """Return each query's first key, the key after its last, and the number of first keys it always attends to."""
     far = 1 << 40
     if rules.bounds is None:
         behind, ahead = max(int(rules.low), -far), min(int(rules.high), far)
@@ -116,7 +116,7 @@ def _ends(rules: Rules, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _counted(rules: Rules, B: int, H: int, T: int, S: int) -> int:
-    """`_pairs` looked at one by one, some queries at a time."""
+    """Return `_pairs` by counting pair by pair, one block of queries at a time."""
     total, j = 0, torch.arange(S, device="cpu")
     for begin in range(0, T, ROWS):
         i = torch.arange(begin, min(begin + ROWS, T), device="cpu")

@@ -1,8 +1,8 @@
-"""The call of the native kernel as autograd keeps it, the gradient of its gradient, and operators without the kernel.
+"""The native kernel's call for autograd, the gradient of its gradient, and the operators without the kernel.
 
-The gradient itself is the library's own (csrc/kernels/backward/). Where that is to be differentiated again, or many
-gradients come as one, the definition takes its place: `by_definition` is differentiable as often as one likes, and
-builds the T x S matrix.
+The library computes the first gradient (csrc/kernels/backward/). If that must be differentiated again, or gradients are
+batched, `by_definition` computes it from the reference: it is differentiable any number of times and builds the T x S
+matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .mask_arguments import Rules
 
 
 class Training(NamedTuple):
-    """A call of the kernel that gets a gradient: what `attend_train` takes."""
+    """A call of the kernel with a gradient: the arguments of `attend_train`."""
 
     query: Tensor
     key: Tensor
@@ -34,20 +34,20 @@ class Training(NamedTuple):
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Training:
-        """From the operator's own list of arguments."""
+        """Return the call from the operator's list of arguments."""
         *rules, dropout, seed = rest
         return Training(query, key, value, Rules(*rules), dropout, seed)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The operator's own list of arguments."""
+        """The operator's list of arguments."""
         return (self.query, self.key, self.value, *self.rules, self.dropout, self.seed)
 
     @property
     def mask(self) -> Mask:
-        """The mask again, from the operator's terms."""
+        """The mask, rebuilt from the operator's arguments."""
         T, S, rules = self.query.shape[2], self.key.shape[2], self.rules
-        # `bounds` says what the two numbers say, and more.
+        # `bounds` includes the two numbers.
         band = Band(1 - rules.low, rules.high - 1, 0).trimmed(T, S) if rules.bounds is None else None
         parts: list[Rule] = [] if band is None else [band]
         if rules.bounds is not None:
@@ -70,7 +70,7 @@ def _pairs(tensors: list[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
 
 
 def leaves_of(call: Training, biases: bool) -> list[Tensor]:
-    """query, key, value, the sinks and, where `biases` is set, float masks, slopes, tables: what there is."""
+    """Return query, key, value, the sinks and, if `biases` is set, float masks, slopes and tables, if present."""
     rules = call.rules
     sinks = [] if rules.sinks is None else [rules.sinks]
     learned = [x for x in rules.dense or [] if x.is_floating_point()] + (rules.alibi or [])[::2]
@@ -78,7 +78,7 @@ def leaves_of(call: Training, biases: bool) -> list[Tensor]:
 
 
 def with_leaves(call: Training, biases: bool, leaves: Sequence[Tensor]) -> Training:
-    """The call with other tensors in the places of `leaves_of`, in their order."""
+    """Return the call with other tensors in place of `leaves_of`, in the same order."""
     rules, (query, key, value, *rest) = call.rules, leaves
     others = iter(rest)
     if rules.sinks is not None:
@@ -93,12 +93,12 @@ def with_leaves(call: Training, biases: bool, leaves: Sequence[Tensor]) -> Train
 
 
 def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
-    """The gradients of `leaves_of` the call as functions of them and of `grad_out` and `grad_lse`."""
+    """Return the gradients of `leaves_of` the call as functions of them and of `grad_out` and `grad_lse`."""
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
     kept = torch.ops.headwise.dropout_keep(call.seed, call.dropout, B, H, 0, T, S) if call.dropout > 0 else None
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # One of its own each: the key may be the query, or made of it, and would get the gradient of both.
+        # Each leaf is a separate view: if the key is the query or made from it, it would get the gradient of both.
         leaves = [x.view_as(x) if x.requires_grad else x for x in leaves_of(call, biases)]
     call, learning = with_leaves(call, biases, leaves), [x for x in leaves if x.requires_grad]
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -120,7 +120,7 @@ def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tens
     return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(wanted, leaves, strict=True)]
 
 
-# The operators where there is no library. A saved program that holds them then runs, on the definition.
+# The operators for installations without the library. A saved program with them then runs on the reference.
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, low: int, high: int) -> Tensor:
@@ -149,7 +149,7 @@ def attend_held(
     query: Tensor, key: Tensor, key_scale: Tensor | None, value: Tensor, value_scale: Tensor | None,
     table: Tensor | None, length: int, *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the operator of this name from the reference, on keys and values in one piece and of floats."""
+    """Compute the operator of this name from the reference, on plain float keys and values."""
     layout = StorageLayout(key_scale, value_scale, table, length)
     key, value = (x.to(query.dtype) for x in layout.plain(key, value, torch.float32))
     return attend_full(query, key, value, *rest)

@@ -1,8 +1,8 @@
-"""The native kernel as the backends call it: its operators, and the gradient of those that have one.
+"""The operators of the native kernel for the backends, and the gradients of those that have one.
 
-`operators` loads the library and registers what `torch.ops.headwise` has. The operators stand here as objects, for
-looked up by name they cost a tenth of a small call. `append_int8` and `decode_step` write to a cache and are not for
-those who trace.
+`operators` loads the library and registers `torch.ops.headwise`. The operators are stored here as objects, because the
+lookup by name takes a tenth of a small call. `append_int8` and `decode_step` write to a cache and are not meant for
+tracing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _trouble = register()
 
 
 def error_for() -> str | None:
-    """Return why there is no native kernel, in one line; None where there is one."""
+    """Return the reason why there is no native kernel, in one line; None if there is one."""
     return _trouble
 
 
@@ -40,22 +40,22 @@ decode_step = _operator("decode_step")
 
 
 def raise_unless_refused(error: RuntimeError) -> None:
-    """Raises what an operator raised, unless it or torch's dispatcher has refused the arguments."""
+    """Raise the error of an operator, except if the operator or torch's dispatcher refused the arguments."""
     if not (isinstance(error, NotImplementedError) or str(error).startswith("headwise: ")):
         raise error
 
 
 def isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU can run, best first; none where there is no native kernel."""
+    """Return the instruction sets that this CPU can run, best first; none if there is no native kernel."""
     return () if error_for() else tuple(torch.ops.headwise.isas().split(","))
 
 
-# bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.
+# bounds, segments, dense, alibi, maps, relative, dropout and seed of a call that has none of them.
 NO_MORE = (None, None, None, None, None, None, 0.0, None)
 
 
 class _AttendBand(torch.autograd.Function):
-    """`attend` with a gradient. Of small tensors a call takes two thirds of the time of `_Attend`."""
+    """`attend` with a gradient. For small tensors a call takes two thirds of the time of `_Attend`."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, low: int, high: int) -> Tensor:
@@ -75,7 +75,7 @@ class _AttendBand(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
-    """`attend_kept` with a gradient: its tensors one by one, for autograd looks into no list."""
+    """`attend_kept` with a gradient; its tensors are separate arguments, because autograd does not look into lists."""
 
     @staticmethod
     def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class _Attend(torch.autograd.Function):
         out, lse, ends = attend_kept(*call.arguments)
         ctx.numbers = numbers
         ctx.save_for_backward(out, ends, *tensors)
-        ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
+        ctx.set_materialize_grads(False)  # so that the gradient of an unused lse is None
         return out, lse
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _is_transformed(*grads: Tensor | None) -> bool:
-    """A gradient of the gradient will be asked, or many gradients come as one (vmap, `is_grads_batched`)."""
+    """Return whether a gradient of the gradient is needed, or gradients are batched (vmap, `is_grads_batched`)."""
     return (
         torch.is_grad_enabled()
         or torch._C._are_functorch_transforms_active()
@@ -120,7 +120,7 @@ def _is_transformed(*grads: Tensor | None) -> bool:
 
 
 def _readable(grad_out: Tensor) -> Tensor:
-    """With contiguous rows: those of an expanded gradient, as `out.sum()` gives, would be read number by number."""
+    """Return the gradient with contiguous rows, because an expanded one (from `out.sum()`) would be slow to load."""
     return grad_out if grad_out.stride(3) == 1 else grad_out.contiguous()
 
 
@@ -128,7 +128,7 @@ _SINGLE = ("query", "key", "value", "sinks", "bounds", "seed")
 
 
 class _Numbers(NamedTuple):
-    """What of a call is no tensor, and how many tensors its lists hold."""
+    """The arguments of a call that are not tensors, and the lengths of its tensor lists."""
 
     scale: float
     softcap: float
@@ -143,12 +143,12 @@ class _Numbers(NamedTuple):
 
 
 def attend_band(query: Tensor, key: Tensor, value: Tensor, scale: float, low: int, high: int) -> Tensor:
-    """`attend` with a gradient."""
+    """Run `attend` with a gradient."""
     return _AttendBand.apply(query, key, value, scale, low, high)
 
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
-    """The operator of this name, without the dispatcher."""
+    """Run the operator of this name without the dispatcher."""
     query, key, value, rules, dropout, seed = Training.of(*args)
     lists = [x or () for x in (rules.segments, rules.maps, rules.dense, rules.alibi, rules.relative)]
     numbers = _Numbers(rules.scale, rules.softcap, rules.low, rules.high, dropout, *map(len, lists))
@@ -157,7 +157,7 @@ def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Training:
-    """The call again, of what `attend_train` took apart."""
+    """Return the call from the arguments into which `attend_train` split it."""
     query, key, value, sinks, bounds, seed, *rest = tensors
     segments = maps = dense = alibi = relative = None
     if rest:

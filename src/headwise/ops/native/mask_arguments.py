@@ -1,6 +1,6 @@
-"""What happens to scores, in the native operator's terms: two numbers a row, ids, rows of a tensor; never T x S.
+"""The score options as arguments of the native operator: two numbers per row, ids, rows of a tensor; never T x S.
 
-Each kind of rule has its form here (`FORMS`), and what the kernel cannot take follows from them.
+`FORMS` has the conversion of each rule type, which also determines what the kernel does not support.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ..tracing import without_numbers
 
 MAPS = "rules without a form of their own"
 ROOM = {"mask tensors": 8, "pairs of segments": 4, "rules of ALiBi": 4, MAPS: 4}
-"""How many of a kind the kernel takes in one call."""
+"""The maximum number of each kind that the kernel accepts in one call."""
 FIRSTS = "headwise's own kernel takes windows that all keep the same first keys in sight"
 
 
 class Rules(NamedTuple):
-    """What happens to scores, as all operators of the library take it, in their order (`HEADWISE_RULES` in csrc)."""
+    """The score arguments that all operators of the library share, in their order (`HEADWISE_RULES` in csrc)."""
 
     scale: float
-    softcap: float  # 0 for none
+    softcap: float  # 0 means none
     sinks: Tensor | None  # float32 (H,)
-    low: int  # row i sees i + low <= j < i + high, by the bands whose place is a number
+    low: int  # row i may attend to i + low <= j < i + high, from the bands whose offset is a number
     high: int
-    # Where a mask says more: int64 (B|1, 4), low, high, start, stop, by all rules together; a fifth: always.
+    # If the mask has more: int64 (B|1, 4), low, high, start, stop over all rules; a fifth column: always.
     bounds: Tensor | None
-    segments: list[Tensor] | None  # query ids, key ids, ...; None for no tensors: cheaper than an empty list
+    segments: list[Tensor] | None  # query ids, key ids, ...; None if empty, which is cheaper than an empty list
     dense: list[Tensor] | None  # (B|1, H|1, T|1, S|1)
     alibi: list[Tensor] | None  # slopes (B|1, H), offsets (B|1,), ...
-    maps: list[Tensor] | None  # index, bits, ... of `TileMap`: what has no other form
+    maps: list[Tensor] | None  # index, bits, ... of `TileMap`, for rules without another form
     relative: list[Tensor] | None  # float32 (B|1, H, T + S - 1): the bias of query i and key j at T - 1 + j - i
 
 
 @dataclass
 class _Terms:
-    """The terms of the rules so far."""
+    """The arguments collected from the rules so far."""
 
     T: int
     S: int
@@ -62,7 +62,7 @@ class _Terms:
     relative: list[Tensor] = field(default_factory=list)
 
     def rules(self, scale: float, softcap: float, sinks: Tensor | None) -> Rules:
-        """All terms as one, with the other numbers in the operator's form."""
+        """Return all arguments in the operator's form, together with the other options."""
         lows, highs = self.numbers
         low = reduce(torch.sym_max, lows) if lows else None
         high = reduce(torch.sym_min, highs) if highs else None
@@ -82,18 +82,18 @@ class _Terms:
         )
 
 
-_NOTHING = (-FAR, FAR, None, None, None, None, None, None)  # of a mask without parts
+_NOTHING = (-FAR, FAR, None, None, None, None, None, None)  # the arguments of a mask without parts
 
 
 class UnsupportedMask(TypeError):
-    """The operator has no form for a mask."""
+    """The operator does not support a mask."""
 
 
 def lowered(scoring: Scoring, T: int, S: int) -> Rules:
-    """The record in the operator's terms; what does not fit the call is left to the operator to refuse.
+    """Return the options as arguments of the operator; the operator itself refuses tensors that do not fit the call.
 
-    Raises UnsupportedMask for a mask that it cannot take, and for an index that is no integer tensor, which a conversion would
-    hide.
+    Raises UnsupportedMask for a mask without a form, and for an index that is not an integer tensor, because a
+    conversion would hide that error.
     """
     parts = scoring.mask.parts
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
@@ -112,7 +112,7 @@ def lowered(scoring: Scoring, T: int, S: int) -> Rules:
 
 
 def trouble_with(mask: Mask) -> str | None:
-    """Why the kernel cannot take a mask, in words; None where it can."""
+    """Return the reason why the kernel does not support a mask; None if it does."""
     rooms = []
     for rule in mask.parts:
         form = form_of(rule)
@@ -173,7 +173,7 @@ def _put_relative(rule: Relative, terms: _Terms) -> None:
     R, T, S = rule.radius, terms.T, terms.S
     offset = S - T if rule.offset is None else rule.offset
     shift = _int64(offset).clamp(-FAR, FAR)[:, None] if isinstance(offset, Tensor) else offset
-    apart = (torch.arange(1 - T, S, device="cpu") - shift).clamp(-R, R) + R  # of every diagonal; (B, n) or (n,)
+    apart = (torch.arange(1 - T, S, device="cpu") - shift).clamp(-R, R) + R  # for each diagonal; (B, n) or (n,)
     diagonals = rule.table.float().index_select(1, apart.flatten()).view(-1, *apart.shape)  # (H, n) or (H, B, n)
     terms.relative.append(diagonals[None] if diagonals.ndim == 2 else diagonals.transpose(0, 1))
 
@@ -183,7 +183,7 @@ def _put_map(rule: Rule, terms: _Terms) -> None:
 
 
 class RuleForm(NamedTuple):
-    """How the operator takes a rule: what puts it there, and the room it takes up, of which there is so much."""
+    """The conversion of a rule type into arguments, and the kind in `ROOM` that limits its number."""
 
     put: Callable[[Any, _Terms], None]
     room: str | None = None
@@ -205,7 +205,7 @@ _BY_MAP = RuleForm(_put_map, MAPS)
 
 
 def form_of(rule: Rule) -> RuleForm | None:
-    """How the operator takes a rule: its own form, or a map of tiles for whatever restricts; None where it does not."""
+    """Return the form of a rule: its own, or a tile map if it only restricts; None if it is not supported."""
     form = FORMS.get(type(rule))
     if form is not None or rule.biases or without_numbers():
         return form
@@ -213,9 +213,9 @@ def form_of(rule: Rule) -> RuleForm | None:
 
 
 def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> Tensor:
-    """int64 (B|1, 4): low, high, start, stop of each row of the batch, each the tightest of the rules.
+    """Return int64 (B|1, 4): low, high, start, stop of each batch row, the tightest over all rules.
 
-    (B|1, 5) where some keys stay in sight however far back: their end.
+    The result is (B|1, 5) if some first keys are always visible: the fifth column is their end.
     """
     if any(x.ndim != 1 for terms in tensors for x in terms):
         raise UnsupportedMask("an index has one number a row of the batch")
@@ -232,24 +232,24 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
     return torch.cat(columns, dim=1)
 
 
-# What the operator reads of a mask; a bias of another float type is converted.
+# The dtypes of mask tensors that the operator supports; a bias of another float dtype is converted.
 _READ = (torch.bool, *DTYPES)
-# How two rules join into one, and what stands for no rule.
+# For each column: the function that joins two rules, and the value for no rule.
 _ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR), (torch.minimum, 0))
 
 
 def _numbers(number: int, n: int) -> Tensor:
-    """(n, 1) times the number; on the CPU, whatever the default device is."""
+    """Return an (n, 1) tensor filled with the number; on the CPU for any default device."""
     return torch.full((n, 1), number, dtype=torch.int64, device="cpu")
 
 
 def _indices(index: Tensor | int) -> Tensor:
-    """(B|1,) as the operator reads it."""
+    """Return an index as a (B|1,) tensor."""
     return _int64(index) if isinstance(index, Tensor) else _numbers(index, 1)[0]
 
 
 def _int64(index: Tensor) -> Tensor:
-    """The index as the operator reads it; a float or a bool is no index, nor is a number without an axis."""
+    """Return the index as int64; a float or bool tensor, or a tensor without an axis, is an error."""
     if index.ndim == 0:
         raise UnsupportedMask("an index has an axis, of the batch or of tokens")
     if index.dtype == torch.int64:

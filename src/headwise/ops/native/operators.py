@@ -1,12 +1,12 @@
 """The operators `torch.ops.headwise.*`, registered as soon as headwise and torch are both imported.
 
-A saved program (`torch.export`, AOTInductor) names operators, and a process that loads it may call nothing of headwise
-before. So `import headwise` registers them; it does not import torch for that, but waits for it. And because nothing is
-registered later, the first call of a process takes the same path as every other.
+A saved program (`torch.export`, AOTInductor) has operator names, and a process that loads it may call no function of
+headwise before. So `import headwise` registers the operators. It does not import torch for this, but waits until torch
+is imported. Nothing is registered later, so the first call of a process takes the same path as every other call.
 
-The library (csrc/binding/*.cpp) defines all operators but `attend_train`, which is `attend_kept` with
-`attend_backward` as its gradient. Where there is no library, those that an exported program may hold are defined by the
-reference.
+The library (csrc/binding/*.cpp) defines all operators except `attend_train`, which is `attend_kept` with
+`attend_backward` as its gradient. Without the library, the reference defines the operators that an exported program
+may have.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ RULES = (
 TRAIN = (
     f"attend_train(Tensor query, Tensor key, Tensor value, {RULES}, float dropout, Tensor? seed) -> (Tensor, Tensor)"
 )
-EXPORTED = {  # what an exported program may hold, beside `attend_train`
+EXPORTED = {  # the operators that an exported program may have, besides `attend_train`
     "attend": "(Tensor query, Tensor key, Tensor value, float scale, SymInt low, SymInt high) -> Tensor",
     "attend_full": f"(Tensor query, Tensor key, Tensor value, {RULES}, Tensor? gate, float dropout, Tensor? seed) "
     "-> (Tensor, Tensor)",
     "attend_held": "(Tensor query, Tensor key, Tensor? key_scale, Tensor value, Tensor? value_scale, Tensor? table, "
     f"SymInt length, {RULES}, Tensor? gate, float dropout, Tensor? seed) -> (Tensor, Tensor)",
 }
-DEFINITIONS = "headwise.ops.native.gradient"  # has functions of these names
-FLOPS = "headwise.ops.native.flops"  # as well
+DEFINITIONS = "headwise.ops.native.gradient"  # the module that has functions with these names
+FLOPS = "headwise.ops.native.flops"  # the module with the FLOP formulas
 COUNTED = {  # the function of FLOPS that counts each operator
     "attend": "attend", "attend_full": "attend_full", "attend_kept": "attend_full", "attend_train": "attend_full",
     "attend_held": "attend_held", "attend_backward": "attend_backward", "attend_part_backward": "attend_backward",
@@ -57,15 +57,15 @@ COUNTED_OF_TORCH = {
     "_scaled_dot_product_flash_attention_for_cpu": "flash_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "flash_for_cpu_backward",
 }
-LOADED = (("headwise.cache.saved", "rebuild"), ("headwise.ops.storage.int8", "Quantized"))  # make what was saved
+LOADED = (("headwise.cache.saved", "rebuild"), ("headwise.ops.storage.int8", "Quantized"))  # constructors for loading
 
 _lock = Lock()
-_registered: list[str | None] = []  # empty, or the problem of the library, None where it has none
-_fragment: Any = None  # keeps our operators registered
+_registered: list[str | None] = []  # empty, or one entry: the problem with the library, None if there is none
+_fragment: Any = None  # the operators are registered as long as this object exists
 
 
 def register() -> str | None:
-    """Register the operators, once. Return why there is no native kernel, in one line; None where there is one."""
+    """Register the operators once. Return the reason why there is no native kernel, or None if there is one."""
     with _lock:
         if not _registered:
             problem = _load()
@@ -85,7 +85,7 @@ def register_with_torch() -> None:
 
 
 class _WaitForTorch(MetaPathFinder):
-    """Finds nothing itself: it lets the other finders find torch and adds our registration to the end of its import."""
+    """A finder that lets the other finders find torch and adds `register` to the end of the import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -100,7 +100,7 @@ class _WaitForTorch(MetaPathFinder):
 
 
 class _ThenRegister(Loader):
-    """The loader of a module, followed by `register`."""
+    """The loader of a module that calls `register` after the import."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -121,7 +121,7 @@ def _load() -> str | None:
 
     if os.environ.get("HEADWISE_NATIVE", "1") == "0":
         return "the native library is switched off by HEADWISE_NATIVE=0"
-    if not hasattr(torch.ops.headwise, "attend"):  # else the user has loaded another build: a sanitizer's, say
+    if not hasattr(torch.ops.headwise, "attend"):  # otherwise the user has loaded another build
         if not LIBRARY.exists():
             return "the native library is not there: reinstall headwise where there is a C++ compiler"
         try:
@@ -139,7 +139,7 @@ def _load() -> str | None:
 
 
 def _define(native: bool) -> None:
-    """Tell torch what the library does not: the operator with a gradient, and results without data (fake tensors)."""
+    """Register with torch what the library does not: the operator with a gradient, and the fake implementations."""
     global _fragment
     import torch
 
@@ -147,7 +147,7 @@ def _define(native: bool) -> None:
     _fragment.define(TRAIN)
     if not native:
         for name, schema in EXPORTED.items():
-            if not hasattr(torch.ops.headwise, name):  # an older library may have it
+            if not hasattr(torch.ops.headwise, name):  # an older library may define it
                 _fragment.define(name + schema)
                 _fragment.impl(name, _late(DEFINITIONS, name), "CompositeImplicitAutograd")
         _fragment.impl("attend_train", _late(DEFINITIONS, "attend_train"), "CompositeImplicitAutograd")
@@ -173,9 +173,9 @@ def _define(native: bool) -> None:
 
 
 def _count_flops(native: bool) -> None:
-    """Tell torch's FLOP counter what the operators compute, and the fused attention for the CPU, if it does not know.
+    """Register the FLOP formulas of the operators, and of torch's fused CPU attention if torch has none.
 
-    An operator that is made of others where there is no library is counted by those.
+    Without the library, an operator that consists of other operators is counted by those.
     """
     import torch
     from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -188,19 +188,19 @@ def _count_flops(native: bool) -> None:
 
 
 def _allow_loading() -> None:
-    """Tell torch.load that a file may ask for a cache: what makes one takes numbers and tensors alone."""
+    """Register the constructors of caches as safe for torch.load: they use only numbers and tensors."""
     import torch
 
     torch.serialization.add_safe_globals([(_late(*function), ".".join(function)) for function in LOADED])
 
 
 def _late(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of another module, which is imported when it is called: `import headwise` stays light."""
+    """Return a function that imports another module only when it is called, so that `import headwise` stays fast."""
     return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
 
 
 def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """out (B, H, T, V) in the memory order (B, T, H, V), and lse (B, H, T)."""
+    """Return empty out (B, H, T, V) in the memory order (B, T, H, V), and lse (B, H, T)."""
     import torch
 
     B, H, T, _D = query.shape
@@ -209,7 +209,7 @@ def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Ten
 
 
 def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and `ends`: each row's greatest score and largest weight, of which the gradient makes its weights."""
+    """Return empty out, lse, and `ends`: each row's largest score and weight, which the backward pass uses."""
     out, lse = _empty_pair(query, key, value)
     return out, lse, lse.new_empty((2, *lse.shape))
 
@@ -237,7 +237,7 @@ def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor
 
 
 def _nothing(*args: Any) -> None:
-    """Of an operator that writes: refuses a real tensor beside one without data, which would be left as it was."""
+    """Check the devices for an operator that writes: a real tensor together with a fake one would not be written."""
     devices = {x.device.type for x in args if hasattr(x, "device")}
     if len(devices) > 1:
         raise RuntimeError(f"headwise: append_int8 takes tensors of one device, got {', '.join(sorted(devices))}")

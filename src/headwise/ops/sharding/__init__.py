@@ -1,1 +1,1 @@
-"""Attention over inputs that are split over ranks."""
+"""Attention over inputs that are sharded over ranks."""

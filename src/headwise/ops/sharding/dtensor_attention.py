@@ -1,7 +1,7 @@
-"""Attention of DTensors that are cut by batch or by head: of each process's part, without a message.
+"""Attention of DTensors that are sharded by batch or by head: each rank computes its part without communication.
 
-Every row of the batch and every head attends for itself. Keys and values of all heads (`Replicate()`) serve queries cut
-by head, whatever the number of key-value heads; their gradients are then summed.
+Every batch row and every head is independent. Replicated keys and values (`Replicate()`) serve queries sharded by head,
+for any number of key-value heads; their gradients are then summed over the ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ RULE = "attention of DTensors takes query, key and value cut by batch, Shard(0),
 
 
 def any_dtensor(*tensors: object) -> bool:
-    """Whether one of them is a DTensor."""
+    """Return whether one of the tensors is a DTensor."""
     return any(as_dtensor(x) is not None for x in tensors)
 
 
 class _Cut(NamedTuple):
-    """How the query is cut, and the rows and heads of it that are here."""
+    """The sharding of the query, and the rows and heads of this rank."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -35,10 +35,10 @@ class _Cut(NamedTuple):
     heads: slice
 
     def plain(self, x: Tensor) -> Tensor:
-        """All of a tensor; its gradient is the sum over the processes that have other parts of the query."""
+        """Return the whole tensor; its gradient is the sum over the ranks that have other parts of the query."""
         from torch.distributed.tensor import Partial, Replicate
 
-        if not isinstance(x, Tensor):  # refused where it is used
+        if not isinstance(x, Tensor):  # `attend` raises the error
             return x
         dims = [dim for dim, place in enumerate(self.placements) if place.is_shard()]
         spread = as_dtensor(x)
@@ -60,11 +60,11 @@ def attend_parts(
     gate: Tensor | None,
     **options: Any,
 ) -> Any:
-    """`attend` of the parts that are here, as DTensors cut as the query is.
+    """Run `attend` on the parts of this rank and return DTensors that are sharded like the query.
 
     Raises:
-        ValueError: tensors that are not all DTensors of one mesh, or are cut by token, within heads, or otherwise than
-            the query; a process without heads; dropout that headwise's own kernel does not draw.
+        ValueError: the tensors are not all DTensors of one mesh, or are sharded by token, within heads, or not like the
+            query; a rank has no heads; or the native kernel does not support the dropout.
     """
     query, key, value = tensors
     placed = _checked(query, key, value)
@@ -114,7 +114,7 @@ def _checked(query: Any, key: Any, value: Any) -> _Cut:
 
 
 def _check_heads(query: Any, *keys: Any) -> None:
-    """Each process has heads, and the keys that they read; found alike on all processes."""
+    """Check that each rank has heads and the key-value heads for them; every rank gets the same result."""
     cuts = [size for size, place in zip(query.device_mesh.shape, query.placements, strict=True) if place.is_shard(1)]
     H, K, n = query.shape[1], keys[0].shape[1], math.prod(cuts)
     if -(-H // n) * (n - 1) >= H or (len(cuts) > 1 and H % n):
@@ -147,7 +147,7 @@ def _check_placements(name: str, placements: tuple[Any, ...]) -> None:
 
 
 def _here(x: Any, placed: _Cut, keys: tuple[int, ...]) -> Tensor:
-    """The keys or values that the queries here read."""
+    """Return the key-value heads that the queries of this rank use."""
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -162,7 +162,7 @@ def _here(x: Any, placed: _Cut, keys: tuple[int, ...]) -> Tensor:
 
 
 def _spread(local: Tensor, shape: tuple[int, ...], placed: _Cut) -> Any:
-    """A part as the DTensor of all."""
+    """Return a local part as the DTensor of the whole."""
     from torch.distributed.tensor import DTensor
 
     strides = torch.empty(shape, device="meta").stride()

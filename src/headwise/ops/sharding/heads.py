@@ -1,7 +1,7 @@
-"""Heads dealt out to processes: who computes which, what each reads, and how the parts come together again.
+"""Attention heads sharded over ranks: the heads of each rank, and the sums and gathers over ranks.
 
-Of N processes, each has H / N query heads in a row, and of the key-value heads those that its queries read. Nothing
-here runs unless a tensor or a weight is a `torch.distributed.tensor.DTensor`, and nothing is imported before.
+Each of N ranks has H / N consecutive query heads and the key-value heads that these use. Nothing here runs, and
+torch.distributed.tensor is not imported, unless a tensor or a weight is a `torch.distributed.tensor.DTensor`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ...shapes import check_head_counts
 
 
 def as_dtensor(x: object) -> Any:
-    """The same object where it is a DTensor, else None."""
-    distributed: Any = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
+    """Return the object if it is a DTensor, else None."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # if it is not imported, no DTensor exists
     return x if distributed is not None and isinstance(x, distributed.DTensor) else None
 
 
 @dataclass(frozen=True)
 class Group:
-    """The processes along one dimension of a mesh: how many, which of them this is, and the sums among them."""
+    """The ranks along one dimension of a mesh: their number, this rank's index, and sums over them."""
 
     mesh: Any
     dim: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without connections, which are no part of a copy: it asks for them anew."""
+        """Return the state without connections; a copy opens them again when needed."""
         return {"mesh": self.mesh, "dim": self.dim}
 
     @cached_property
@@ -42,65 +42,65 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """The number of ranks."""
         size: int = self.mesh.size(self.dim)
         return size
 
     @property
     def rank(self) -> int:
-        """Which one this is."""
+        """The index of this rank in the group."""
         rank: int = self.mesh.get_local_rank(self.dim)
         return rank
 
     def shared(self, x: Tensor) -> Tensor:
-        """The same numbers, which every process has; their gradient is the sum of what each process gives them."""
+        """Return a tensor that all ranks have; its gradient is the sum of the gradients of all ranks."""
         return _Shared.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else x
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over the processes; each part's gradient is that of the sum."""
+        """Return the sum over the ranks; each part gets the gradient of the sum."""
         return _Summed.apply(x, self)
 
     def gathered(self, x: Tensor, axis: int) -> Tensor:
-        """The parts of all processes, in their order; each process goes on alike with the whole."""
+        """Return the concatenated parts of all ranks; every rank must use the result in the same way."""
         return _Gathered.apply(x, self, axis)
 
     def parted(self, x: Tensor, axis: int) -> Tensor:
-        """This process's part of what all have alike."""
+        """Return this rank's part of a tensor that all ranks have."""
         return _Parted.apply(x, self, axis)
 
     @cached_property
     def comm(self) -> Any:
-        """What these processes send each other: agreed on first, and counted."""
+        """The collectives of these ranks, which check arguments first and count the bytes."""
         from ...distributed.comm import Comm
 
         return Comm.of(self.processes)
 
     def sum_of(self, x: Tensor) -> Tensor:
-        """The sum over the processes, without a gradient: the same bits on each."""
+        """Return the sum over the ranks, without a gradient: the same bits on each rank."""
         self.agree("a sum over heads", x)
         total: Tensor = self.comm.all_reduce("heads", x)
         return total
 
     def all_of(self, x: Tensor, axis: int) -> Tensor:
-        """The parts of all processes, of equal shapes, without a gradient."""
+        """Return the concatenated parts of all ranks, of equal shapes, without a gradient."""
         self.agree("a gathering of heads", x)
         return torch.cat(self.comm.gather("heads", x, [tuple(x.shape)] * self.size), axis)
 
     def agree(self, what: str, x: Tensor) -> None:
-        """Raise on every process where they have tensors of unlike shapes or dtypes: backends end that by an abort.
+        """Raise an error on every rank if shapes or dtypes differ between ranks, because backends abort in that case.
 
-        Only on the CPU: elsewhere the answer would have to wait for the device.
+        Checked only on the CPU: on another device the check would have to wait for the device.
         """
         if x.device.type == "cpu" and self.size > 1:
             self.comm.agree(what, {"dtype": x.dtype, "shape": tuple(x.shape)})
 
     def first_of(self, number: int) -> int:
-        """The first process's number, on each."""
+        """Return the number of the first rank, on every rank."""
         ranks = self.comm.agree("dropout", {}, {"seed": number})
         return int(ranks[0]["seed"])
 
     def part_of(self, x: Tensor, axis: int) -> Tensor:
-        """This process's part, without a gradient."""
+        """Return this rank's part, without a gradient."""
         size = x.shape[axis] // self.size
         return x.narrow(axis, self.rank * size, size)
 
@@ -154,10 +154,10 @@ class _Parted(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Share:
-    """The heads of one process, of H query heads and K key-value heads dealt out to `size` processes.
+    """The heads of one rank, if H query heads and K key-value heads are sharded over `size` ranks.
 
     Raises:
-        ValueError: H is no multiple of `size`.
+        ValueError: H is not a multiple of `size`.
     """
 
     num_heads: int
@@ -177,19 +177,19 @@ class Share:
 
     @property
     def count(self) -> int:
-        """How many query heads it has."""
+        """The number of query heads of this rank."""
         return self.num_heads // self.size
 
     @property
     def heads(self) -> slice:
-        """Which query heads, of all."""
+        """The query heads of this rank."""
         return slice(self.rank * self.count, (self.rank + 1) * self.count)
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Which key-value heads, of all, in the order in which its query heads read them: H_here / len(keys) each.
+        """The key-value heads of this rank, in the order of its query heads: each serves count / len(keys) of them.
 
-        As many on every process. Where that is not so, each query head has a key-value head to itself.
+        Every rank has the same number. If that is not possible, each query head has a separate key-value head.
         """
         all_heads = [slice(rank * self.count, (rank + 1) * self.count) for rank in range(self.size)]
         all_keys = [keys_read(heads, self.num_heads // self.num_kv_heads) for heads in all_heads]
@@ -200,28 +200,28 @@ class Share:
 
     @property
     def deals_keys(self) -> bool:
-        """Whether each key-value head is on one process alone."""
+        """True if each key-value head is on exactly one rank."""
         return self.num_kv_heads % self.size == 0
 
     def of_rank(self, rank: int) -> Share:
-        """Another process's."""
+        """Return the share of another rank."""
         return Share(self.num_heads, self.num_kv_heads, self.size, rank)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where each key-value head first comes among the `keys` of all processes, one behind the other."""
+        """The first position of each key-value head in the concatenated `keys` of all ranks."""
         all_keys = [key for rank in range(self.size) for key in self.of_rank(rank).keys]
         return tuple(all_keys.index(key) for key in range(self.num_kv_heads))
 
     def pick(self, x: Tensor, axis: int = 1) -> Tensor:
-        """The `keys` of a tensor of all key-value heads."""
+        """Return the `keys` of a tensor of all key-value heads."""
         return pick_heads(x, self.keys, axis)
 
 
 def keys_read(heads: slice, group: int) -> tuple[int, ...]:
-    """The key-value heads that query heads in a row read, `group` of all query heads reading one.
+    """Return the key-value heads that consecutive query heads use, if `group` query heads share each one.
 
-    Each once, if equally many of these heads read each; else one for every query head.
+    Each appears once if all are used by equally many of these heads; otherwise one per query head.
 
     >>> keys_read(slice(2, 6), 4), keys_read(slice(3, 6), 2)
     ((0, 1), (1, 2, 2))
@@ -233,25 +233,25 @@ def keys_read(heads: slice, group: int) -> tuple[int, ...]:
 
 
 def pick_heads(x: Tensor, keys: tuple[int, ...], axis: int = 1) -> Tensor:
-    """Some heads of a tensor: a view where they lie in a row."""
+    """Return some heads of a tensor: a view if they are consecutive."""
     if keys == tuple(range(keys[0], keys[0] + len(keys))):
         return x.narrow(axis, keys[0], len(keys))
     return x.index_select(axis, torch.tensor(keys, device=x.device))
 
 
 def seed_of_part(seed: int, heads: int, first: int, query: int = 0, key: int = 0) -> Tensor:
-    """What the native kernel draws dropout from, so that each weight is kept as in a call of all heads and tokens.
+    """Return the seed tensor of the native kernel with which a part of a call gets the dropout of the whole call.
 
     Args:
-        seed: of that call.
-        heads: all of its query heads.
-        first: the first head of the part; of a part of the batch that starts at row b, that and b times all heads.
-        query: the part's first query.
-        key: its first key.
+        seed: the seed of the whole call.
+        heads: the number of query heads of the whole call.
+        first: the first head of the part; for a part of the batch from row b on, add b times `heads`.
+        query: the first query of the part.
+        key: the first key of the part.
     """
     return torch.tensor([seed, heads, first, query, key], dtype=torch.int64, device="cpu")
 
 
 def drawn() -> int:
-    """A seed, from torch's own generator: what one process would draw."""
+    """Return a seed from torch's own generator, the one that a single process would draw."""
     return int(torch.randint(1 << 62, (1,), device="cpu"))

@@ -1,4 +1,4 @@
-"""What of a mask is for some rows of the batch and some of the heads, as a process needs it that has no others."""
+"""The part of a mask for some batch rows and some heads, for a rank that has only these."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _AXES: dict[type[Rule], dict[str, tuple[int | None, int | None]]] = {
     Dilated: {"offset": (0, None)},
     Blocks: {"offset": (0, None)},
 }
-"""The fields that may be tensors, with their axis of the batch and of the heads; negative ones may be left out."""
+"""The fields that may be tensors, with their axis of the batch and of the heads; a negative axis may be missing."""
 
 
 def share_of_mask(mask: Mask, rows: slice, heads: slice) -> Mask:
-    """The mask for some rows of the batch and some of the heads, with views of the tensors of the whole.
+    """Return the mask for some batch rows and some heads, with views of the whole tensors.
 
-    It is made once for as long as these tensors stay in their places, unless it is to learn.
+    It is cached while these tensors keep their memory, except if the mask needs a gradient.
 
     Raises:
-        TypeError: a rule with tensors of which it is not known which axis is which.
+        TypeError: a rule has tensors whose axes are unknown.
 
     >>> import torch
     >>> from headwise import alibi
@@ -60,19 +60,19 @@ def share_of_mask(mask: Mask, rows: slice, heads: slice) -> Mask:
     which = (rows.start, rows.stop, heads.start, heads.stop)
     places = [(x.data_ptr(), x.shape, x.stride()) for x in pytree.tree_leaves(mask)]  # a tensor may get other memory
     known: dict[Any, tuple[Any, Mask]] = mask.__dict__.setdefault("_shares", {})
-    if which not in known or known[which][0] != places:  # kept, for a mask keeps in turn its maps of tiles
+    if which not in known or known[which][0] != places:  # the mask is cached, because a mask caches its tile maps
         known[which] = places, Mask(tuple(_share(rule, rows, heads) for rule in mask.parts))
     return known[which][1]
 
 
 def mapped(mask: Mask, function: Callable[[Tensor], Tensor]) -> Mask:
-    """The mask with each of its tensors as `function` gives it, of the same shape."""
+    """Return the mask with `function` applied to each of its tensors; the shapes stay the same."""
     leaves, shape = pytree.tree_flatten(mask)
     return pytree.tree_unflatten([function(leaf) for leaf in leaves], shape)
 
 
 def cut(x: Any, part: slice, axis: int | None) -> Any:
-    """Some of a tensor's rows or heads; what is no tensor, lacks the axis, or has one for all of them, stays."""
+    """Return some rows or heads of a tensor; other objects, and tensors without this axis or with size 1, unchanged."""
     if axis is None or not isinstance(x, Tensor) or x.ndim < (-axis if axis < 0 else axis + 1) or x.shape[axis] == 1:
         return x
     return x[(slice(None),) * (axis % x.ndim) + (part,)]
@@ -100,7 +100,7 @@ def _share(rule: Rule, rows: slice, heads: slice) -> Rule:
 
 @dataclass(frozen=True, eq=False)
 class _From:
-    """A function of places, counted from a row of the batch and a head."""
+    """A function of indices, called with indices shifted by a batch row and a head."""
 
     function: Callable[..., Any]
     row: int

@@ -1,4 +1,4 @@
-"""What a head did, without its T x S matrix."""
+"""Statistics of attention heads, without a T x S matrix."""
 
 from .api import HeadStatistics as HeadStatistics
 from .api import RowStatistics as RowStatistics

@@ -1,15 +1,15 @@
-"""What a head did: the statistics of its attention matrix P, (B, H, T, S), without ever holding P.
+"""Statistics of a head's attention matrix P, (B, H, T, S), computed without storing P.
 
-On the CPU the native kernel adds the numbers up in the pass that makes the output (`native`); elsewhere a
-block of query rows is scored, folded into sums, and forgotten (`blocks`). Memory is O(T + S) either way, and
-every number is exact. "Row" means a query, "mass" a sum of weights. Two rules hold for all statistics:
+On the CPU the native kernel computes them in the pass that makes the output (`native`); elsewhere one block of query
+rows at a time is scored and added to sums (`blockwise`). The memory is O(T + S) in both cases, and every number is
+exact. "Row" means a query, "mass" a sum of weights. Two rules hold for all statistics:
 
-- A row that may attend nothing contributes nothing: no mean counts it.
-- With `sinks` the softmax has a further column that holds no key. Masses are of the keys alone, so they sum to less
-  than 1; the rest is reported as `sink`. Entropy is that of the whole softmax, that column included. `distance` and
-  `pooled` describe where the mass on the keys lies, so they are taken relative to it.
+- A row that may attend to no key is left out of every mean.
+- With `sinks` the softmax has one more column, which has no key. Masses count only keys, so they sum to less than 1;
+  the rest is reported as `sink`. The entropy is that of the whole softmax, with that column. `distance` and `pooled`
+  describe the distribution over the keys, so they are relative to the mass on the keys.
 
-Position: query i stands at pos = i + S - T among the keys (bottom-right, as `causal()`).
+Position: query i has position i + S - T among the keys (bottom-right, as in `causal()`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,22 +33,22 @@ from .request import Request, StatisticsSums, checked
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """What one pass over the rows tells of a head, in float32 (float64 for float64 inputs).
+    """Statistics of a head from one pass over the rows, in float32 (float64 for float64 inputs).
 
     Attributes:
         entropy: (B, H, T), nats: -sum P ln P of the row.
-        largest: (B, H, T), the largest weight of the row; 0 where the row is empty.
-        largest_key: (B, H, T) long, the key that has it; -1 where the row is empty.
+        largest: (B, H, T), the largest weight of the row; 0 if the row is empty.
+        largest_key: (B, H, T) long, the key with that weight; -1 if the row is empty.
         distance: (B, H, T), tokens: mean |pos - j| under the row's weights.
-        keys: (B, H, T) long, how many keys the row may attend; 0 marks an empty row.
-        sink: (B, H, T), mass that went to the sink column; 0 without `sinks`.
-        offsets: (B, H, n), mass on the key at each of the n offsets from pos, mean over the rows that may attend it.
+        keys: (B, H, T) long, how many keys the row may attend to; 0 if the row is empty.
+        sink: (B, H, T), mass on the sink column; 0 without `sinks`.
+        offsets: (B, H, n), mass on the key at each of the n offsets from pos, mean over the rows that may attend to it.
         features: name -> (B, H), sum_j P_ij f_j, mean over rows.
         targets: name -> (B, H), mass on the row's targets, mean over rows that have one.
-        pooled: (B, H, min(T, pool), min(S, pool)), the matrix in bins: columns are summed, rows averaged; a row of it
-            sums to 1, or to 0 where its bin holds empty rows only. Index i of n falls into bin i * bins // n.
-        pooled_rows: (B, H, min(T, pool)) long, how many rows each row of `pooled` is the mean of.
-        rows: (B, H) long, non-empty rows.
+        pooled: (B, H, min(T, pool), min(S, pool)), the matrix in bins: sums over columns, means over rows; each row
+            sums to 1, or to 0 if its bin has only empty rows. Index i of n is in bin i * bins // n.
+        pooled_rows: (B, H, min(T, pool)) long, how many rows are averaged in each row of `pooled`.
+        rows: (B, H) long, the number of non-empty rows.
     """
 
     entropy: Float[Tensor, "B H T"]
@@ -67,10 +67,10 @@ class RowStatistics:
 
 @dataclass(frozen=True, eq=False)
 class HeadStatistics(RowStatistics):
-    """What `statistics` measured: a pass over the rows, and a second one over the keys.
+    """The result of `statistics`: from a pass over the rows and a second pass over the keys.
 
     Attributes:
-        received: (B, H, S), mass that a key receives, mean over the rows that may attend it.
+        received: (B, H, S), mass that a key receives, mean over the rows that may attend to it.
 
     >>> import headwise
     >>> same = torch.zeros(1, 1, 2, 4)
@@ -94,27 +94,27 @@ def statistics(
     targets: Mapping[str, Tensor] | None = None,
     pool: int = 32,
 ) -> HeadStatistics:
-    """Statistics of softmax(scale * Q K^T) for every head, exact, in O(T + S) memory.
+    """Compute statistics of softmax(scale * Q K^T) for every head, exactly, in O(T + S) memory.
 
-    They are those of the matrix that `headwise.attention` would apply with the same `mask`, `scale`, `softcap`
-    and `sinks`, to 1e-5; half dtypes are computed in float32. Nothing here is differentiable.
+    They describe the matrix that `headwise.attention` would apply with the same `mask`, `scale`, `softcap` and
+    `sinks`, to 1e-5; half dtypes are computed in float32. The result is not differentiable.
 
     Args:
         query: (B, H, T, D).
-        key: (B, K, S, D); query head h reads key head h // (H / K).
-        mask: what may be attended: a Mask, a bool tensor with True = attend, or a float bias.
+        key: (B, K, S, D); query head h uses key head h // (H / K).
+        mask: the keys that may be attended to: a Mask, a bool tensor with True = attend, or a float bias.
         scale: multiplies the scores; D ** -0.5 by default.
         softcap: bounds scores by softcap * tanh(score / softcap).
-        sinks: (H,) logits of a further softmax column.
-        offsets: whose mass is wanted: k stands for the keys 0, 1, ... k places before the query; or a sequence, key
-            minus query: ``(-1, 0, 1)`` is the one before it, its own, and the one after it.
-        features: name -> (S,) or (B, S), a number a key (bool, integer or float).
-        targets: name -> (T, n) or (B, T, n) long, n keys a row, -1 = none; a key named twice counts twice.
-        pool: most bins of the pooled map, per axis.
+        sinks: (H,) logits of one more softmax column.
+        offsets: the offsets whose mass is returned. An int k means the keys 0, 1, ... k places before the query; a
+            sequence has key minus query: ``(-1, 0, 1)`` is the previous key, the query's own and the next one.
+        features: name -> (S,) or (B, S), one number per key (bool, integer or float).
+        targets: name -> (T, n) or (B, T, n) long, n keys per row, -1 = none; a key listed twice counts twice.
+        pool: the maximum number of bins of the pooled map, per axis.
 
     Raises:
-        TypeError: something is not a tensor of the right kind.
-        ValueError: shapes, dtypes, devices or values do not fit; the text says which.
+        TypeError: an argument is not a tensor of the right kind.
+        ValueError: shapes, dtypes, devices or values do not fit; the message names the argument.
 
     Example:
         >>> import torch
@@ -144,7 +144,7 @@ def statistics(
 def _measured(
     request: Request, value: Tensor | None = None, *, received: bool = False
 ) -> tuple[Tensor | None, dict[str, Any]]:
-    """The fields of `RowStatistics`, with `received` of `HeadStatistics`; the output too where the kernel makes it."""
+    """Return the fields of `RowStatistics`, plus `received` if requested, and the output if the kernel computes it."""
     with torch.no_grad():
         if native.serves(request, value):
             return native.measure_natively(request, value, received=received)
@@ -169,19 +169,21 @@ def attention_statistics(
     value: Float[Tensor, "B K S V"],
     **options: Unpack[StatisticsOptions],
 ) -> tuple[Float[Tensor, "B H T V"], RowStatistics]:
-    """`attention` and the statistics of its rows, on the CPU in one pass: little dearer than attention alone.
+    """Compute `attention` and the statistics of its rows; on the CPU one pass computes both at little extra cost.
 
     Args:
-        query, key, value: as for `attention`.
-        options: mask, scale, softcap, sinks, offsets, features, targets and pool, as for `statistics`.
+        query: as for `attention`.
+        key: as for `attention`.
+        value: as for `attention`.
+        **options: mask, scale, softcap, sinks, offsets, features, targets and pool, as for `statistics`.
 
     Returns:
-        out (B, H, T, V) in the query's dtype, differentiable as that of `attention`, and what `statistics` gives, but
-        for `received`, which takes a pass of its own. The statistics are detached: no gradient goes through them.
-        Where one is wanted of the output, these are a pass of their own, too.
+        out (B, H, T, V) in the query's dtype, differentiable like that of `attention`, and the result of `statistics`
+        without `received`, which needs a second pass. The statistics are detached: no gradient goes through them.
+        If the output needs a gradient, the statistics need a separate pass.
 
     Raises:
-        TypeError, ValueError: as `attention` and `statistics` raise them.
+        TypeError, ValueError: as for `attention` and `statistics`.
 
     Example:
         >>> import torch
@@ -214,6 +216,6 @@ def attention_statistics(
 def row_statistics(
     query: Float[Tensor, "B H T D"], key: Float[Tensor, "B K S D"], **options: Unpack[StatisticsOptions]
 ) -> RowStatistics:
-    """`statistics`, with the same keywords, without `received`, which saves the second pass."""
+    """Compute `statistics`, with the same keywords, without `received`, which saves the second pass."""
     _check_names("row_statistics", options)
     return RowStatistics(**_measured(checked(query, key, **options))[1])

@@ -1,4 +1,4 @@
-"""Statistics in plain torch ops, a block of query rows at a time: every device and dtype, memory O(T + S)."""
+"""Statistics in plain torch ops, one block of query rows at a time: every device and dtype, memory O(T + S)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .request import Request
 
 
 def measure_in_blocks(request: Request) -> dict[str, Any]:
-    """The fields of `HeadStatistics`."""
+    """Compute the fields of `HeadStatistics`."""
     query, key, scoring = request.query, request.key, request.scoring
     sums = _Sums(request)
     with without_autocast(query.device.type):
@@ -27,7 +27,7 @@ def measure_in_blocks(request: Request) -> dict[str, Any]:
 
 
 class _Sums:
-    """The running sums; `add` folds in one block, `result` turns sums into means."""
+    """The running sums: `add` adds one block, `result` turns the sums into means."""
 
     def __init__(self, request: Request) -> None:
         query, targets = request.query, request.targets
@@ -52,25 +52,25 @@ class _Sums:
         self.pooled, self.pooled_rows = zeros(*self.bins, dtype=wide), zeros(self.bins[0], dtype=torch.long)
 
     def add(self, block: ScoreBlock, sinks: Tensor | None) -> None:
-        """Fold in one block: its softmax first, then one small method a family of statistics."""
+        """Add one block: first its softmax, then one method for each group of statistics."""
         r = block.rows
         n = _allowed_keys(block)
         alive = n > 0
         largest, where = block.scores_BHRC.max(-1)
-        # The scores become z = s - top in place: z <= 0, so nothing overflows and the entropy's terms share a sign.
+        # In place, scores become z = s - top: z <= 0, so nothing overflows and all terms of the entropy have one sign.
         logit = None if sinks is None else sinks.to(self.dtype).view(1, -1, 1)
         top = largest if logit is None else torch.maximum(largest, logit)
         top = top.masked_fill(~alive, 0.0)
-        z_BHRC = block.scores_BHRC.sub_(top[..., None]).clamp_(min=-1e30)  # finite, for 0 * -inf is NaN
+        z_BHRC = block.scores_BHRC.sub_(top[..., None]).clamp_(min=-1e30)  # finite, because 0 * -inf is NaN
         p_BHRC = z_BHRC.exp()
         on_keys = p_BHRC.sum(-1)
         escaped = torch.zeros_like(on_keys) if logit is None else (logit - top).exp()
         total = (on_keys + escaped).masked_fill(~alive, 1.0)
         p_BHRC.div_(total[..., None])
         if block.allowed_BHRC is not None:
-            p_BHRC.masked_fill_(~block.allowed_BHRC, 0.0)  # a NaN row is NaN only where it may attend
+            p_BHRC.masked_fill_(~block.allowed_BHRC, 0.0)  # a NaN row is NaN only on the keys that it may attend to
         mass, sink = on_keys / total, escaped / total
-        # What a sink leaves below the normal numbers counts as none, as in the kernel: 1 / mass would be infinite.
+        # A mass below the normal numbers counts as 0, as in the native kernel: 1 / mass would be infinite.
         mass.masked_fill_(mass < torch.finfo(mass.dtype).tiny, 0.0)
         entropy = total.log() - z_BHRC.mul_(p_BHRC).sum(-1)
         if logit is not None:
@@ -130,7 +130,7 @@ class _Sums:
             self.pooled_rows[:, :, i] += full.sum(-1)
 
     def result(self) -> dict[str, Any]:
-        """The means, rounded to the working dtype."""
+        """Return the means, rounded to the compute dtype."""
         rows = (self.keys > 0).sum(-1)
         return dict(
             entropy=self.entropy,
@@ -149,9 +149,9 @@ class _Sums:
         )
 
     def _feature(self, f_BS: Tensor) -> Tensor:
-        """sum_ij P_ij f_j: the mass that each key received over all rows, times its number."""
+        """Return sum_ij P_ij f_j: the mass that each key received over all rows, times its feature."""
         product = self.received * f_BS[:, None].to(self.received.dtype)
-        return product.masked_fill(self.received_rows == 0, 0.0).sum(-1)  # 0 * NaN of a key that nobody may attend
+        return product.masked_fill(self.received_rows == 0, 0.0).sum(-1)  # 0 * NaN for a key that no row may attend to
 
     def _mean(self, total: Tensor, count: Tensor) -> Tensor:
         return (total / count.clamp(min=1)).to(self.dtype)
@@ -163,7 +163,7 @@ def _first(pick: slice) -> int:
 
 
 def _allowed_keys(block: ScoreBlock) -> Tensor:
-    """(B, H, R) long: how many keys each row of the block may attend."""
+    """Return how many keys each row of the block may attend to, (B, H, R) long."""
     B, H, R, C = block.scores_BHRC.shape
     if block.allowed_BHRC is None:
         return torch.full((B, H, R), C, device=block.scores_BHRC.device)
@@ -171,14 +171,14 @@ def _allowed_keys(block: ScoreBlock) -> Tensor:
 
 
 def _allowed_rows(block: ScoreBlock) -> Tensor | int:
-    """(B|1, H|1, C) long, or the number of rows: how many rows of the block may attend each key."""
+    """Return how many rows of the block may attend to each key: (B|1, H|1, C) long, or the number of rows."""
     return block.scores_BHRC.shape[2] if block.allowed_BHRC is None else block.allowed_BHRC.sum(-2)
 
 
 def _gather(p_BHRC: Tensor, block: ScoreBlock, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights on chosen keys, (B, H, R, n), and whether the row may attend them.
+    """Return the weights on the given keys, (B, H, R, n), and whether the row may attend to them.
 
-    keys: (B|1, 1, R, n) long; those outside of the block's keys weigh 0.
+    keys: (B|1, 1, R, n) long; keys outside of the block have weight 0.
     """
     B, H, R, C = p_BHRC.shape
     first = _first(block.keys)

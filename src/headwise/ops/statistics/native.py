@@ -1,6 +1,6 @@
-"""Statistics from the native kernel: each row's from the pass that makes the output, each key's from a second pass.
+"""Statistics from the native kernel: those of rows from the output pass, those of keys from a second pass.
 
-The kernel sums over rows in float64; here the sums become means.
+The kernel sums over rows in float64; this module turns the sums into means.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .request import Request
 
 
 def serves(request: Request, value: Tensor | None) -> bool:
-    """Whether the kernel takes the call: what `native` takes, and no torch.compile, which sees through torch ops."""
+    """Return whether the kernel supports the call: the limits of `native`, and no tracing (the code reads numbers)."""
     call = Call(request.query, request.key, request.key if value is None else value, request.scoring)
     return not without_numbers() and refusal(native.LIMITS, call) is None
 
 
 def measure_natively(request: Request, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:
-    """out, of V = 0 without a value, and the fields of `RowStatistics`, with `received` of `HeadStatistics`."""
+    """Return out (V = 0 without a value) and the fields of `RowStatistics`, plus `received` if it is requested."""
     query, key, targets = request.query, request.key, request.targets
     rules = lowered(request.scoring, query.shape[2], key.shape[2])
     picks, slots = _picks(request)
     finite = all(not x.is_floating_point() or bool(x.isfinite().all()) for x in request.features.values())
-    second = received or not finite  # 0 times NaN is NaN: there the masses that keys receive serve
+    second = received or not finite  # because 0 times NaN is NaN, such features use the mass that each key receives
     columns = None if second or not request.features else torch.stack([*request.features.values()], -1).float()
     n, sums = len(request.offsets), len(request.offsets) + len(targets)
     out, _, numbers, places, totals, pooled = torch.ops.headwise.attend_statistics(
@@ -67,13 +67,13 @@ def measure_natively(request: Request, value: Tensor | None, *, received: bool) 
 
 
 def _picks(request: Request) -> tuple[Tensor, Tensor]:
-    """(B|1, T, n) long, the keys whose weights are wanted, -1 = none; (n,) long, the sum that each column goes into.
+    """Return the keys whose weights are summed, (B|1, T, n) long, -1 = none, and the sum of each column, (n,) long.
 
-    First the offsets, a sum each; then the targets, a sum a name.
+    The offsets come first, with one sum each; then the targets, with one sum per name.
     """
     T, S = request.query.shape[2], request.key.shape[2]
     pos, away = torch.arange(T, device="cpu") + (S - T), torch.tensor(request.offsets, dtype=torch.long, device="cpu")
-    beside = (pos + away[:, None]).clamp(min=-1).mT  # and those beyond the last key are nobody's
+    beside = (pos + away[:, None]).clamp(min=-1).mT  # the kernel ignores offsets beyond the last key
     steps = torch.arange(len(away), device="cpu")
     slots = [
         steps,
@@ -86,9 +86,9 @@ def _picks(request: Request) -> tuple[Tensor, Tensor]:
 
 
 def _feature(x_BS: Tensor, mass_BHS: Tensor, seen_BHS: Tensor) -> Tensor:
-    """sum_ij P_ij f_j: the mass that each key received over all rows, times its number."""
+    """Return sum_ij P_ij f_j: the mass that each key received over all rows, times its feature."""
     product = mass_BHS * x_BS[:, None].to(mass_BHS.dtype)
-    return product.masked_fill(seen_BHS == 0, 0.0).sum(-1)  # 0 * NaN of a key that nobody may attend
+    return product.masked_fill(seen_BHS == 0, 0.0).sum(-1)  # 0 * NaN for a key that no row may attend to
 
 
 def _mean(total: Tensor, count: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A checked call for statistics: what both ways of computing them take."""
+"""A checked call for statistics, the input of both implementations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..masks.mask import Mask
 from ..options import Scoring
 from ..tracing import without_numbers
 
-MOST_OFFSETS = 1 << 20  # each has a column of its own
+MOST_OFFSETS = 1 << 20  # because each has its own column
 
 
 class StatisticsSums(TypedDict, total=False):
-    """The keywords of `statistics` that say what is summed over the weights."""
+    """The keywords of `statistics` that define the sums over the weights."""
 
     offsets: int | Iterable[int]
     features: Mapping[str, Tensor] | None
@@ -29,9 +29,9 @@ class StatisticsSums(TypedDict, total=False):
 
 
 class Request(NamedTuple):
-    """A checked call. Features are (B, S) each, targets (B, T, n) long, on the query's device.
+    """A checked call. Each feature is (B, S), each target (B, T, n) long, on the query's device.
 
-    Offsets are key minus query: negative before it, positive after it.
+    Offsets are key minus query: negative before the query, positive after it.
     """
 
     query: Tensor
@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
     @property
     def bins(self) -> tuple[int, int]:
-        """Of the pooled map: along the queries, along the keys."""
+        """The number of bins of the pooled map: along the queries, along the keys."""
         return min(self.query.shape[2], self.pool), min(self.key.shape[2], self.pool)
 
 
@@ -61,19 +61,19 @@ def checked(
     targets: Mapping[str, Tensor] | None = None,
     pool: int = 32,
 ) -> Request:
-    """The call, or the error that says what does not fit."""
+    """Return the checked call, or raise the error that names the wrong argument."""
     query, key = of_one_dtype(query, key)
     check_query_key(query, key)
     T, S = query.shape[2], key.shape[2]
     scoring = Scoring.of(query, key, mask, scale, softcap, sinks).trimmed(T, S)
-    places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # further keys are nobody's
+    places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # farther offsets match no key
     check_counts(1, pool=pool)
     columns, lists = _checked_features(features, query, S), _checked_targets(targets, query, S)
     return Request(query, key, scoring, places, columns, lists, pool)
 
 
 def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
-    """Each offset as key minus query; a number k stands for 0, -1, ... -k."""
+    """Return each offset as key minus query; a number k means 0, -1, ... -k."""
     rule = (
         "offsets are a whole number k >= 0, for the keys 0 to k places before the query, or whole numbers, key minus "
         f"query (negative = before), such as range(-3, 4); got {shown(offsets)}"
@@ -90,7 +90,7 @@ def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
 
 
 def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:
-    """Each feature as (B|1, S) on the query's device."""
+    """Return each feature as (B, S) on the query's device."""
     B = query.shape[0]
     out = {}
     for name, feature in _named("features", features).items():
@@ -109,7 +109,7 @@ def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: i
 
 
 def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:
-    """Each list of targets as (B, T, n) long on the query's device."""
+    """Return each list of targets as (B, T, n) long on the query's device."""
     B, T = query.shape[0], query.shape[2]
     out = {}
     for name, keys in _named("targets", targets).items():
@@ -137,7 +137,7 @@ def _named(what: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tens
 
 
 def _check_numbers(name: str, tensor: Tensor, query: Tensor) -> None:
-    """Numbers that can be brought to the query's device."""
+    """Check that a tensor has data that can be moved to the query's device."""
     check_dense(name, tensor)
     if tensor.is_meta and not query.is_meta:
         raise ValueError(f"{name} holds no numbers: it is on the meta device, the query on {query.device}")

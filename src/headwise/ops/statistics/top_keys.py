@@ -1,4 +1,4 @@
-"""Which keys chosen rows attend most, without the rest of the matrix."""
+"""The keys of greatest weight for chosen rows, without the rest of the matrix."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from .weights import chosen, mask_of_rows
 
 
 class TopKeys(NamedTuple):
-    """The keys of greatest weight, greatest first.
+    """The keys of greatest weight, in descending order.
 
     Attributes:
-        keys: (B, heads, rows, n) long, n = min(k, S); -1 where the row may attend fewer keys.
-        weights: (B, heads, rows, n), what the row gives to each; 0 where there is none. float32 (float64 for float64).
+        keys: (B, heads, rows, n) long, n = min(k, S); -1 if the row may attend to fewer keys.
+        weights: (B, heads, rows, n), the weight of each key; 0 if there is none. float32 (float64 for float64).
 
     >>> import headwise
     >>> same = torch.ones(1, 1, 3, 4)
@@ -45,17 +45,21 @@ def top_keys(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> TopKeys:
-    """The k keys to which each chosen query row of the chosen heads gives most.
+    """Return the k keys of greatest weight for each chosen query row of the chosen heads.
 
-    Of keys with equal scores the first come first. The rows are scored some at a time, so that memory is that of the
-    result and of a block of rows.
+    Keys with equal scores are returned in ascending order. Rows are scored in blocks, so the memory is that of the
+    result and of one block.
 
     Args:
-        query: (B, H, T, D); key: (B, K, S, D), as for `attention`.
-        k: how many keys, at least 1.
+        query: (B, H, T, D), as for `attention`.
+        key: (B, K, S, D), as for `attention`.
+        k: the number of keys, at least 1.
         rows: query positions (negative counts from the end); all by default. An int keeps its axis.
-        heads: query heads, likewise.
-        mask, scale, softcap, sinks: as for `attention`.
+        heads: query heads, in the same forms as `rows`.
+        mask: as for `attention`.
+        scale: as for `attention`.
+        softcap: as for `attention`.
+        sinks: as for `attention`.
 
     Raises:
         TypeError, ValueError: shapes that do not fit, k below 1, a row or head that does not exist.

@@ -1,4 +1,4 @@
-"""Exact scores of chosen rows and heads, at any stage of the softmax, without the rest of the matrix."""
+"""Exact scores of chosen rows and heads at any stage before or after the softmax, without the rest of the matrix."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -31,18 +31,22 @@ def weights(
     sinks: Float[Tensor, " H"] | None = None,
     stage: Literal["raw", "softcapped", "biased", "probabilities"] = "probabilities",
 ) -> Float[Tensor, "B h r S"]:
-    """What the chosen query rows of the chosen heads give to each key.
+    """Return the attention weights of the chosen query rows and heads on each key.
 
     Args:
-        query: (B, H, T, D); key: (B, K, S, D), as for `attention`.
+        query: (B, H, T, D), as for `attention`.
+        key: (B, K, S, D), as for `attention`.
         rows: query positions (negative counts from the end); all by default. An int keeps its axis.
-        heads: query heads, likewise.
-        mask, scale, softcap, sinks: as for `attention`.
-        stage: `raw` = scaled scores, `softcapped`, `biased` = with biases added and -inf where nothing may be
-            attended, `probabilities` = the weights (0 where nothing may be attended; with `sinks` a row sums to < 1).
+        heads: query heads, in the same forms as `rows`.
+        mask: as for `attention`.
+        scale: as for `attention`.
+        softcap: as for `attention`.
+        sinks: as for `attention`.
+        stage: `raw` = scaled scores; `softcapped`; `biased` = with biases added and -inf on masked keys;
+            `probabilities` = the weights (0 on masked keys; with `sinks` a row sums to less than 1).
 
     Returns:
-        float32 (float64 for float64) (B, heads, rows, S). Memory: that of the result.
+        float32 (float64 for float64) (B, heads, rows, S). The memory is that of the result.
 
     Raises:
         TypeError, ValueError: shapes that do not fit, an unknown stage, a row or head that does not exist.
@@ -67,7 +71,7 @@ def weights(
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, :, seen][:, head_index // (H // K)]
     bad: Tensor | None = None
-    if learns and stage in STAGES[2:] and not is_finite_hint(q_BhrD, k_BhSD):  # else 0 * NaN would be in the gradient
+    if learns and stage in STAGES[2:] and not is_finite_hint(q_BhrD, k_BhSD):  # 0 * NaN would be in the gradient
         q_BhrD, k_BhSD, bad = fence_pairs(q_BhrD, k_BhSD)
     with without_autocast(query.device.type):
         scores = score_rows(q_BhrD, k_BhSD, scoring.scale)
@@ -89,12 +93,12 @@ def weights(
 def weighted_values(
     weights: Float[Tensor, "B H T S"], value: Float[Tensor, "B K S V"], mask: Mask | Tensor | None = None
 ) -> Float[Tensor, "B H T V"]:
-    """Return ``weights @ value``: the output of attention as a function of its weights, so that they get its gradient.
+    """Return ``weights @ value``, the output of attention as a function of its weights, which get its gradient.
 
     Args:
-        weights: (B, H, T, S), those of `weights`, or what dropout left of them.
+        weights: (B, H, T, S), the result of `weights`, with or without dropout.
         value: (B, K, S, V); query head h reads key-value head ``h // (H // K)``.
-        mask: That of the weights. A NaN or Inf in a value makes the rows NaN that may attend it, and no others.
+        mask: The mask of the weights. A NaN or Inf in a value makes exactly the rows NaN that may attend to it.
 
     Returns:
         (B, H, T, V) in the dtype of the weights.
@@ -115,7 +119,7 @@ def weighted_values(
 
 
 def _reach(mask: Mask, row_index: Tensor, T: int, S: int) -> slice:
-    """The keys that the chosen rows may attend, and perhaps more: what lies beyond need not be scored."""
+    """Return a slice that has all keys which the chosen rows may attend to; other keys need no score."""
     if without_numbers() or not row_index.numel() or row_index.is_meta:
         return whole_axis(S)
     return slice(*mask.reach(int(row_index.min()), int(row_index.max()) + 1, T, S))
@@ -124,7 +128,7 @@ def _reach(mask: Mask, row_index: Tensor, T: int, S: int) -> slice:
 def mask_of_rows(
     mask: Mask, T: int, S: int, row_index: Tensor, head_index: Tensor, cols: slice | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What a mask allows and adds for the chosen rows and heads, and keys (all by default)."""
+    """Return `allowed` and `added` of a mask for the chosen rows and heads, and keys (all by default)."""
     allowed = mask.allowed(T, S, rows=row_index, cols=cols, device=row_index.device)
     added = mask.added(T, S, rows=row_index, cols=cols, device=row_index.device)
     return _of_heads(allowed, head_index), _of_heads(added, head_index)
@@ -135,7 +139,7 @@ def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
 
 
 def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
-    """The chosen indices of an axis, counted from the start."""
+    """Return the chosen indices of an axis, counted from the start."""
     rule = f"{name} are integer positions: an int, several, a slice, or an integer tensor"
     whole = pick is None or isinstance(pick, slice)
     try:

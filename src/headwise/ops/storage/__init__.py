@@ -1,1 +1,1 @@
-"""Keys and values that lie in int8 or in pages."""
+"""Storage of keys and values in int8 or in pages."""

@@ -1,6 +1,6 @@
-"""Keys and values in int8, with a scale for every token and head.
+"""Keys and values in int8, with one scale per token and head.
 
-`headwise.cache.quantize` makes it; `headwise.attention` takes it in place of key and value. Its meaning is attention on
+`headwise.cache.quantize` creates them; `headwise.attention` accepts them as key and value. The result is attention on
 the dequantised numbers, data * scale, in float32 (float64 for a float64 query).
 """
 
@@ -20,11 +20,11 @@ from ..masks.pytrees import register
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Keys or values in int8: an element is `data * scale`, one scale for every token and head.
+    """Keys or values in int8: an element is `data * scale`, with one scale per token and head.
 
     Args:
         data: int8 (B, K, S, D), any strides; D is V for values.
-        scale: float32 (B, K, S), any strides. A NaN here is a NaN in the token: it shows where it may be attended.
+        scale: float32 (B, K, S), any strides. A NaN makes the whole token NaN.
 
     >>> x = Quantized(torch.tensor([[[[127, -64]]]], dtype=torch.int8), torch.tensor([[[0.5]]]))
     >>> x.dequantize()
@@ -35,15 +35,15 @@ class Quantized:
     scale: Float[Tensor, "B K S"]
 
     def __reduce__(self) -> Any:
-        return Quantized, (self.data, self.scale)  # which torch.load may call by default
+        return Quantized, (self.data, self.scale)  # torch.load permits this call by default
 
     @property
     def shape(self) -> torch.Size:
-        """(B, K, S, D)."""
+        """The sizes (B, K, S, D)."""
         return self.data.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B K S D"]:
-        """The numbers (B, K, S, D), multiplied in float32, or in float64 where that is asked for."""
+        """Return the numbers (B, K, S, D), multiplied in float32, or in float64 if that is the dtype."""
         check_int8("tensor", self.data, self.scale)
         check_dtype(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Keys and values that are more than two tensors: quantised, in pages, or in a cache that is attended itself."""
+"""Keys and values that are more than two tensors: quantised, in pages, or in a cache object."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .paged import Paged, check_pages, gathered
 
 @runtime_checkable
 class Cache(Protocol):
-    """What stands in the place of key and value: the keys and values of the tokens so far, as `headwise.cache` has."""
+    """A cache that is passed as key: it has the keys and values of all tokens so far, as in `headwise.cache`."""
 
     def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
-        """(B, H, T, V) of query (B, H, T, D), whose tokens are the last T that were appended."""
+        """Return attention (B, H, T, V) of query (B, H, T, D), which belongs to the last T appended tokens."""
 
 
 class StorageLayout(NamedTuple):
-    """The storage of key and value where they are not plain (B, K, S, n) in the query's dtype."""
+    """The storage of key and value if they are not plain (B, K, S, n) tensors in the query's dtype."""
 
-    key_scale: Tensor | None  # float32 (B, K, S), of int8; in pages (P, K, size)
+    key_scale: Tensor | None  # float32 (B, K, S) for int8; in pages (P, K, size)
     value_scale: Tensor | None
     table: Tensor | None  # int64 (B, N), the pages of each row
-    length: int  # S, where there is a table
+    length: int  # S, if there is a table
 
     def check(self, key: Any, value: Any) -> None:
-        """Raises TypeError or ValueError where the parts that key and value are made of do not fit one another."""
+        """Raise TypeError or ValueError if the tensors of key and value do not fit one another."""
         for name, x, scale in (("key", key, self.key_scale), ("value", value, self.value_scale)):
             if scale is not None:
                 check_int8(name, x, scale)
@@ -44,13 +44,13 @@ class StorageLayout(NamedTuple):
             )
 
     def shown(self, x: Tensor) -> Tensor:
-        """A tensor of the sizes (B, K, S, n) that x stands for; what is in it means nothing."""
+        """Return a tensor with the sizes (B, K, S, n) that x represents; its data has no meaning."""
         if self.table is None:
             return x
         return x.detach().as_strided((self.table.shape[0], x.shape[1], self.length, x.shape[3]), (0, 0, 0, 0))
 
     def plain(self, key: Tensor, value: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Key and value (B, K, S, n), of the dtype `wide` where they were int8: copies."""
+        """Return copies of key and value (B, K, S, n), in the dtype `wide` if they were int8."""
         out = []
         for x, scale in ((key, self.key_scale), (value, self.value_scale)):
             x = self._laid_out(x)
@@ -62,9 +62,9 @@ class StorageLayout(NamedTuple):
 
 
 def parts_of(key: Any, value: Any) -> tuple[Any, Any, StorageLayout | None]:
-    """key and value as tensors, and their layout where they are quantised or in pages.
+    """Return key and value as tensors, and their layout if they are quantised or in pages.
 
-    Raises TypeError where one of them is quantised or in pages and the other is not.
+    Raises TypeError if only one of them is quantised or in pages.
     """
     if type(key) is type(value) is Tensor:
         return key, value, None
@@ -89,6 +89,6 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, StorageLayout | None]:
 
 
 def in_one_piece(x: Tensor | Quantized | Paged, dtype: torch.dtype) -> Tensor:
-    """Keys or values (B, K, S, n) as a tensor: a copy, of this dtype, where they lie otherwise."""
+    """Return keys or values (B, K, S, n) as a tensor; int8 or paged ones are copied, int8 to this dtype."""
     x = x.dense() if isinstance(x, Paged) else x
     return x.dequantize(dtype) if isinstance(x, Quantized) else x

@@ -1,4 +1,4 @@
-"""Keys or values in pages: each row of a batch is a list of pages, which may be shared."""
+"""Keys or values in pages: each batch row has a list of pages, which rows may share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...shapes.arguments import check_counts, check_index, check_tensor
 from ..tracing import without_numbers
 from .int8 import Quantized
 
-PAGE = 128  # a page holds so many keys or a multiple: the tile of the native kernel, which then lies in one page
+PAGE = 128  # a page has a multiple of this many keys: the tile of the native kernel, so a tile is within one page
 
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """(B, K, S, n) keys or values: token j of row b lies in page `table[b, j // size]`, at place `j % size`.
+    """Keys or values (B, K, S, n): token j of row b is in page `table[b, j // size]` at position `j % size`.
 
     Attributes:
         pages: (P, K, size, n), a tensor or `Quantized`; size is a multiple of 128.
@@ -31,12 +31,12 @@ class Paged:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, K, S, n)."""
+        """The sizes (B, K, S, n)."""
         _, K, _, n = self.pages.shape
         return self.table.shape[0], K, self.length, n
 
     def dense(self) -> Tensor | Quantized:
-        """The same in one piece: a copy."""
+        """Return a copy as one plain or quantised tensor."""
         if isinstance(self.pages, Quantized):
             check_int8("page", self.pages.data, self.pages.scale)
             check_pages("keys or values", self.pages.data, self.table, self.length)
@@ -47,9 +47,9 @@ class Paged:
 
 
 def check_pages(name: str, pages: Tensor, table: Tensor, length: int) -> None:
-    """Pages (P, K, size, n) and a table that names, for every row, pages enough for its tokens.
+    """Check pages (P, K, size, n) and a table that lists enough pages for the tokens of every row.
 
-    The numbers of a table are read where that waits for no other device.
+    The table's numbers are checked only on the CPU, so that the check never waits for another device.
     """
     rule = f"the {name} in pages: pages (P, K, size, n), size a multiple of {PAGE}, and table, int64 (B, N)"
     check_index(f"of {rule}", table=table)
@@ -73,5 +73,5 @@ def _got(pages: Tensor, table: Tensor, length: int) -> str:
 
 
 def gathered(pages: Tensor, table: Tensor, length: int) -> Tensor:
-    """(B, K, S, ...) of pages (P, K, size, ...)."""
+    """Return (B, K, S, ...) from pages (P, K, size, ...)."""
     return pages[table].transpose(1, 2).flatten(2, 3)[:, :, :length]

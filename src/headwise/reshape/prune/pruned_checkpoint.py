@@ -237,9 +237,10 @@ def prune(
 ) -> dict[str, Any]:
     """Remove heads of a checkpoint and write one that unmodified transformers loads; after an error no folder is left.
 
-    One number in the config counts the heads of all layers, so each layer loses equally many. An encoder keeps a number
-    for each layer, in a class that `headwise.hf` registers with transformers (see `headwise.plan.model.heads_by_layer`).
-    Query heads that share a key-value head (GQA) go as whole groups, or equally many of each group.
+    One number in the config counts the heads of all layers, so each layer loses equally many. An encoder keeps a
+    number for each layer, in a class that `headwise.hf` registers with transformers (see
+    `headwise.plan.model.heads_by_layer`). Query heads that share a key-value head (GQA) go as whole groups, or equally
+    many of each group.
 
     Args:
         source: An open checkpoint, as `headwise.hf.checkpoint` opens it; it is only read.
