@@ -91,8 +91,8 @@ def merged(
 ) -> Partial:
     """Merge the partial results (B, H, T, V) and (B, H, T) of the active ranks for the rows of this rank.
 
-    A row is one head, batch row and query. Each row is sent with its lse to the rank that merges it, in the dtype of the
-    merge.
+    A row is one head, batch row and query. Each row is sent with its lse to the rank that merges it, in the dtype of
+    the merge.
     """
     comm, dtype, V = heads.comm, compute_dtype(query), value_dim
     ends = heads.rows(query)

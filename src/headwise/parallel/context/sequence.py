@@ -123,8 +123,8 @@ def join_sequence(
 ) -> Tensor:
     """Return all tokens in their order, on every rank: the inverse of `split_sequence`.
 
-    Its gradient is the sum over the losses of all ranks, for this rank's tokens. If every rank computes the same loss of
-    the whole sequence, divide the loss by the number of ranks.
+    Its gradient is the sum over the losses of all ranks, for this rank's tokens. If every rank computes the same loss
+    of the whole sequence, divide the loss by the number of ranks.
 
     Raises:
         RankError, RankMismatch: ranks disagree, or one fails.
