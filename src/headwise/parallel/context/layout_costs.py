@@ -45,7 +45,7 @@ def _is_at_the_end(offset: int | Tensor | None, T: int, S: int) -> bool:
 
 
 def fastest_layout(job: ContextCall, query: Tensor) -> str:
-    """Return the layout with the fewest bytes sent by the busiest rank; the planner's order decides ties."""
+    """Return the layout with the fewest bytes sent by the busiest rank, in the token order that the planner chooses."""
     T, S = job.T, job.S
     if not 0 < T <= S:
         return "ring"

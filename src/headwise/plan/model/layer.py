@@ -75,7 +75,7 @@ class AttentionLayer:
     """The sizes of one attention layer; all its costs are functions of them.
 
     Attributes:
-        role: ``self`` (causal, cached), ``cross`` (to an encoder's output, cached), ``encoder`` (no mask, no cache).
+        role: ``self`` (causal, cached), ``cross`` (to an encoder's output, cached), ``encoder`` (bidirectional).
         index: Index of the layer in its stack.
         d_model: Width of the residual stream.
         num_heads: Query heads H.

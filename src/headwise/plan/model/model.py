@@ -129,8 +129,8 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
     """Return the model that a parsed config describes; `left_out` names further missing parts for the notes.
 
     Raises:
-        ValueError: a one-line message: an unknown architecture, a field with an invalid value, or a field that changes the
-            counts in an unsupported way.
+        ValueError: a one-line message: an unknown architecture, a field with an invalid value, or a field that
+            changes the counts in an unsupported way.
     """
     model_type = config.get("model_type")
     if model_type is None:

@@ -251,7 +251,7 @@ def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: boo
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one layout, for the busiest rank of each number.
+    """The cost of one layout; each number is that of the rank with the most.
 
     Attributes:
         layout: The layout.

@@ -307,7 +307,7 @@ def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:
 def _prefill(
     model: Model, grid: Grid, layers: tuple[LayerSpread, ...], tokens: int, batch: int, weights: int
 ) -> TimeEstimate:
-    """Return the least time of a prefill: attention overlaps with its messages in some layouts, but not with all-reduces."""
+    """Return the least time of a prefill: attention and messages overlap if the layout can; all-reduces do not."""
     stream = "encoder" if model.is_encoder else "decoder"
     most = shares(tokens, grid.context)[0]
     macs = 0
@@ -337,7 +337,7 @@ def _decode(
     batch: int,
     cache: int,
 ) -> TimeEstimate:
-    """Return the least time of a decoded token: each context rank computes all dense layers and attends to its own keys."""
+    """Return the least time of a decoded token: every context rank computes all dense layers, and its part of attention."""
     macs = read = 0
     for part, whole in parts_of(model, grid.tensor):
         if part.stream == "decoder" and whole.parameters:
