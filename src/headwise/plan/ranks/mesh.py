@@ -337,7 +337,7 @@ def _decode(
     batch: int,
     cache: int,
 ) -> TimeEstimate:
-    """Return the least time of a decoded token: every context rank computes all dense layers, and its part of attention."""
+    """Return the least time of a decoded token: each context rank computes all dense layers and its own keys' attention."""
     macs = read = 0
     for part, whole in parts_of(model, grid.tensor):
         if part.stream == "decoder" and whole.parameters:
