@@ -337,7 +337,7 @@ def _decode(
     batch: int,
     cache: int,
 ) -> TimeEstimate:
-    """Return the least time of a decoded token: each context rank computes all dense layers and its own keys' attention."""
+    """Return the least time of a decoded token: each context rank computes all dense layers and scores of its keys."""
     macs = read = 0
     for part, whole in parts_of(model, grid.tensor):
         if part.stream == "decoder" and whole.parameters:

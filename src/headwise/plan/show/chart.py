@@ -30,7 +30,7 @@ def check_plans(plans: object) -> None:
 
 
 def labels(plans: Sequence[PlanData], most: int | None = None) -> list[str]:
-    """Return distinct labels of plans: names, with dtype and batch if these differ; names are cut to fit `most`."""
+    """Return labels of plans: names, with dtype and batch if these differ; names are cut to fit `most`."""
     dtypes, batches = ({getattr(plan, name) for plan in plans} for name in ("kv_dtype", "batch"))
     names = []
     for plan in plans:

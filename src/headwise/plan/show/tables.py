@@ -297,7 +297,7 @@ def _saving(table: Table, name: str, before: int, after: int, show: Any) -> None
 
 
 def card_list(known: dict[str, Any]) -> Any:
-    """Return a Rich table of the built-in cards and a list of the architectures, from the result of `known`.
+    """Return the built-in cards with their notes, and the architectures, from the result of `known`; Rich prints it.
 
     Raises TypeError for anything else.
 
