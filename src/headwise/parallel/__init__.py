@@ -1,4 +1,4 @@
-"""Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
+"""Attention over several processes or machines with `torch.distributed`, for existing modules and tensors."""
 
 from ..distributed.comm import Comm
 from ..distributed.errors import RankError, RankMismatch

@@ -1,4 +1,4 @@
-"""Weights from safetensors files into modules whose parameters are cut: each process reads its own part alone."""
+"""Loading of safetensors files into modules with sharded parameters: each process reads only its own part."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ INDEX = "model.safetensors.index.json"
 
 
 def load_slices(module: Module, source: str | os.PathLike[str], *, prefix: str = "") -> Module:
-    """Fill a module's parameters and buffers from safetensors files, of which each process reads its own part.
+    """Load a module's parameters and buffers from safetensors files; each process reads only its own part.
 
-    Of a DTensor that is `Shard(0)` these are some rows, of one that is `Shard(1)` some columns, so a process holds no
-    more than its share of the numbers at any time: make the module on the meta device, split it, and load. Parameters
-    there get memory of their own on the mesh's device (the CPU for plain ones); others are overwritten where they are.
-    Numbers are converted to the parameter's dtype.
+    For a DTensor with `Shard(0)` the part is some rows, with `Shard(1)` some columns, so a process never holds more
+    than its share: create the module on the meta device, split it, and load. Parameters on the meta device get memory
+    on the mesh's device (the CPU for plain tensors); others are overwritten in place. Numbers are converted to the
+    parameter's dtype.
 
     Args:
-        module: with any parameters, cut (`tensor_parallel`) or not; its own dtype and `requires_grad` stay.
+        module: a module with any parameters, sharded (`tensor_parallel`) or not; dtype and `requires_grad` stay.
         source: a safetensors file, or a folder with one or more of them and their index.
-        prefix: what stands before a parameter's name in the files, such as "model.layers.0.self_attn.".
+        prefix: the prefix of the parameter names in the files, such as "model.layers.0.self_attn.".
 
     Returns:
         The module.
 
     Raises:
-        TypeError: no module, or no path.
+        TypeError: not a module, or not a path.
         FileNotFoundError: no such file, or a folder without safetensors files.
-        ValueError: a file that is none of safetensors, names that the files lack, or tensors of another shape; nothing
-            has changed then.
+        ValueError: not a safetensors file, missing names, or tensors with other shapes; the module is unchanged then.
 
     Example:
         >>> with torch.device("meta"):
@@ -78,7 +77,7 @@ def load_slices(module: Module, source: str | os.PathLike[str], *, prefix: str =
 
 
 def _files(source: Path) -> Mapping[str, Path]:
-    """In which file each tensor lies."""
+    """Return the file of each tensor."""
     index = source / INDEX
     if source.is_dir() and index.is_file():
         try:
@@ -103,7 +102,7 @@ def _opened(path: Path) -> Any:
 
 @torch.no_grad()
 def _fill(module: nn.Module, name: str, stored: Any) -> None:
-    """One parameter or buffer from its tensor in a file."""
+    """Load one parameter or buffer from its tensor in a file."""
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     old: Any = getattr(owner, last)
@@ -127,5 +126,5 @@ def _fill(module: nn.Module, name: str, stored: Any) -> None:
 
 
 def _put(owner: nn.Module, name: str, new: Tensor, old: Tensor) -> None:
-    """In the place of a parameter or buffer without memory."""
+    """Replace a parameter or buffer that has no memory."""
     setattr(owner, name, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)

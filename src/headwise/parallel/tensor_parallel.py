@@ -1,4 +1,4 @@
-"""Tensor parallelism: the heads of an attention module dealt out to the processes of a mesh."""
+"""Tensor parallelism: the heads of an attention module split over the processes of a mesh."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ Attention = TypeVar("Attention", MultiHeadAttention, LatentAttention)
 
 
 def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
-    """Deal the heads of an attention module out to the processes of a mesh, in place; called on each of them.
+    """Split the heads of an attention module over the processes of a mesh, in place; call it on each process.
 
-    Every process takes H / N query heads in a row, the key-value heads that these read, and what belongs to them:
-    their rows of q_proj, k_proj and v_proj (of q_b_proj and kv_b_proj in latent attention), their columns of o_proj,
-    their biases and sinks. Inputs and outputs stay whole, on every process; a forward pass sends one sum (of o_proj's
-    outputs), a backward pass another (of the input's gradients). Masks, gates, slopes and biases of scores are given
-    for all heads, as before; a process reads its own. Caches hold the heads of the process: make them for
+    Every process gets H / N consecutive query heads, the key-value heads that they read, and their parameters: rows of
+    q_proj, k_proj and v_proj (of q_b_proj and kv_b_proj in latent attention), columns of o_proj, biases and sinks.
+    Inputs and outputs are complete on every process. A forward pass has one all-reduce (of o_proj's outputs), a
+    backward pass another (of the input's gradients). Masks, gates, slopes and score biases are passed for all heads, as
+    before; each process reads its own. Caches hold the heads of the process: create them with
     ``len(module.dealt.share.keys)`` key-value heads.
 
-    Where N divides the key-value heads, each lies on one process. Where it does not (more processes than key-value
-    heads, say), k_proj and v_proj lie whole on every process, which computes the heads that it needs; their gradients
-    are summed.
+    If N divides the number of key-value heads, each of them is on one process. Otherwise (for example with more
+    processes than key-value heads) every process has all of k_proj and v_proj and computes the heads that it needs;
+    their gradients are summed.
 
-    The parameters become DTensors under the same names, `Shard(0)`, `Shard(1)` or `Replicate()`, so optimizers,
-    gradient clipping and `torch.distributed.checkpoint` know what they are: a checkpoint saved from N processes loads
-    into any other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing
-    is sent and nothing filled in: `headwise.parallel.load_slices` then reads each process's part of a checkpoint.
-    Since the parameters are new ones, make the optimizer and register hooks afterwards. Parameters that parts of the
-    module share stay shared; what it shares with other modules is to be tied anew.
+    The parameters become DTensors under the same names, with `Shard(0)`, `Shard(1)` or `Replicate()`, so optimizers,
+    gradient clipping and `torch.distributed.checkpoint` support them: a checkpoint saved from N processes loads into
+    any number of processes. The values are those of the mesh's first process. On the meta device nothing is sent or
+    filled in; `headwise.parallel.load_slices` then reads each process's part of a checkpoint. Because the parameters
+    are new, create the optimizer and register hooks afterwards. Parameters shared within the module stay shared;
+    parameters shared with other modules must be tied again.
 
     Args:
-        module: a `headwise.MultiHeadAttention` or `headwise.LatentAttention` of plain `torch.nn.Linear` projections.
-        mesh: of one dimension, such as ``torch.distributed.init_device_mesh("cpu", (N,))``; of a larger one take
-            ``mesh["tp"]``.
+        module: a `headwise.MultiHeadAttention` or `headwise.LatentAttention` with `torch.nn.Linear` projections.
+        mesh: a mesh of one dimension, such as ``torch.distributed.init_device_mesh("cpu", (N,))``; use ``mesh["tp"]``
+            of a larger one.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: another kind of module, or projections that are no plain linear layers.
-        ValueError: heads that do not divide over the processes, a mesh of several dimensions, a module that is dealt
-            out already, hooks that would be lost, or an o_proj whose parameters are those of another part as well.
+        TypeError: another kind of module, or projections that are not plain linear layers.
+        ValueError: the number of heads is not divisible by the number of processes, the mesh has several dimensions,
+            the module is already split, hooks would be lost, or o_proj shares a parameter with another part.
 
     Example:
         >>> import headwise
@@ -90,7 +90,7 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
 
 
 def _check_parts(module: nn.Module) -> None:
-    """Raise before anything has changed."""
+    """Raise, before any change, if a part of the module cannot be split."""
     for name, part in module.named_children():
         if name.endswith("_proj") or name == "kv_a_proj_with_mqa":
             if type(part) is not nn.Linear:
@@ -125,7 +125,7 @@ def _has_hooks(parameter: Any) -> bool:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """The names of parameters that are one, of each such."""
+    """Return groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -140,7 +140,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
-    """Multi-head attention's projections and norms."""
+    """Split the projections and norms of multi-head attention."""
     keys: tuple[int, ...] | None = None if share.deals_keys else share.keys
     mha.q_proj = _rows(mha.q_proj, group, None, mha.head_dim)
     mha.k_proj = _rows(mha.k_proj, group, keys, mha.head_dim)
@@ -152,7 +152,7 @@ def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
 
 
 def _deal_latent(mla: LatentAttention, group: Group) -> None:
-    """Latent attention's: every process has the latents whole, and its heads of what is made of them."""
+    """Split latent attention: every process has all latents, and its own heads computed from them."""
     if mla.q_lora_rank is None:
         mla.q_proj = _rows(mla.q_proj, group, None, mla.head_dim)
     else:
@@ -170,14 +170,14 @@ def _deal_latent(mla: LatentAttention, group: Group) -> None:
 
 
 def _deal_inner(inner: nn.Module, group: Group) -> None:
-    """The sinks, one a query head."""
+    """Split the sinks, one per query head."""
     sinks = getattr(inner, "sinks", None)
     if isinstance(sinks, nn.Parameter):
         _place(inner, "sinks", group, Shard(0))
 
 
 def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> RankHeads:
-    """A projection to heads: cut by rows, or whole where several processes need the same head."""
+    """Return a projection to heads: split by rows, or complete if several processes need the same head."""
     own = _like(RankHeads, linear)
     own.group, own.keys, own.size = group, keys, size
     place: Placement = Shard(0) if keys is None else Replicate()
@@ -188,7 +188,7 @@ def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: i
 
 
 def _columns(linear: nn.Linear, group: Group) -> SumOfHeads:
-    """The projection from heads: cut by columns."""
+    """Return the projection from heads, split by columns."""
     total = _like(SumOfHeads, linear)
     total.group = group
     _place(total, "weight", group, Shard(1))
@@ -200,7 +200,7 @@ Linear = TypeVar("Linear", bound=nn.Linear)
 
 
 def _like(kind: type[Linear], linear: nn.Linear) -> Linear:
-    """A linear layer of another kind with the same parameters."""
+    """Return a linear layer of another class with the same parameters."""
     layer = kind(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     layer.weight, layer.bias = linear.weight, linear.bias
     return layer.train(linear.training)
@@ -213,14 +213,14 @@ def _whole_norm(norm: nn.RMSNorm) -> GatheredNorm:
 
 
 def _replicate(part: nn.Module, group: Group) -> None:
-    """The parameters of a part that every process has."""
+    """Replicate the parameters of a part on every process."""
     for inside in part.modules():
         for name, _ in list(inside.named_parameters(recurse=False)):
             _place(inside, name, group, Replicate())
 
 
 def _place(owner: nn.Module, name: str, group: Group, place: Placement) -> None:
-    """A parameter as a DTensor, of the numbers of the mesh's first process."""
+    """Replace a parameter by a DTensor with the values of the mesh's first process."""
     old: Any = getattr(owner, name)
     if old is None:
         return

@@ -1,4 +1,4 @@
-"""What attention costs, as arithmetic on its shape and on a model's config. This room imports no torch."""
+"""The cost of attention, computed from its shape and from a model's config. This package does not import torch."""
 
 from .costs.formulas import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
 from .costs.plan_data import ContextCost

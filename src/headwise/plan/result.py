@@ -1,4 +1,4 @@
-"""The answer: what the attention of one model costs, as a frozen record that prints, draws and goes to JSON."""
+"""The result: the cost of a model's attention, as a frozen dataclass that prints, draws and converts to JSON."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MAX_CONTEXT, MAX_BATCH, MAX_CONTEXTS = 10**10, 10**7, 64
 
 @dataclass(frozen=True)
 class AttentionPlan(PlanData):
-    """What the attention of a model costs. Made by `of`; prints as tables and a chart, draws itself in a notebook.
+    """The cost of a model's attention. Created by `of`; prints as tables and a chart, and shows an image in a notebook.
 
     Attributes:
-        model: The model as read: every layer with its sizes.
-        batch: Texts at once.
-        kv_dtype: What the cache's numbers are.
-        contexts: The costs, context by context.
-        planned: The same model after a heads plan, priced alike; None without one.
-        card: What its built-in card says, where common texts tell another story; empty without a card.
+        model: The model: every layer with its sizes.
+        batch: The number of texts.
+        kv_dtype: The dtype of the cache.
+        contexts: The costs at each context length.
+        planned: The cost of the same model after a heads plan; None without one.
+        card: The note of its built-in card on facts that common texts state differently; empty without a card.
 
     Example:
         >>> plan = of("gpt-3", context=2048)
@@ -53,7 +53,7 @@ class AttentionPlan(PlanData):
         return plain(self)
 
     def svg(self) -> str:
-        """Return the cache against context as an SVG image; MissingExtra where Matplotlib is not installed."""
+        """Return the chart of cache against context as SVG; raises MissingExtra if Matplotlib is not installed."""
         from .show.chart import svg
 
         return svg([self])
@@ -65,7 +65,7 @@ class AttentionPlan(PlanData):
         text = f"<pre>{escape(str(self))}</pre>"
         try:
             image = "" if self.model.is_encoder else b64encode(self.svg().encode()).decode()
-        except ImportError:  # without Matplotlib there is no image
+        except ImportError:  # Without Matplotlib there is no image.
             image = ""
         return text + (f'<img alt="cache against context" src="data:image/svg+xml;base64,{image}">' if image else "")
 
@@ -80,23 +80,23 @@ def of(
     bandwidth: float | str | None = None,
     flops: float | str | None = None,
 ) -> AttentionPlan:
-    """Return what the attention of a model costs, from its config alone.
+    """Return the cost of a model's attention, computed from its config.
 
     Args:
         config: A config.json, a checkpoint folder, a card's name, a hub name in the local cache, a dict, or a
             transformers config.
-        context: Tokens of a text; several to compare.
-        batch: Texts at once.
-        kv_dtype: Numbers in the cache: bf16, fp16, fp32, fp8 or int8, which has a scale for every token and head.
-        heads_plan: Which heads are kept, or how many key-value heads remain: a dict or a JSON file, as in
+        context: Tokens of a text; a sequence of them to compare.
+        batch: The number of texts.
+        kv_dtype: The dtype of the cache: bf16, fp16, fp32, fp8 or int8, which has a scale for every token and head.
+        heads_plan: The heads to keep, or the number of key-value heads to merge into: a dict or a JSON file, as in
             `headwise.plan.model.heads_plan`.
-        bandwidth: Memory speed in bytes a second, or a text such as ``"3.35TB/s"``.
-        flops: FLOPs a second, or a text such as ``"990TF"``.
+        bandwidth: Memory bandwidth in bytes per second, or a text such as ``"3.35TB/s"``.
+        flops: FLOPs per second, or a text such as ``"990TF"``.
 
     Raises:
-        TypeError: a config or heads plan of a type that is none of these.
-        ValueError: in one line, for whatever else is wrong: no such config, an architecture or field that is not
-            modelled, a number out of range.
+        TypeError: a config or heads plan of an unsupported type.
+        ValueError: a one-line message for every other error: no such config, an unsupported architecture or field, a
+            number out of range.
 
     Example:
         >>> plan = of("gpt-3", context=2048)

@@ -1,4 +1,4 @@
-"""The shape of an attention: every size that its cost depends on, with the defaults filled in."""
+"""The shape of an attention layer: every size that determines its cost, with defaults filled in."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 BiasOption = bool | Literal["qkv"]
-MOST = 10**15  # of any size: beyond it lies a mistake
+MOST = 10**15  # the largest size accepted; a larger one must be a mistake
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The sizes of one attention layer, and how many such layers a model has where that is known.
+    """The sizes of one attention layer, and the number of such layers in a model if it is known.
 
-    Made by `of`, which fills in the defaults and refuses what does not fit.
+    Created by `of`, which fills in the defaults and checks the sizes.
 
     Attributes:
         d_model: Width of the model.
@@ -22,7 +22,7 @@ class AttentionShape:
         head_dim: D of a query or key.
         value_dim: V of a value.
         bias: False, True (all four projections), or ``"qkv"`` (all but o_proj).
-        num_layers: None where it is not known.
+        num_layers: The number of layers; None if it is unknown.
     """
 
     d_model: int
@@ -48,8 +48,8 @@ class AttentionShape:
         """Return the shape with its defaults: K = H, D = d_model / H, V = D.
 
         Raises:
-            TypeError: a size is no int.
-            ValueError: a size below 1, sizes that do not divide, or an unknown bias.
+            TypeError: a size is not an int.
+            ValueError: a size below 1, sizes that are not divisible, or an unknown bias.
 
         Example:
             >>> AttentionShape.of(512, 8, num_kv_heads=2).head_dim
@@ -88,7 +88,7 @@ class AttentionShape:
 
 
 def check_size(name: str, size: object, *, optional: bool = False) -> None:
-    """An int of at least 1, or None where it is optional; raises TypeError or ValueError that names it."""
+    """Check that a size is an int of at least 1, or None if optional; raises TypeError or ValueError with its name."""
     if size is None and optional:
         return
     if not isinstance(size, int) or isinstance(size, bool):
@@ -100,11 +100,11 @@ def check_size(name: str, size: object, *, optional: bool = False) -> None:
 
 
 def short(value: object) -> str:
-    """Return a value as it may be shown: on one line, not long."""
+    """Return a value as a short text of one line for messages."""
     if isinstance(value, int) and abs(value) >= 10**20:
         return "a number of more than 20 digits"
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # holds an int of more digits than Python writes
+    except ValueError:  # The value contains an int with more digits than Python converts to text.
         text = type(value).__name__
     return text if len(text) <= 40 else text[:37] + "..."

@@ -1,4 +1,4 @@
-"""From what a user names (a file, a folder, a card, a hub name in the local cache) to a parsed config."""
+"""Lookup of a config by file, folder, card, or hub name in the local cache."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .model.model import model_of
 from .shape import AttentionShape, BiasOption
 
 PLANNED = {"model_type", "attention_computations", "bytes_per_token", "contexts"}
-"""What `AttentionPlan.to_dict` holds and no config does."""
+"""Keys of `AttentionPlan.to_dict` that no config has."""
 BIAS: dict[Biases, BiasOption] = {
     Biases(): False,
     Biases(q=True, k=True, v=True): "qkv",
     Biases(q=True, k=True, v=True, o=True): True,
 }
-"""The biases that `AttentionShape` has a word for."""
+"""The biases that `AttentionShape` can express."""
 
 
 @functools.cache
 def cards() -> dict[str, dict[str, Any]]:
-    """Return the built-in cards by name: title, config, note.
+    """Return the built-in cards by name, each with title, config and note.
 
     >>> sorted(cards()["gpt-3"])
     ['config', 'left_out', 'note', 'title']
@@ -41,7 +41,7 @@ def cards() -> dict[str, dict[str, Any]]:
 
 
 def known() -> dict[str, Any]:
-    """What can be planned without a word more: ``cards`` by name, and ``architectures``, the model_type of configs.
+    """Return what `of` supports: ``cards`` by name, and ``architectures``, the model_type of configs.
 
     >>> sorted(known()), len(known()["cards"]) > 50
     (['architectures', 'cards'], True)
@@ -52,19 +52,19 @@ def known() -> dict[str, Any]:
 def read_config(config: Any) -> AttentionShape:
     """Return the attention shape that a config describes: one layer of its text model.
 
-    Of an architecture that `headwise.plan.of` knows it is the first layer that is planned there, biases included. Of
-    others the sizes are read under the names that configs in use have for them (``hidden_size`` or ``n_embd``, ...),
-    with ``attention_bias`` and ``multi_query``, at the top or in a nested ``text_config``.
+    For an architecture that `headwise.plan.of` supports, it is the first self-attention layer (or the first layer),
+    with biases. For others the sizes are read under their common names (``hidden_size`` or ``n_embd``, ...), with
+    ``attention_bias`` and ``multi_query``, at the top level or in a nested ``text_config``.
 
     Args:
-        config: As for `headwise.plan.of`: a config.json, the folder that holds one, a card, a hub name in the local
+        config: As in `headwise.plan.of`: a config.json, the folder that contains one, a card, a hub name in the local
             cache, a dict or a config object.
 
     Raises:
         TypeError: neither a name nor a config.
-        ValueError: with one line that names the config: nothing of that name, more than 1 MB, no JSON object, a field
-            that is no whole number or out of range, fields that contradict one another, a kind of attention that has
-            no such shape (latent attention), or one that is sized by a field that is not known (``head_ratio``, ...).
+        ValueError: a one-line message that names the config: not found, more than 1 MB, not a JSON object, a field that
+            is not an int or out of range, contradictory fields, attention without such a shape (latent attention), or
+            sizes that depend on an unsupported field (``head_ratio``, ...).
 
     Example:
         >>> read_config("gpt-3").num_heads
@@ -81,7 +81,7 @@ def read_config(config: Any) -> AttentionShape:
 
 
 def _planned(config: Mapping[str, Any]) -> AttentionShape | None:
-    """The shape of the first layer that is planned; None where none is, or where it has parts that no shape has."""
+    """Return the shape of the first planned layer; None if it cannot be planned, or has parts that no shape has."""
     try:
         layers = model_of(config).layers
     except ValueError:
@@ -95,7 +95,7 @@ def _planned(config: Mapping[str, Any]) -> AttentionShape | None:
 
 
 def _on_disk(what: object) -> Path | None:
-    """Return the config.json that a name leads to; None where there is none of that name, or it is no name."""
+    """Return the path of the config.json for a name; None if the name does not exist on disk."""
     if not isinstance(what, str | Path) or "\0" in str(what) or not os.path.lexists(what):
         return None
     path = Path(what)
@@ -103,22 +103,22 @@ def _on_disk(what: object) -> Path | None:
 
 
 def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """(name, config, the card): of a file, a folder, a card, a name in the hub's cache, or a config itself.
+    """Return (name, config, card) of a file, a folder, a card, a name in the hub's cache, or a config.
 
-    What is on the disk comes before a card, and a card before the cache; nothing is fetched.
+    The disk is searched first, then the cards, then the cache; nothing is downloaded.
 
     Raises:
-        ValueError: in one line: nothing of that name, a file that is no config, or a plan in place of a config.
-        TypeError: something that is neither a name nor a config.
+        ValueError: a one-line message: not found, a file that is not a config, or a plan instead of a config.
+        TypeError: neither a name nor a config.
     """
     name, config, card = _find(what)
-    if config.keys() >= PLANNED:  # its sizes have other names, so that all of them would be taken for the defaults
+    if config.keys() >= PLANNED:  # the sizes of a plan have other names, so the defaults would be used for all
         raise ValueError(f"{name!r} is a plan already, not a config; use it as it is, or give the model's config")
     return name, config, card
 
 
 def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """As `find_config`, of anything that is an object in JSON."""
+    """Return the same as `find_config`, for any JSON object."""
     if isinstance(what, Mapping):
         return visible(str(what.get("model_type", "config")), limit=100), dict(what), {}
     if not isinstance(what, str | Path):
@@ -128,7 +128,7 @@ def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
                 f"a config is a path, a name, a dict or an object with to_dict(); got {type(what).__name__}"
             )
         return visible(str(config.get("model_type", "config")), limit=100), dict(config), {}
-    if what == "":  # a Path makes "." of it
+    if what == "":  # Path("") would be the current folder.
         raise ValueError("the config's name is empty; give a config.json, a checkpoint folder, a card or a hub name")
     path = _on_disk(what)
     if path is not None:
@@ -149,7 +149,7 @@ def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 def _near(name: str) -> list[str]:
-    """Cards that may have been meant: spelt with nearly the same letters, or of the family that the name begins."""
+    """Return similar card names: those with nearly the same spelling, or of the family whose name it starts with."""
     own = name.lower().rstrip("/").rpartition("/")[2][:80]
     plain = {card: re.sub(r"[-_.]", "", card) for card in cards()}
     stem = re.sub(r"[-_.]", "", own)

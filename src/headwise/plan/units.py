@@ -1,4 +1,4 @@
-"""Numbers as people write and read them: 3.35TB/s, 990TF, 10.4 GiB."""
+"""Conversion of quantities from and to text: 3.35TB/s, 990TF, 10.4 GiB."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .shape import short
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)\s*([KMGTPE]?)(i?)\s*(.*?)\s*", re.IGNORECASE)
 _UNITS = {"bandwidth": ("", "b/s", "bps"), "flops": ("", "f", "flop", "flops", "flop/s", "flops/s", "f/s")}
 _LEAST_BARE = 1e6
-"""Of a text without a unit: below it the unit was forgotten."""
+"""The least value of a text without a unit; below it the unit was probably forgotten."""
 
 
 class _Bits(ValueError):
-    """A speed in bits, which read as bytes would be eight times as fast."""
+    """The error for a speed in bits, which would be eight times too fast if read as bytes."""
 
 
 def rate(text: str | float, what: str) -> float:
-    """A speed in bytes or FLOPs a second; `what` is ``bandwidth`` or ``flops``, and the option's name in the error.
+    """Return a speed in bytes or FLOPs per second; `what` is ``bandwidth`` or ``flops``, also in the error message.
 
     Example:
         >>> rate("3.35TB/s", "bandwidth"), rate("990TF", "flops"), rate("2GiB/s", "bandwidth")
         (3350000000000.0, 990000000000000.0, 2147483648.0)
 
     Raises:
-        ValueError: no number between 1 and 1e100 (beyond, times and rates are no numbers any more), or another unit:
-            bits (``400Gb/s``), too; or a text such as ``3.35``, whose unit was forgotten.
+        ValueError: not a number between 1 and 1e100 (larger ones overflow later), another unit such as bits
+            (``400Gb/s``), or a text without a unit such as ``3.35``.
     """
     example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
     wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {short(text)}")
@@ -55,14 +55,14 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def link(text: str) -> tuple[float, float]:
-    """Return a link between ranks: bytes a second, and the seconds until a message arrives.
+    """Return a link between ranks: bytes per second, and the seconds until a message arrives.
 
     Example:
         >>> link("50GB/s,2us")
         (50000000000.0, 2e-06)
 
     Raises:
-        ValueError: anything but a bandwidth, a comma and a latency, each with its unit.
+        ValueError: not a bandwidth, a comma and a latency, each with its unit.
     """
     wrong = ValueError(f"link is a bandwidth and a latency such as 50GB/s,2us; got {short(text)}")
     words = text.split(",") if isinstance(text, str) else []
@@ -78,7 +78,7 @@ def link(text: str) -> tuple[float, float]:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return a time in the largest unit that leaves a number of at least 1.
+    """Return a time as text in the largest unit that gives a number of at least 1.
 
     Example:
         >>> show_seconds(0.00123), show_seconds(61), show_seconds(2e-7)
@@ -90,7 +90,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def figures(number: float, digits: int = 3) -> str:
-    """Return a number to that many digits, without an exponent where it is large.
+    """Return a number as text with `digits` significant digits, without an exponent if it is large.
 
     Example:
         >>> figures(0.12345), figures(99.96), figures(1234.5, 4), figures(98765)
@@ -100,7 +100,7 @@ def figures(number: float, digits: int = 3) -> str:
 
 
 def show_bytes(count: float) -> str:
-    """Return bytes in the largest binary unit that leaves a number of at least 1.
+    """Return bytes as text in the largest binary unit that gives a number of at least 1.
 
     Example:
         >>> show_bytes(70272), show_bytes(512), show_bytes(10.41 * 2**30)
@@ -114,7 +114,7 @@ def show_bytes(count: float) -> str:
 
 
 def show(count: float, unit: str = "") -> str:
-    """Return a number with the field's decimal prefix.
+    """Return a number as text with a decimal prefix.
 
     Example:
         >>> show(8030261248), show(1.5e15, "FLOP"), show(12), show(999_600)
@@ -126,15 +126,15 @@ def show(count: float, unit: str = "") -> str:
 
 
 def contexts(text: str) -> tuple[int, ...]:
-    """Lengths in tokens, separated by commas; ``K`` is 1024.
+    """Return lengths in tokens from a text separated by commas; ``K`` is 1024.
 
     Example:
         >>> contexts("8192,128K")
         (8192, 131072)
 
     Raises:
-        TypeError: no text.
-        ValueError: something in it that is no whole number.
+        TypeError: not a text.
+        ValueError: a part that is not a whole number.
     """
     if not isinstance(text, str):
         raise TypeError(f"context is a text such as 8192,131072; got {type(text).__name__}")

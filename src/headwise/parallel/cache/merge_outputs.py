@@ -1,4 +1,4 @@
-"""Queries and keys of all heads on every rank, and partial outputs brought together: each rank merges some rows."""
+"""Exchange of heads for a sharded cache, and the merge of the ranks' partial outputs: each rank merges some rows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .ownership import picked
 
 
 class HeadExchange:
-    """Who passes which heads.
+    """The exchange of queries, keys and outputs between ranks.
 
     Args:
         comm: the ranks.
-        share: this rank's heads, where each passes its own; None where all pass all of them.
+        share: the heads of this rank if each rank passes only its own; None if every rank passes all heads.
     """
 
     def __init__(self, comm: Comm, share: Share | None) -> None:
         self.comm, self.share = comm, share
 
     def dealt(self, tensors: list[Tensor], picks: list[list[list[int]]]) -> list[Tensor]:
-        """This rank's tokens, all heads: every rank sends each other the tokens that are its, of the heads it has.
+        """Return this rank's tokens with all heads: each rank sends every other rank the tokens of that rank.
 
-        What several ranks have is sent by the first of them.
+        A head that several ranks have is sent by the first of them.
         """
         assert self.share is not None
         widths = [x.shape[3] for x in tensors]
@@ -42,20 +42,20 @@ class HeadExchange:
         return list(torch.cat(heard, dim=1).split(widths, dim=-1))
 
     def _first_to_have(self, rank: int) -> list[int]:
-        """Which of the key-value heads that a rank passes no rank before it has, nor it itself before."""
+        """Return the indices of a rank's key-value heads that no lower rank has, each head once."""
         assert self.share is not None
         before = [key for other in range(rank) for key in self.share.of_rank(other).keys]
         keys = self.share.of_rank(rank).keys
         return [n for n, key in enumerate(keys) if key not in before and key not in keys[:n]]
 
     def queries(self, query: Tensor) -> Tensor:
-        """(B, H, T, D) of all heads."""
+        """Return the queries of all heads, (B, H, T, D)."""
         if self.share is None:
             return query
         return torch.cat(self.comm.gather("cache queries", query, [tuple(query.shape)] * self.comm.world), dim=1)
 
     def rows(self, query: Tensor) -> list[tuple[int, int]]:
-        """Which of the rows H B T each rank merges: those of its own heads, or a share."""
+        """Return the range of the H B T rows that each rank merges: the rows of its own heads, or an even share."""
         B, H, T, _ = query.shape
         world = self.comm.world
         sizes = [H * B * T // world] * world if self.share is not None else _even(H * B * T, world)
@@ -63,7 +63,10 @@ class HeadExchange:
         return list(pairwise(ends))
 
     def back(self, kept: Partial, query: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
-        """(B, H, T, V) and (B, H, T) of the rows (1, n, 1, V) that each rank merged: its own heads, or all of them."""
+        """Return out (B, H, T, V) and lse (B, H, T) from the rows (1, n, 1, V) that every rank merged.
+
+        With `share` these are the rank's own heads, otherwise all heads.
+        """
         B, H, T, _ = query.shape
         V = kept.out.shape[-1]
         out, lse = kept.out.view(-1, V).to(query.dtype), kept.lse.view(-1, 1)
@@ -86,9 +89,10 @@ def merged(
     part: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
 ) -> Partial:
-    """The rows that this rank merges, of the partial results (B, H, T, V), (B, H, T) of the active ranks.
+    """Merge the partial results (B, H, T, V) and (B, H, T) of the active ranks for the rows of this rank.
 
-    A row is a head, batch row and query; each goes to its merger with its lse, in the dtype of the merge.
+    A row is one head, batch row and query. Each row is sent with its lse to the rank that merges it, in the dtype of
+    the merge.
     """
     comm, dtype, V = heads.comm, compute_dtype(query), value_dim
     ends = heads.rows(query)

@@ -1,4 +1,4 @@
-"""Tokens of a cache dealt out to ranks, block by block: which rank has a token, and where a rank's own lie."""
+"""The assignment of cache tokens to ranks, block by block: each token's owner and the positions of a rank's tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenOwnership:
-    """Blocks of `block` tokens go to ranks 0, 1, ... in turn; this is how `rank` of `ranks` sees it.
+    """The tokens of one rank when blocks of `block` tokens go to ranks 0, 1, ... in turn.
 
-    A rank keeps its tokens in their order, so what is an interval of places is an interval of its own tokens.
+    A rank keeps its tokens in order, so an interval of positions is also an interval of the rank's own tokens.
 
-    >>> one = Deal(rank=1, ranks=3, block=2)
+    >>> one = TokenOwnership(rank=1, ranks=3, block=2)
     >>> [place for place in range(12) if one.owns(place)], one.place(torch.arange(4)).tolist(), one.count(9)
     ([2, 3, 8, 9], [2, 3, 8, 9], 3)
     """
@@ -25,53 +25,53 @@ class TokenOwnership:
     block: int = 1
 
     def owns(self, place: int) -> bool:
-        """Whether the token at a place is this rank's."""
+        """Return whether the token at a position belongs to this rank."""
         return place // self.block % self.ranks == self.rank
 
     def count(self, places: int) -> int:
-        """How many of the first so many tokens are this rank's."""
+        """Return the number of this rank's tokens among the first `places` tokens."""
         turns, rest = divmod(max(places, 0), self.ranks * self.block)
         return turns * self.block + min(max(rest - self.rank * self.block, 0), self.block)
 
     def counts(self, places: Tensor) -> Tensor:
-        """`count`, of each number."""
+        """Return `count` of each number of a tensor."""
         around = self.ranks * self.block
         turns = torch.div(places, around, rounding_mode="floor")
         return turns * self.block + (places - turns * around - self.rank * self.block).clamp(0, self.block)
 
     def place(self, own: Tensor) -> Tensor:
-        """Where this rank's tokens of these numbers lie among all."""
+        """Return the positions in the whole sequence of this rank's tokens with these indices."""
         turns = torch.div(own, self.block, rounding_mode="floor")
         return (turns * self.ranks + self.rank) * self.block + own - turns * self.block
 
     def most(self, tokens: int) -> int:
-        """The most tokens that a rank has of so many that follow each other, wherever they begin."""
+        """Return the largest number of tokens that one rank can have among `tokens` consecutive tokens."""
         turns, rest = divmod(max(tokens, 0), self.ranks * self.block)
         return turns * self.block + min(rest, self.block)
 
     def of(self, rank: int) -> TokenOwnership:
-        """The same as another rank sees it."""
+        """Return the ownership of another rank."""
         return TokenOwnership(rank, self.ranks, self.block)
 
 
 RowSpans = Sequence[tuple[int, int, int]]
-"""Of each batch row: the tokens that it has, those that come, and the first of these in what is passed."""
+"""For each batch row: the number of cached tokens, the number of new tokens, and the index of the first new token."""
 
 
 def owned(deal: TokenOwnership, rows: RowSpans) -> list[int]:
-    """How many of the tokens that come are a rank's, row by row."""
+    """Return the number of new tokens that belong to a rank, for each batch row."""
     return [deal.count(have + come) - deal.count(have) for have, come, _ in rows]
 
 
 def picks(deal: TokenOwnership, rows: RowSpans) -> list[list[int]]:
-    """Which tokens of what is passed are a rank's, row by row; all as many as the most, filled up with the first."""
+    """Return the indices of the new tokens that belong to a rank, for each row; shorter rows are padded with 0."""
     chosen = [[start + k for k in range(come) if deal.owns(have + k)] for have, come, start in rows]
     most = max(map(len, chosen))
     return [row + [0] * (most - len(row)) for row in chosen]
 
 
 def picked(x: Tensor, picks: list[list[int]]) -> Tensor:
-    """(B, K, n, width): of each row the tokens picks[b]."""
+    """Select the tokens picks[b] of each row b; returns (B, K, n, width)."""
     at = torch.tensor(picks, device=x.device)
     if all(row == picks[0] for row in picks):
         return x.index_select(2, at[0].long())

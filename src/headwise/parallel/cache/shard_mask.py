@@ -1,4 +1,4 @@
-"""The mask of a call as it falls on the tokens of one rank: the same pairs, at that rank's columns."""
+"""The mask of a call for the tokens of one rank: the same query-key pairs, in the columns of that rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Between(Rule):
-    """Query i of row b sees the keys low[b, i] <= j < high[b, i]; (B|1, T) each."""
+    """The rule by which query i of row b attends to keys low[b, i] <= j < high[b, i]; both are (B|1, T)."""
 
     low: Tensor
     high: Tensor
@@ -36,10 +36,10 @@ class Between(Rule):
 
 
 def shard_mask(deal: TokenOwnership, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
-    """The mask on the tokens that a rank keeps: row b has columns[b] of them, its first in the order of places.
+    """Return the mask for the tokens of one rank: row b has columns[b] of them, in the order of positions.
 
-    `mask` is that of T queries and S tokens of all ranks, on the CPU. What rows may see is an interval for most rules,
-    and then two numbers a query say it; other rules are asked at the rank's places, column by column.
+    `mask` is the mask of T queries and the S tokens of all ranks, on the CPU. Most rules allow an interval of keys,
+    given by two numbers per query; other rules are evaluated at the rank's positions, column by column.
     """
     C = max(columns)
     ends = mask.bounds(T, S, CPU)
@@ -61,7 +61,7 @@ def shard_mask(deal: TokenOwnership, mask: Mask, T: int, S: int, columns: list[i
 
 
 def fallen_at(places: Tensor, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
-    """The same where each row has its tokens at places (B, C) of its own, of which columns[b] count."""
+    """Return the mask if each row has its tokens at its own positions (B, C); the first columns[b] are valid."""
     real = torch.arange(places.shape[1], device="cpu") < torch.tensor(columns, device="cpu")[:, None]
     i, j = torch.arange(T, device="cpu").view(1, 1, T, 1), places.clamp(0, S - 1)[:, None, None, :]
     allowed, added = mask.at(i, j, T, S)
@@ -71,7 +71,7 @@ def fallen_at(places: Tensor, mask: Mask, T: int, S: int, columns: list[int]) ->
 
 
 def spans(mask: Mask, T: int, S: int) -> list[tuple[int, int]]:
-    """The places outside of which no query sees a token."""
+    """Return intervals of positions that contain every token that a query attends to."""
     ends = mask.bounds(T, S, CPU)
     if ends is not None and T > 0:
         seen = ends[0] < ends[1]

@@ -1,4 +1,4 @@
-"""A key-value cache whose tokens are dealt out to ranks, for texts that the memory of one cannot hold."""
+"""A key-value cache whose tokens are split over ranks, for sequences that do not fit in the memory of one device."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ ShardedT = TypeVar("ShardedT", bound="ShardedCache")
 
 
 class ShardedCache(KVCache):
-    r"""Keys and values of which each rank keeps some tokens: those of block n on rank n mod N.
+    r"""A key-value cache split by tokens: block n of the tokens is on rank n mod N.
 
     $$\text{out} = \sum_r e^{l_r - l}\, \text{out}_r, \qquad l = \log \sum_r e^{l_r}$$
 
-    Each rank attends the tokens it has; partial outputs and their lse meet in float32, then the sinks join, once. So
-    out is that of one cache, but for rounding, for any number of ranks and of key-value heads. It stands where a cache
-    of one process does: `headwise.attention(query, cache)`, ``mha(x, cache=cache)``; every rank makes the same calls.
-    Ranks that keep nothing of what a window sees send nothing. For inference: no gradient flows.
+    Each rank computes attention over its own tokens. The partial outputs are merged in float32 by their lse, then the
+    sinks are added. The output equals that of one cache except for rounding, for any number of ranks and key-value
+    heads. Use it like any cache, with the same calls on every rank: `headwise.attention(query, cache)`,
+    ``mha(x, cache=cache)``. Ranks without tokens in the window send nothing. For inference only: no gradients.
 
     Args:
-        kind: `StaticCache`, `PagedCache` or `RollingCache`: what each rank keeps its tokens in.
-        sizes: as `kind` takes them, for all ranks together; of a `PagedCache` the pool is this rank's own.
+        kind: `StaticCache`, `PagedCache` or `RollingCache`: the cache class that holds each rank's tokens.
+        sizes: the sizes that `kind` takes, for all ranks together; the pool of a `PagedCache` is this rank's own.
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
-        block: tokens that follow each other on one rank; 1 deals them out most evenly, 128 page by page.
-        own_heads: None: every rank passes all heads and gets all back. A number: that of all query heads, of which
-            each rank passes its own, and the key-value heads that these read, as `tensor_parallel` deals them out; it
-            gets the output of its own.
-        timeout: seconds to wait for another rank, for this group from now on; 30 at first.
-        options: of `kind`: capacity, window, first, chunk, dtype, shared, causal, device.
+        block: number of consecutive tokens on one rank; 1 is the most even split, 128 splits page by page.
+        own_heads: None: every rank passes all heads and gets all back. An int: the total number of query heads. Each
+            rank then passes only its own query heads and the key-value heads that they read, split as in
+            `tensor_parallel`, and gets the output of its own heads.
+        timeout: seconds to wait for another rank, for this group from now on; 30 by default.
+        options: options of `kind`: capacity, window, first, chunk, dtype, shared, causal, device.
 
     Attributes:
-        local: this rank's tokens, a cache of that kind. Its lengths are their numbers.
-        deal: which tokens are its own.
+        local: the cache of class `kind` with this rank's tokens. Its lengths count only these tokens.
+        deal: the `TokenOwnership` of this rank.
 
     Raises:
-        TypeError, ValueError: as `kind`; and what `Comm` raises.
+        TypeError, ValueError: the errors of `kind` and of `Comm`.
 
     Example::
 
@@ -69,7 +69,7 @@ class ShardedCache(KVCache):
         out, cache = mha(x, cache=cache)      # on every rank
     """
 
-    keys = None  # no rank has them all: latent attention takes its absorbed form
+    keys = None  # no rank has all keys, so latent attention uses its absorbed form
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ShardedCache(KVCache):
             check_counts(1, window=seen, chunk=chunk)
             check_counts(first=self.first)
             self.window, self.chunk = seen, chunk
-            # one more than are seen, for the local cache counts the token to come as its own
+            # The window is one larger because the local cache counts the next token as its own.
             options |= {"window": self.deal.most(seen) + 1, "first": self.deal.count(self.first)}
             options["chunk"] = self.deal.most(chunk)
         elif kind is StaticCache:
@@ -118,14 +118,14 @@ class ShardedCache(KVCache):
         if own_heads is not None:
             check_counts(1, own_heads=own_heads)
             share = Share(own_heads, own.num_kv_heads, self.comm.world, self.comm.rank)
-            self.num_kv_heads = len(share.keys)  # of an append
+            self.num_kv_heads = len(share.keys)  # the number of key-value heads in one append
         self._of, self._told = HeadExchange(self.comm, share), True
-        self._order = 0  # a checksum of all that `reorder` was told
+        self._order = 0  # a checksum of the arguments of all `reorder` calls
 
     @property
     @override
     def nbytes(self) -> int:
-        """Bytes of this rank's tokens."""
+        """The size in bytes of this rank's tokens."""
         return int(self.local.nbytes)
 
     @property
@@ -152,7 +152,7 @@ class ShardedCache(KVCache):
     def _rule(self, offset: Tensor | None) -> Mask:
         return super()._rule(offset) if self.window is None else window(self.window, offset=offset, first=self.first)
 
-    # --- tokens come in -----------------------------------------------------------------------------------------------
+    # --- append -------------------------------------------------------------------------------------------------------
 
     @override
     def append(
@@ -163,11 +163,11 @@ class ShardedCache(KVCache):
         lengths: Sequence[int] | Tensor | None = None,
         side: Literal["right", "left"] = "right",
     ) -> ShardedT:
-        """Adds T tokens to each row, of which each rank keeps its own; arguments as those of any cache.
+        """Append T tokens to each row; each rank keeps its own. The arguments are those of any cache.
 
         Raises:
-            TypeError, ValueError: as any cache, on this rank.
-            RankError: another rank has no room, or could not take what it was passed; nothing has changed then.
+            TypeError, ValueError: the errors of any cache, on this rank.
+            RankError: another rank has no room or got wrong arguments; the cache is unchanged then.
         """
         return super().append(key, value, lengths=lengths, side=side)
 
@@ -178,7 +178,7 @@ class ShardedCache(KVCache):
             _check_learns(key, value)
             return super()._append(key, value, lengths, side)
         except Exception as error:
-            if not self._told:  # the others wait for this rank's keys
+            if not self._told:  # the other ranks wait for this rank's keys and must learn of the error
                 self.comm.agree(APPEND, {}, error=error)
             raise
 
@@ -213,7 +213,7 @@ class ShardedCache(KVCache):
                 self.local.append(*tensors, lengths=owned(self.deal, rows))
             except Exception as full:
                 error = full
-        if type(self.local) is PagedCache:  # each rank has a pool of its own, with room of its own
+        if type(self.local) is PagedCache:  # each rank has its own page pool, so only one rank may be full
             try:
                 self.comm.agree(APPEND, self._state(), error=error)
             except (RuntimeError, ValueError):
@@ -224,7 +224,7 @@ class ShardedCache(KVCache):
             raise error
 
     def _state(self) -> dict[str, Any]:
-        """What ranks must agree on before they do anything with the cache."""
+        """Return the values that must be equal on all ranks before an operation."""
         return {
             "kind": type(self.local).__name__,
             "cache": f"block={self.deal.block}, own_heads={self.own_heads}, window={self.window}, first={self.first}",
@@ -233,26 +233,26 @@ class ShardedCache(KVCache):
             "rows of reorder()": f"{self._order:08x}",
         }
 
-    # --- and are attended ---------------------------------------------------------------------------------------------
+    # --- attend -------------------------------------------------------------------------------------------------------
 
     @override
     def attend(self, query: Tensor, *, mask: Mask | Tensor | None = None, **options: Any) -> Any:
-        """Attention of queries to the tokens of all ranks: `headwise.attention(query, cache)`, on every rank.
+        """Compute attention of queries to the tokens of all ranks: `headwise.attention(query, cache)`, on every rank.
 
         Args:
-            query: (B, H, T, D), the same on all ranks; with `own_heads` this rank's.
-            mask: a further rule, the same on all ranks; of a rolling cache a window. With `own_heads` one that is the
-                same for all heads.
+            query: (B, H, T, D), the same on all ranks; with `own_heads` the query heads of this rank.
+            mask: an additional mask, the same on all ranks; for a rolling cache only `window()` or `causal()`. With
+                `own_heads` it must be the same for all heads.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse` and `backend` of `headwise.attention`; with
-                `own_heads` sinks and gate are those of this rank's heads.
+                `own_heads`, sinks and gate belong to this rank's heads.
 
         Returns:
-            (B, H, T, V), with return_lse the pair with (B, H, T): of all heads, or of this rank's. Without `own_heads`
-            the same bits on every rank.
+            out (B, H, T, V), with return_lse the pair of out and lse (B, H, T): for all heads, or with `own_heads` for
+            this rank's heads. Without `own_heads` the result is bitwise equal on every rank.
 
         Raises:
-            TypeError, ValueError: as any cache, on this rank; an option that is not among these.
-            RankError, RankMismatch: as `context_parallel`.
+            TypeError, ValueError: the errors of any cache, on this rank; or an unknown option.
+            RankError, RankMismatch: as in `context_parallel`.
         """
         return super().attend(query, mask=mask, **options)
 
@@ -269,12 +269,12 @@ class ShardedCache(KVCache):
                 "sinks": sinks_text(options.get("sinks"), self.own_heads),
             }
         self.comm.agree(operation, same)
-        # A backend asked for by name refuses a call on all ranks alike: their group goes on.
+        # A backend chosen by name raises the same error on all ranks, so the group stays usable.
         with torch.no_grad(), self.comm.telling() if numbers["backend"] == "auto" else nullcontext():
             return self._attend_parts(query.detach(), rules, numbers, options)
 
     def _checked(self, query: Tensor, mask: Any, options: dict[str, Any]) -> tuple[dict[str, Any], Mask]:
-        """Scale and softcap, and the mask of all tokens; raises for what does not fit."""
+        """Return the options (scale, softcap, backend) and the mask over all tokens; raises for invalid arguments."""
         unknown = options.keys() - set(OPTIONS)
         if unknown:
             raise TypeError(f"a ShardedCache is attended with {', '.join(OPTIONS)}; got {', '.join(sorted(unknown))}")
@@ -326,7 +326,7 @@ class ShardedCache(KVCache):
         return (out, lse) if options.get("return_lse") else out
 
     def _seen(self, rules: Mask, T: int, S: int) -> list[tuple[int, int]]:
-        """The places outside of which no query sees a token."""
+        """Return intervals of positions that contain every token that a query attends to."""
         if self.window is None:
             return spans(rules, T, S)
         return [(0, min(self.first, S)), (max(min(self.lengths) - T - self.window + 1, 0), S)]
@@ -340,7 +340,7 @@ class ShardedCache(KVCache):
         gone = torch.tensor(self.local.dropped, device="cpu")[:, None]
         return fallen_at(self.deal.place(column + gone * (column >= kept)), rules, T, S, columns)
 
-    # --- rows and tokens go -------------------------------------------------------------------------------------------
+    # --- truncate, reorder, fork --------------------------------------------------------------------------------------
 
     @override
     def truncate(self: ShardedT, lengths: int | Sequence[int]) -> ShardedT:
@@ -351,7 +351,7 @@ class ShardedCache(KVCache):
                 f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths "
                 f"{self.lengths}"
             )
-        if self.window is not None:  # what one rank has dropped, none may go back to
+        if self.window is not None:  # no rank may go back to tokens that any rank has dropped
             error: Exception | None = None
             try:
                 self.local.fork().truncate(own)
@@ -366,7 +366,7 @@ class ShardedCache(KVCache):
         return self
 
     def remember(self: ShardedT, tokens: int) -> ShardedT:
-        """Keeps so many more tokens than a query sees, as a `RollingCache` does; of other kinds nothing is dropped."""
+        """Keep `tokens` more tokens than a query attends to, as in `RollingCache`; other kinds never drop tokens."""
         check_counts(tokens=tokens)
         if self.window is not None:
             self.local.remember(self.deal.most(tokens))
@@ -374,7 +374,7 @@ class ShardedCache(KVCache):
 
     @override
     def reorder(self: ShardedT, rows: Tensor | Sequence[int]) -> ShardedT:
-        """The rows of that order, the same on all ranks: ranks that differ are told so at the next `attend`."""
+        """Reorder the rows, with the same order on all ranks; if ranks differ, the next `attend` raises."""
         wanted = whole_numbers("rows", rows)
         self.local.reorder(rows)
         self.set_rows(wanted)
@@ -389,12 +389,12 @@ class ShardedCache(KVCache):
 
 
 def _check_learns(*what: Any) -> None:
-    """Raise for what is to get a gradient, of which there is none here."""
+    """Raise if an argument requires a gradient, because this cache has none."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) or getattr(x, "learns", False) for x in what):
         raise ValueError("a ShardedCache has no gradient: append and attend under torch.no_grad()")
 
 
 def _corner(rules: Mask, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
-    """What the mask says of the first query and key, with all axes that it has."""
+    """Return the mask and the bias of the first query and key, with all axes that the mask has."""
     one, cpu = slice(0, 1), torch.device("cpu")
     return rules.allowed(T, S, rows=one, cols=one, device=cpu), rules.added(T, S, rows=one, cols=one, device=cpu)

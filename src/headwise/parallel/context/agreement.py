@@ -1,4 +1,4 @@
-"""What ranks must agree on before they attend together, as numbers and short texts."""
+"""The values that ranks compare before a joint attention call, as numbers and short texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def digest(*tensors: Tensor | None) -> int:
-    """A checksum of the numbers of tensors; what is broadcast is read once."""
+    """Return a checksum of the numbers of tensors; broadcast dimensions are read only once."""
     total = 0
     for x in tensors:
         if x is None:
@@ -31,9 +31,9 @@ def digest(*tensors: Tensor | None) -> int:
 
 
 def mask_text(mask: Mask) -> str:
-    """A mask in few words: a checksum of all numbers, and its rules. Functions count by their name alone.
+    """Return a short text for a mask: a checksum of all its numbers, then its rules. Functions count by name only.
 
-    The checksum comes first: ranks compare the beginning of a long text.
+    The checksum comes first because ranks compare only the beginning of a long text.
     """
     if not mask.parts:
         return "none"
@@ -43,13 +43,13 @@ def mask_text(mask: Mask) -> str:
 
 
 def _named(rule: Any) -> str:
-    """A rule by its class and the numbers it has."""
+    """Return the class name of a rule and its numbers."""
     numbers = {k: v for k, v in vars(rule).items() if isinstance(v, (int, float)) and not k.startswith("_")}
     return f"{type(rule).__name__}({', '.join(f'{k}={v}' for k, v in numbers.items())})"
 
 
 def sinks_text(sinks: Tensor | None, own_heads: int | None) -> str | None:
-    """Sinks as ranks compare them; those of heads of its own are a rank's own matter."""
+    """Return the text by which ranks compare sinks; with `own_heads` each rank may have different sinks."""
     if sinks is None:
         return None
     return f"{digest(sinks):08x}" if own_heads is None else "own"

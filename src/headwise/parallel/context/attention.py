@@ -1,4 +1,4 @@
-"""Attention whose tokens are split over ranks: check, agree, choose a layout, call it."""
+"""Context parallel attention: check the arguments, compare them between ranks, choose a layout and call it."""
 
 from __future__ import annotations
 
@@ -44,50 +44,51 @@ def context_parallel(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    r"""`headwise.attention` of a sequence whose tokens are split over ranks: each passes its own, and gets its rows.
+    r"""Compute `headwise.attention` over a sequence split over ranks: each passes and gets its own tokens.
 
     $$\text{out}_i = \sum_c e^{l_{ic} - l_i}\, \text{out}_{ic}, \qquad l_i = \log \sum_c e^{l_{ic}}$$
 
     where c are the parts of the keys and $l_{ic}$ the log of the softmax's denominator over part c.
 
-    The mask is that of the whole sequence, as one process would pass it: places, lengths and ids count over all tokens,
-    dense tensors have all T x S (or 1) of them. It is the same on every rank, and so are sinks, slopes, tables.
-    Gradients of query, key and value are whole. Those of what every rank has (sinks, slopes, tables, biases, gates of
-    heads, what an expansion reads) are this rank's share: their sum over ranks is the gradient, as for weights in data
-    parallel training; `sum_gradients` adds them up.
+    The mask is the mask of the whole sequence, as in one process: positions, lengths and ids count over all tokens, and
+    dense tensors have size T x S (or 1). The mask, the sinks, the slopes and the tables are equal on every rank.
+    The gradients of query, key and value are complete. The gradients of tensors that every rank has (sinks, slopes,
+    tables, biases, gates of heads, the tensors of an expansion) are this rank's share: the gradient is their sum over
+    ranks, as for weights in data parallel training. `sum_gradients` computes this sum.
 
-    Layouts (all exact; "auto" takes the one that sends least, see `explain`):
+    Layouts (all exact; "auto" takes the one that sends the fewest bytes, see `explain`):
 
-    - ``"ring"``: keys go from rank to rank while others are attended; only those that the mask lets through travel, a
-      halo for a window. Memory of one further rank's keys. Partial outputs are merged in float32.
-    - ``"gather"``: all keys go to all ranks, one key-value head at a time. Out and lse have the bits of one process.
-    - ``"ulysses"``: each rank has all tokens of some heads. Out and lse have the bits of one process, and gradients too
-      where the ranks divide the key-value heads.
+    - ``"ring"``: keys are sent while the rank computes attention over earlier ones. Only keys that the mask allows are
+      sent: a halo for a window. Memory for the keys of one more rank. Partial outputs are merged in float32.
+    - ``"gather"``: all keys go to all ranks, one key-value head at a time. Out and lse are bitwise equal to one
+      process.
+    - ``"ulysses"``: each rank has all tokens of some heads. Out and lse are bitwise equal to one process; gradients are
+      too if the number of ranks divides the number of key-value heads.
 
-    The bits hold for any number of threads, in float32, bfloat16 and float16, where a stretch of a rank's queries has
-    more than 192 rows (queries times H / K); with fewer, on a rank or in one process, sums have another order.
+    Bitwise equality holds for any number of threads, in float32, bfloat16 and float16, if each stretch of a rank's
+    queries has more than 192 rows (queries times H / K); with fewer rows the order of summation differs.
 
     Args:
         query: (B, H, T_r, D), this rank's queries.
-        key: (B, K, S_r, D), this rank's keys; or (B, 1, S_r, E) of what keys and values are made of, see `expansion`.
-        value: (B, K, S_r, V).
-        mask: of all T queries and S keys.
+        key: (B, K, S_r, D), this rank's keys; or with `expansion` the vectors (B, 1, S_r, E) that it expands.
+        value: (B, K, S_r, V), this rank's values; None with `expansion`.
+        mask: the mask of all T queries and S keys.
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
         layout: "auto", "ring", "gather" or "ulysses".
-        order: how tokens are dealt out: "contiguous", any lengths, rank 0 first; or "zigzag", as `split_sequence` does.
-        expansion: where vectors travel of which each rank makes keys and values: `Expansion`.
-        timeout: seconds to wait for another rank, for this group from now on; 30 at first.
+        order: the split of the tokens: "contiguous" (any lengths, rank 0 first) or "zigzag", see `split_sequence`.
+        expansion: an `Expansion` if ranks send vectors from which each rank computes keys and values.
+        timeout: seconds to wait for another rank, for this group from now on; 30 by default.
         return_lse: also return lse.
-        options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate is this rank's where
-            it has an axis of queries. Dropout keeps the weights that one process keeps: its seed is rank 0's. `some`:
-            where these are some of a module's heads, `headwise.nn.sharding.tokens.LocalHeads`, for the dropout of all.
+        options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate with an axis of queries
+            holds this rank's queries. Dropout keeps the same weights as one process, with the seed of rank 0. `some`:
+            the `headwise.nn.sharding.tokens.LocalHeads` if these are some of a module's heads; dropout needs it.
 
     Returns:
-        (B, H, T_r, V); with `return_lse` the pair with (B, H, T_r).
+        out (B, H, T_r, V); with `return_lse` the pair of out and lse (B, H, T_r).
 
     Raises:
-        TypeError, ValueError: as `headwise.attention`, on this rank; on the others a `RankError` that says so.
-        RankMismatch: ranks pass what does not fit together: on every rank.
+        TypeError, ValueError: the errors of `headwise.attention`, on this rank; the other ranks raise a `RankError`.
+        RankMismatch: the arguments of the ranks do not fit together; every rank raises it.
         RankError: a rank has ended, hangs, or has raised.
     """
     comm = Comm.of(group, timeout)
@@ -109,14 +110,14 @@ def context_parallel(
 
 
 def _agreed(comm: Comm, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[_Arguments, Any]:
-    """This rank's arguments, checked, and what each rank says of its own; where one's are wrong, all raise."""
+    """Return this rank's checked arguments and the own values of each rank; if any rank's are wrong, all raise."""
     with comm.before("context_parallel"):
         call = _Arguments(*in_autocast_dtype(query, key, value), *rest)
     return call, comm.agree("context_parallel", call.same, call.own)
 
 
 class _Arguments:
-    """One rank's arguments, checked; `same` must be every rank's, `own` may differ."""
+    """The checked arguments of one rank; `same` must be equal on every rank, `own` may differ."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class _Arguments:
         self.own = {"T": T, "S": key.shape[2], "seed": seed}
 
     def job(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> ContextCall:
-        """The call over all ranks."""
+        """Return the call over all ranks."""
         self.mask.check(self.query.shape[0], self.heads, T, S, self.query.device)
         with torch.enable_grad():
             mask = self.mask.computed_in(compute_dtype(self.query))

@@ -1,12 +1,12 @@
-"""Some queries against some keys: their partial result, and their part of a gradient whose forward saw all keys.
+r"""Attention of some queries to some keys: the partial result, and its share of a gradient over all keys.
 
-Of a row with score s_j, lse L over *all* keys and output O, any part of the keys gives its share of the gradient by
+For a row with scores s_j, lse L over *all* keys and output O, any part of the keys adds this share to the gradient:
 
-$$P_j = e^{s_j - L}, \\qquad dV_j = P_j\\, dO, \\qquad dS_j = P_j\\, (dO \\cdot V_j - dO \\cdot O + dL)$$
+$$P_j = e^{s_j - L}, \qquad dV_j = P_j\, dO, \qquad dS_j = P_j\, (dO \cdot V_j - dO \cdot O + dL)$$
 
-(Dao et al. 2022, FlashAttention, arXiv 2205.14135, section B.4), which is what the native kernel takes: it weighs by
-each row's greatest score over all keys and the weight of that. Where it does not serve, the part is attended again and
-autograd does the same, from out = sum_c w_c out_c and w_c = exp(lse_c - L):
+(Dao et al. 2022, FlashAttention, arXiv 2205.14135, section B.4). The native kernel computes this from each row's
+greatest score over all keys and the weight of that score. If the native kernel does not support the call, the part is
+computed again and autograd gives the same result, from out = sum_c w_c out_c and w_c = exp(lse_c - L):
 d out_c = w_c dO, d lse_c = w_c (dO . (out_c - O) + dL).
 """
 
@@ -30,21 +30,21 @@ from .call import ContextCall
 
 
 class Partial(NamedTuple):
-    """What some queries get from some keys."""
+    """The result of some queries over some keys."""
 
     out: Tensor
     lse: Tensor
     ends: Tensor | None
-    """(2, B, H, T): each row's greatest score and its weight, by the native kernel; None by others."""
+    """(2, B, H, T): each row's greatest score and its weight, from the native kernel; None from other backends."""
 
     def of(self, rows: slice, heads: slice = slice(None)) -> Partial:
-        """Of some rows and heads; views."""
+        """Return views of some rows and heads."""
         ends = None if self.ends is None else self.ends[:, :, heads, rows]
         return Partial(self.out[:, heads, rows], self.lse[:, heads, rows], ends)
 
 
 class Block(NamedTuple):
-    """Queries, keys and query heads of a call: (start, stop) each, counted over all of them."""
+    """A block of queries, keys and query heads of a call: (start, stop) of each, counted over the whole call."""
 
     rows: Stretch
     cols: Stretch
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of query, key, value, and of the tensors of the mask."""
+    """The gradients of query, key, value and of the tensors of the mask."""
 
     query: Tensor
     key: Tensor
@@ -61,14 +61,14 @@ class Gradient(NamedTuple):
 
 
 def is_native(query: Tensor, mask: Mask) -> bool:
-    """Whether the native kernel serves calls under this mask."""
+    """Return whether the native kernel supports calls with this mask."""
     serves = query.device.type == "cpu" and query.dtype != torch.float64 and type(query) is Tensor and len(query) > 0
     return serves and error_for() is None and trouble_with(mask) is None
 
 
 def scoring_of(job: ContextCall, at: Block, sinks: Tensor | None = None) -> Scoring:
-    """What happens to the scores of a rectangle."""
-    if at not in job.scorings:  # kept for the backward: rules without a form in the kernel have their maps by then
+    """Return the scale, softcap, mask and sinks that apply to the scores of a block."""
+    if at not in job.scorings:  # The backward pass uses it again: rules without a kernel form have their maps then.
         mask = job.mask.part(at.rows, at.cols, job.T, job.S, heads=at.heads)
         scoring = Scoring(mask, job.numbers.scale, job.numbers.softcap, None)
         job.scorings[at] = scoring.trimmed(at.rows[1] - at.rows[0], at.cols[1] - at.cols[0])
@@ -76,7 +76,7 @@ def scoring_of(job: ContextCall, at: Block, sinks: Tensor | None = None) -> Scor
 
 
 def seed_of(job: ContextCall, at: Block) -> Tensor | None:
-    """What the native kernel draws dropout from, so that a weight is kept as in one process; None for no dropout."""
+    """Return the dropout seed of a block, so that the kernel keeps the same weights as one process, or None."""
     if not job.numbers.dropout:
         return None
     total, first = job.numbers.some or (job.heads, 0)
@@ -86,7 +86,7 @@ def seed_of(job: ContextCall, at: Block) -> Tensor | None:
 def attend(
     job: ContextCall, at: Block, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
 ) -> Partial:
-    """The partial result of a rectangle; without a graph."""
+    """Compute the partial result of a block, without an autograd graph."""
     with torch.no_grad():
         scoring = scoring_of(job, at, sinks)
         if is_native(query, scoring.mask):
@@ -98,7 +98,7 @@ def attend(
 
 
 def merge_blocks(job: ContextCall, at: Block, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """out and lse of a rectangle by `headwise.attention`, with the dropout of the whole."""
+    """Compute out and lse of a block by `headwise.attention`, with the dropout of the whole call."""
     rules: dict[str, Any] = {
         "mask": scoring.mask,
         "scale": scoring.scale,
@@ -121,13 +121,18 @@ def gradient(
     has_all: bool = False,
     sinks: Tensor | None = None,
 ) -> Gradient:
-    """The rectangle's share of the gradient, where `whole` is the result of its queries over all keys.
+    """Compute the block's share of the gradient, where `whole` is the result of its queries over all keys.
 
     Args:
-        tensors: query, key and value of the rectangle.
-        leaves: tensors in the job's mask that are to get a gradient; their own graph leads to the rectangle's mask.
-        has_all: the rectangle has all keys that its queries see: the kernel may do as in one process.
-        sinks: then, those that its forward had.
+        job: the call over all ranks.
+        at: the block.
+        tensors: query, key and value of the block.
+        whole: the result of these queries over all keys.
+        grad_out: the gradient of out.
+        grad_lse: the gradient of lse, or None.
+        leaves: the tensors of the job's mask that get a gradient; the block's mask is computed from them.
+        has_all: the block has all keys that its queries attend to, so the kernel can compute as in one process.
+        sinks: the sinks of the forward pass, used only with `has_all`.
     """
     with torch.enable_grad():
         scoring = scoring_of(job, at)

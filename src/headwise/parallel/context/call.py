@@ -1,4 +1,4 @@
-"""One call of attention over ranks: who holds which queries and keys, what each sees, and what is done with scores."""
+"""One attention call over ranks: the queries and keys of each rank, the mask, and the options for the scores."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Expand = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Expansion:
-    """How keys and values are made, on every rank, of the vectors that travel in their place.
+    """A function by which every rank computes keys and values from the vectors that ranks send instead.
 
     Attributes:
-        function: (vectors (B, 1, n, E), first, last) -> keys and values of the query heads first <= h < last, of which
-            a group shares one as always: (B, k, n, D) and (B, k, n, V).
-        tensors: what it reads beside the vectors and is to get a gradient.
+        function: maps (vectors (B, 1, n, E), first, last) to keys (B, k, n, D) and values (B, k, n, V) of the query
+            heads first <= h < last; each group of query heads shares one key-value head as usual.
+        tensors: the other tensors that the function reads and that get a gradient.
         value_dim: V.
         width: E.
     """
@@ -38,31 +38,31 @@ class Expansion:
 
 
 class CallOptions(NamedTuple):
-    """What happens to scores beside the mask."""
+    """The options of a call for its scores, without the mask."""
 
     scale: float
     softcap: float | None
     dropout: float
     seed: int
     some: tuple[int, int] | None = None
-    """Of a module whose heads are dealt out as well: all of its heads, and the first of these."""
+    """If the heads of the module are split as well: its total number of heads, and the first of these heads."""
 
 
 @dataclass(frozen=True, eq=False)
 class ContextCall:
-    """A call over all ranks, as each of them knows it.
+    """A call over all ranks; every rank has the same information.
 
     Attributes:
         comm: the ranks.
         queries: the stretches of queries of each rank, in the order in which it holds them.
-        keys: likewise the keys.
-        mask: of the whole call, sized.
+        keys: the stretches of keys of each rank, likewise.
+        mask: the mask of the whole call, with its sizes checked.
         numbers: scale, softcap, dropout.
         heads: query heads H.
-        kv_heads: key-value heads K of what travels.
+        kv_heads: key-value heads K of the tensors that ranks send.
         value_dim: V.
-        expansion: where keys and values are made of what travels.
-        name: of the call, for errors of its backward.
+        expansion: the `Expansion`, if keys and values are computed from the tensors that ranks send.
+        name: the name of the call in errors of its backward pass.
     """
 
     comm: Comm
@@ -79,16 +79,16 @@ class ContextCall:
 
     @property
     def T(self) -> int:
-        """Queries of all ranks."""
+        """The number of queries of all ranks."""
         return sum(b - a for own in self.queries for a, b in own)
 
     @property
     def S(self) -> int:
-        """Keys of all ranks."""
+        """The number of keys of all ranks."""
         return sum(b - a for own in self.keys for a, b in own)
 
     def needed(self, rank: int, owner: int) -> list[Stretch]:
-        """The keys of a rank that the queries of another may see: at most one stretch of each that it holds."""
+        """Return the keys of `owner` that queries of `rank` may attend to: at most one part of each stretch."""
         needs = []
         for first, last in self.keys[owner]:
             ends = [self.reach(rows, (first, last)) for rows in self.queries[rank]]
@@ -98,7 +98,7 @@ class ContextCall:
         return needs
 
     def reach(self, rows: Stretch, cols: Stretch) -> Stretch | None:
-        """The keys of a stretch that these queries may see; None where they see none."""
+        """Return the part of `cols` that the queries `rows` may attend to; None if it is empty."""
         if not self.mask.meets(rows, cols, self.T, self.S):
             return None
         low, high = self.mask.reach(*rows, self.T, self.S)
@@ -106,7 +106,7 @@ class ContextCall:
         return (low, high) if low < high else None
 
     def local(self, stretches: Sequence[Stretch]) -> list[tuple[Stretch, slice]]:
-        """Each stretch that a rank holds, and where it lies in what it holds."""
+        """Return each stretch that a rank holds, and its slice in the rank's local tensor."""
         places, at = [], 0
         for a, b in stretches:
             places.append(((a, b), slice(at, at + b - a)))
@@ -114,14 +114,14 @@ class ContextCall:
         return places
 
     def mine(self, stretches: Sequence[Stretch], part: Stretch) -> slice:
-        """Where a part of one of the stretches that a rank holds lies in what it holds."""
+        """Return the slice in the rank's local tensor for a part of one of its stretches."""
         for (a, b), at in self.local(stretches):
             if a <= part[0] and part[1] <= b:
                 return slice(at.start + part[0] - a, at.start + part[1] - a)
         raise ValueError(f"{part} is no part of {stretches}")
 
     def with_leaves(self, query: Tensor, leaves: Sequence[Tensor]) -> ContextCall:
-        """The job with other tensors in its mask, in the order of `leaves_of`, in the precision of the query."""
+        """Return the job with other tensors in its mask, in the order of `leaves_of` and the query's compute dtype."""
         mask = self.mask
         if leaves:
             mask = pytree.tree_unflatten(list(leaves), pytree.tree_flatten(mask)[1])
@@ -130,10 +130,10 @@ class ContextCall:
 
     @property
     def read(self) -> tuple[Tensor, ...]:
-        """What an expansion reads beside what travels."""
+        """The tensors that an expansion reads in addition to those that ranks send."""
         return self.expansion.tensors if self.expansion is not None else ()
 
 
 def leaves_of(mask: Mask) -> list[Tensor]:
-    """The tensors of a mask of which some get a gradient; none where none does."""
+    """Return the tensors of a mask if any of them gets a gradient; otherwise an empty list."""
     return list(pytree.tree_leaves(mask)) if mask.learns and torch.is_grad_enabled() else []

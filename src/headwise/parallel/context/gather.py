@@ -1,13 +1,14 @@
-"""Layout `gather`: every rank gets all keys and values, one key-value head at a time, and attends its queries to them.
+"""Layout `gather`: every rank gets all keys and values, one key-value head at a time, for its own queries.
 
-All-gather context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: a row meets all
-its keys in one call, as in one process, and has the same bits for any number of ranks. The next head is on its way
-while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32.
+All-gather context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: each row uses
+all its keys in one call, as in one process, so the result is bitwise equal for any number of ranks. The next head is
+received during the computation of the current one. The backward pass gathers the keys again and reduce-scatters their
+gradients in float32.
 
-A rank holds two heads of all keys (the one that is attended, where it came, and the next); backward one, its gradients
-and those of another stretch of queries. That part of its memory does not fall with the number of ranks: all keys of a
-head must be there at once for the bits of one process, and so must their gradients, which come from one call. So
-backward no head comes ahead of its time: what is sent grows with the length, what is computed with its square.
+A rank holds two heads of all keys (the current one and the next). In the backward pass it holds one head, its gradients
+and those of another stretch of queries. This memory does not fall with the number of ranks: bitwise equality needs all
+keys of a head in one call, and this call also returns all their gradients. The backward pass therefore receives no head
+in advance; the bytes sent grow with the length, but the computation grows with its square.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from .call import ContextCall
 from .key_exchange import GradientSums, KVTensors, ReceivedKeys, Route, attended, met
 
 SPLIT = 1024
-"""Keys that the native kernel sums on their own where rows are few: cut there, the sums are those of one process."""
+"""Keys that the native kernel sums separately if rows are few; cuts at multiples of it keep the sums equal."""
 
 
 class Stages:
-    """The gather of what travels, head by head, for one rank of a job."""
+    """The gather of keys and values, head by head, for one rank of a job."""
 
     def __init__(self, job: ContextCall, shards: KVTensors) -> None:
         self.job, self.shards = job, shards
         self.widths, self.batch = [x.shape[3] for x in shards], shards[0].shape[0]
         self.others = [rank for rank in range(job.comm.world) if rank != job.comm.rank]
-        self.strips = max(map(len, job.keys))  # stretches of a rank: a message has one
+        self.strips = max(map(len, job.keys))  # the most stretches of a rank; each message has one
         self.spans = met(job, self._span)
 
     def _span(self, rows: Stretch) -> Stretch | None:
-        """The keys that these queries are attended to."""
+        """Return the keys that these queries are computed with."""
         span = self.job.reach(rows, (0, self.job.S))
         return None if span is None else (span[0] // SPLIT * SPLIT, span[1])
 
     def coming(self) -> Iterator[ReceivedKeys]:
-        """All keys, head by head: the next is on its way meanwhile. Who takes a head clears its list."""
+        """Yield all keys, head by head, while the next head is received. The caller must clear each head's list."""
         following = self.bring(0)
         for stage in range(self.job.kv_heads):
             came, following = following, self.bring(stage + 1)
             yield self.taken(stage, came)
 
     def taken(self, stage: int, came: list[Any]) -> ReceivedKeys:
-        """A head that has come; the list, which `bring` gave, is emptied, and nothing else keeps it."""
+        """Return a head when it has arrived; empties the list from `bring`, so no other reference remains."""
         whole, pending = came
         came.clear()
         for one in pending:
@@ -62,7 +63,7 @@ class Stages:
         )
 
     def bring(self, stage: int) -> list[Any]:
-        """Starts the messages of a head, to where all its keys lie: (S, B, widths), those of a stretch in a row."""
+        """Start the messages of a head into one tensor (S, B, widths), where the keys of a stretch are contiguous."""
         if stage >= self.job.kv_heads:
             return []
         whole, keys = self.shards[0].new_empty((self.job.S, self.batch, sum(self.widths))), self.job.keys
@@ -78,10 +79,10 @@ class Stages:
         return [whole, pending]
 
     def reduce(self, stage: int, low: int, grads: KVTensors, total: KVTensors) -> None:
-        """Writes the gradients of a head of this rank's keys: of all ranks, added up, its own first.
+        """Write the gradients of a head of this rank's keys into `total`: the sum over ranks, its own first.
 
-        They go to one rank after another and come from one after another, the next on their way meanwhile: a rank
-        holds two others' parts, not all.
+        The messages go to one rank after another, and the next one is sent during the addition. So a rank holds the
+        parts of two other ranks, not of all.
         """
         comm, me, N = self.job.comm, self.job.comm.rank, self.job.comm.world
         own = self.job.local(self.job.keys[me])
@@ -110,7 +111,7 @@ class Stages:
 
 
 def _from(x: Tensor, start: int, stop: int) -> Tensor:
-    """The keys from `start` to `stop`; 0 for those that `x` has not."""
+    """Return the keys from `start` to `stop`, with 0 for those outside `x`."""
     n = x.shape[2]
     if start >= 0 and stop <= n:
         return x[:, :, start:stop]
@@ -140,7 +141,8 @@ def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     stages = Stages(sums.job, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     for stage in range(sums.job.kv_heads):
-        came = stages.taken(stage, stages.bring(stage))  # none ahead: it would lie beside the gradients of this one
+        # No head is received in advance: it would need memory in addition to the gradients of this one.
+        came = stages.taken(stage, stages.bring(stage))
         low, grads = 0, [x[:, :, :0].to(sums.wide) for x in came.keys]
         if stages.spans:
             low, grads = sums.of_keys(came, stages.spans)

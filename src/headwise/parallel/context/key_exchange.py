@@ -1,8 +1,8 @@
-"""What the layouts share in which queries stay and keys travel: the autograd node, and how it meets what has come.
+"""The code shared by the layouts that send keys and keep queries: the autograd node and attention to received keys.
 
-Keys and values come by a few heads at a time. What has come is attended by all of a rank's queries that may see it, and
-is let go: beside queries, keys, values, outputs and their gradients a rank holds a few heads of what is attended, of
-what is on its way, and of their gradients.
+Keys and values arrive a few heads at a time. All queries of the rank that may attend to them are computed, then they
+are released. In addition to queries, keys, values, outputs and their gradients, a rank holds only a few heads of the
+current keys, of the keys in transfer, and of their gradients.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .call import ContextCall
 from .merge import sink_gradient
 
 KVTensors = list[Tensor]
-"""Keys and values (B, k, n, width), or the vectors that they are made of: what goes from rank to rank."""
+"""Keys and values (B, k, n, width), or the vectors that an expansion uses: the tensors that ranks send."""
 
 
 class ReceivedKeys(NamedTuple):
-    """Keys that are here to be attended.
+    """The received keys of some heads.
 
     Attributes:
-        keys: they and their values, or what both are made of.
-        heads: which of the key-value heads.
-        first: the place of the first of them among all.
+        keys: the keys and values, or the vectors from which an expansion computes them.
+        heads: the range of key-value heads.
+        first: the position of the first key in the whole sequence.
     """
 
     keys: KVTensors
@@ -41,36 +41,36 @@ class ReceivedKeys(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """Some of a rank's queries, and the keys that they may see of those that came."""
+    """Some of a rank's queries, and the received keys that they may attend to."""
 
     rows: Stretch
     at: slice
-    """Where the queries lie in what the rank holds."""
+    """The slice of these queries in the rank's local tensor."""
     span: Stretch
 
 
 class Route(NamedTuple):
-    """How keys travel: what is attended in which order, forward and backward."""
+    """A forward and a backward function that define the order in which keys are sent and used."""
 
     forward: Callable[[ContextCall, Tensor, KVTensors, Tensor | None], Partial]
     backward: Callable[[GradientSums, KVTensors], KVTensors]
     has_all: bool
-    """Whether queries meet all keys that they may see in one call: the kernel may do as in one process."""
+    """True if each query gets all its keys in one call, so the kernel can compute as in one process."""
 
 
 class KeyExchange(torch.autograd.Function):
-    """out and lse of this rank's queries over all ranks' keys."""
+    """The autograd function of attention between this rank's queries and the keys of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, layout: Route, job: ContextCall, *tensors: Any) -> Any:
-        """out and lse."""
+        """Return out and lse."""
         query, key, value, sinks, n, *rest = tensors
         with job.comm.telling():
             here = job.with_leaves(query, [x.detach() for x in rest[:n]])
             logits = None if sinks is None else sinks.detach()
             whole = layout.forward(here, query, [key] if value is None else [key, value], logits)
         ctx.job, ctx.layout, ctx.n, ctx.casting = job, layout, n, _casting(query.device.type)
-        # The backward asks the mask again: those of its tensors that changed in between are refused by autograd.
+        # The backward pass evaluates the mask again; saving its tensors lets autograd detect changes in between.
         again = [x for x in pytree.tree_leaves(job.mask) if not x.is_inference()]
         ctx.again = len(again)
         ctx.save_for_backward(*again, query, key, value, sinks, *whole, *rest)
@@ -80,7 +80,7 @@ class KeyExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        """The gradients of what `forward` took."""
+        """Return the gradients of the arguments of `forward`."""
         query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors[ctx.again :]
         job: ContextCall = ctx.job
         with job.comm.telling(), ctx.casting():
@@ -96,13 +96,13 @@ class KeyExchange(torch.autograd.Function):
 
 
 def _casting(device: str) -> Callable[[], torch.autocast]:
-    """The autocast that is on, for the backward, which runs outside of it and attends, or expands, anew."""
+    """Return the current autocast state for the backward pass, which runs outside it and computes attention again."""
     on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return partial(torch.autocast, device, dtype, on, cache_enabled=torch.is_autocast_cache_enabled())
 
 
 def met(job: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[QueryBlock]:
-    """This rank's queries, a stretch at a time, and what they may see; the most keys first."""
+    """Return this rank's queries, one stretch at a time, with the keys that they may attend to; most keys first."""
     spans = [(rows, at, span_of(rows)) for rows, at in job.local(job.queries[job.comm.rank])]
     pairs = [QueryBlock(rows, at, span) for rows, at, span in spans if span is not None]
     return sorted(pairs, key=lambda one: one.span[0] - one.span[1])
@@ -111,7 +111,7 @@ def met(job: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[
 def attended(
     job: ContextCall, query: Tensor, came: ReceivedKeys, spans: Sequence[QueryBlock], sinks: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Partial]]:
-    """(heads, rows) of this rank's queries, and what these get from keys that came."""
+    """Yield heads, rows and the partial result of this rank's queries over the received keys."""
     for heads in groups(job, came):
         k, v = expanded(job, came.keys, heads)
         few = slice(*heads)
@@ -123,7 +123,7 @@ def attended(
 
 
 def groups(job: ContextCall, came: ReceivedKeys) -> list[Stretch]:
-    """The query heads that are attended together: those of the heads that came; of what expands, a few at a time."""
+    """Return the query heads to compute together: those of the received heads, or a few at a time with an expansion."""
     if job.expansion is None:
         G = job.heads // job.kv_heads
         return [(came.heads[0] * G, came.heads[1] * G)]
@@ -132,7 +132,7 @@ def groups(job: ContextCall, came: ReceivedKeys) -> list[Stretch]:
 
 
 class GradientSums:
-    """What a rank adds to gradients, part by part of the keys; in float32 where a number has several parts."""
+    """The sums of gradients of one rank over parts of the keys; in float32 if a value has several parts."""
 
     def __init__(
         self,
@@ -154,10 +154,10 @@ class GradientSums:
         self.sums: dict[int, Tensor] = {}
 
     def of_keys(self, came: ReceivedKeys, spans: Sequence[QueryBlock]) -> tuple[int, KVTensors]:
-        """What this rank's queries add to the gradient of keys that came, in float32: of those that some may see.
+        """Compute this rank's share of the gradient of received keys, in float32, for the keys that its queries use.
 
         Returns:
-            The place of the first of these, and the gradients. What they add to all other gradients is kept here.
+            The position of the first of these keys, and the gradients. All other gradients are added to the sums here.
         """
         low, high = (end(one.span[side] for one in spans) for side, end in ((0, min), (1, max)))
         total: KVTensors | None = None
@@ -193,18 +193,18 @@ class GradientSums:
         return [some.key, some.value]
 
     def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Adds to the gradients of tensors that all ranks have."""
+        """Add to the gradients of tensors that all ranks have."""
         for x, grad in zip(tensors, grads, strict=True):
             if grad is not None:
                 self.sums[id(x)] = self.sums[id(x)] + grad if id(x) in self.sums else grad
 
     def of_tensors(self) -> list[Tensor | None]:
-        """The gradients of the mask's tensors and of those that an expansion reads, in their order."""
+        """Return the gradients of the tensors of the mask and then of the expansion, in their order."""
         return [self.sums.get(id(x)) for x in (*self.leaves, *self.job.read)]
 
 
 def _added(total: KVTensors | None, some: KVTensors, at: int, size: int, wide: torch.dtype) -> KVTensors:
-    """The sum with gradients of keys from `at` on, of `size`; the first that has all of them is the sum."""
+    """Add gradients of keys from `at` on to a sum over `size` keys; the first one with all keys becomes the sum."""
     n = some[0].shape[2]
     if total is None:
         if n == size:
@@ -216,7 +216,7 @@ def _added(total: KVTensors | None, some: KVTensors, at: int, size: int, wide: t
 
 
 class ExpandedKeys:
-    """Keys and values of what travelled, with a graph back to it where they are made of it."""
+    """Keys and values from received tensors, with an autograd graph if an expansion computes them."""
 
     def __init__(self, job: ContextCall, part: KVTensors, heads: Stretch) -> None:
         self.expansion, self.read = job.expansion, job.read
@@ -229,7 +229,7 @@ class ExpandedKeys:
         self.pair = [x.detach() for x in self.made]
 
     def folded(self, pair: KVTensors) -> tuple[KVTensors, list[Tensor | None]]:
-        """The gradients of what travelled, and of the tensors that the expansion reads."""
+        """Return the gradients of the received tensors and of the tensors that the expansion reads."""
         if self.expansion is None:
             return pair, []
         wanted = [x for x in self.read if x.requires_grad]
@@ -240,7 +240,7 @@ class ExpandedKeys:
 
 
 def expanded(job: ContextCall, part: KVTensors, heads: Stretch) -> KVTensors:
-    """Keys and values of what travelled; without a graph."""
+    """Return keys and values from received tensors, without an autograd graph."""
     if job.expansion is None:
         return part
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The bytes and the least time of each layout, by the cost model of `headwise.plan.ranks.communication`."""
+"""The bytes and the least time of each layout, from the cost model of `headwise.plan.ranks.communication`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .call import ContextCall
 
 
 def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
-    """A call as the cost model knows it: causal, windowed, in chunks, or full; for other masks one that contains it."""
+    """Return the call for the cost model: causal, window, chunks or full; another mask becomes one that contains it."""
     lefts: list[int] = []
     rights: list[int] = []
     chunk = None
@@ -29,7 +29,7 @@ def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
     left, right = min(lefts, default=None), min(rights, default=None)
     left = max(1, left) if left is not None else None
     if chunk is not None and right == 0:
-        left = None  # chunks are the narrower, or nearly
+        left = None  # chunks allow fewer keys than the window, or nearly as few
     else:
         chunk = None
     if right not in (0, left):
@@ -38,14 +38,14 @@ def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
 
 
 def _is_at_the_end(offset: int | Tensor | None, T: int, S: int) -> bool:
-    """Whether the last query stands at the last key, in every row of the batch."""
+    """Return whether the last query is at the position of the last key, in every row of the batch."""
     if isinstance(offset, Tensor):
         return not offset.is_meta and bool((offset == S - T).all())
     return offset in (None, S - T)
 
 
 def fastest_layout(job: ContextCall, query: Tensor) -> str:
-    """The layout that sends the fewest bytes from the rank that sends most, in the order that the planner takes."""
+    """Return the layout with the fewest bytes sent by the busiest rank, in the token order that the planner chooses."""
     T, S = job.T, job.S
     if not 0 < T <= S:
         return "ring"
@@ -69,18 +69,18 @@ def fastest_layout(job: ContextCall, query: Tensor) -> str:
 
 
 def _fewest_bytes(call: MeshCall, ranks: int) -> str:
-    """What `layout="auto"` takes."""
+    """Return the layout that ``layout="auto"`` uses."""
     return min((price(call, layout, ranks) for layout in LAYOUTS), key=lambda cost: cost.bytes).layout
 
 
 @dataclass(frozen=True)
 class LayoutCosts:
-    """What each layout sends and takes, the cheapest first: by time where a link is given. Prints as a table.
+    """The bytes and times of each layout, the cheapest first: by time if a link is given. Prints as a table.
 
     Attributes:
-        ranks: how many.
-        costs: of each layout.
-        auto: the layout that ``layout="auto"`` takes: it sends the fewest bytes forward, whatever the link.
+        ranks: the number of ranks.
+        costs: the cost of each layout.
+        auto: the layout that ``layout="auto"`` uses: the one with the fewest bytes in the forward pass, for any link.
     """
 
     ranks: int
@@ -89,7 +89,7 @@ class LayoutCosts:
 
     @property
     def layout(self) -> str:
-        """The cheapest."""
+        """The cheapest layout."""
         return self.costs[0].layout
 
     def __str__(self) -> str:
@@ -114,19 +114,19 @@ def explain(
     flop_rate: float | None = None,
     backward: bool = False,
 ) -> LayoutCosts:
-    """What `context_parallel` would send in each layout, and the least time it takes. Sends and computes nothing.
+    """Return the bytes that `context_parallel` would send in each layout, and the least time. Sends nothing.
 
     Args:
-        query: (B, H, T, D) of the whole sequence; with key and value it is read for its sizes alone, so tensors on the
-            meta device do.
+        query: (B, H, T, D) of the whole sequence; only the sizes of query, key and value are read, so tensors on the
+            meta device are enough.
         key: (B, K, S, D).
         value: (B, K, S, V).
-        ranks: how many there are.
-        mask: of the whole sequence. One that is not causal, full, a window or chunks is priced as one of those that
-            contains it.
-        link: `headwise.plan.ranks.communication.Link`, a rank's way to the others, for times.
-        flop_rate: operations a second of a rank, for times.
-        backward: of the way back.
+        ranks: the number of ranks.
+        mask: the mask of the whole sequence. If it is not causal, full, a window or chunks, the cost is that of such a
+            mask that contains it.
+        link: the `headwise.plan.ranks.communication.Link` from a rank to the others, for times.
+        flop_rate: the FLOPs per second of a rank, for times.
+        backward: return the costs of the backward pass.
 
     >>> import torch, headwise
     >>> from headwise.plan.ranks.communication import Link

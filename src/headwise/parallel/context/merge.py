@@ -1,7 +1,7 @@
-"""Partial results over parts of the keys become the result over all: a sum weighed by each part's lse.
+"""The merge of partial results over parts of the keys: a sum weighted by each part's lse.
 
 With m = max_c lse_c: lse = m + log sum_c exp(lse_c - m), out = sum_c exp(lse_c - lse) out_c (Rabe and Staats 2021,
-arXiv 2112.05682). A row that a part does not see has lse -inf there and weight 0; one that no part sees stays empty.
+arXiv 2112.05682). A row without keys in a part has lse -inf and weight 0; without keys in all parts it stays empty.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .block import Partial
 
 
 class Merged:
-    """The sum so far, in float32 (float64 for float64 queries)."""
+    """The running sum of partial results, in float32 (float64 for float64 queries)."""
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         B, H, T, _ = query.shape
@@ -26,15 +26,15 @@ class Merged:
         self._untouched = torch.ones(H, T, dtype=torch.bool, device="cpu")
 
     def add(self, rows: slice, part: Partial, heads: slice = slice(None)) -> None:
-        """Adds what these queries of these heads get from further keys.
+        """Add the partial result of these queries and heads over further keys.
 
-        Parts of one row may come with different heads: how many a message has depends on its length.
+        Parts of one row may have different heads, because the number of heads in a message depends on its length.
         """
         out, lse, ends = self.out[:, heads, rows], self.lse[:, heads, rows], self.ends[:, :, heads, rows]
         if part.ends is None:
             self.native = False
         untouched = self._untouched[heads, rows]
-        first = bool(untouched.all())  # then the sum is the part, to the bit, and need not be worked out
+        first = bool(untouched.all())  # The first part is copied, so its bits stay the same.
         untouched.fill_(False)
         if first:
             out.copy_(part.out)
@@ -52,7 +52,7 @@ class Merged:
             top.copy_(torch.maximum(other, top))
 
     def finish(self, sinks: Tensor | None) -> None:
-        """The sinks (H,) join the denominator: once, after all keys."""
+        """Add the sinks (H,) to the denominator; call it once, after all keys."""
         if sinks is None:
             return
         logits = sinks.detach().to(self.lse.dtype).view(1, -1, 1)
@@ -63,17 +63,20 @@ class Merged:
         self.lse.copy_(total)
 
     def result(self, dtype: torch.dtype) -> Partial:
-        """All rows, the output in the dtype of the queries."""
+        """Return all rows, with the output in the given dtype."""
         return Partial(self.out.to(dtype), self.lse, self.ends if self.native else None)
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """For differences: 0 in place of -inf, where all differences are -inf then, and not NaN."""
+    """Replace -inf by 0, so that differences of two -inf are -inf and not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def sink_gradient(sinks: Tensor, whole: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """(H,), of these rows alone: with weight P = exp(sink - lse), the sum of P (dL - dO . O) over rows not empty."""
+    """Return the gradient (H,) of the sinks from these rows: with P = exp(sink - lse), the sum of P (dL - dO . O).
+
+    Empty rows are left out.
+    """
     dtype = whole.lse.dtype
     inner = -(grad_out.to(dtype) * whole.out.to(dtype)).sum(-1)
     inner = inner if grad_lse is None else inner + grad_lse

@@ -1,4 +1,4 @@
-"""A context in which attention modules attend tokens that are split over ranks; and what training then needs."""
+"""The context in which attention modules work on tokens split over ranks, and the sum of gradients for training."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .sequence import check_order, held_places, positions
 
 
 class Context:
-    """How modules attend within `context`. Made by that.
+    """The settings of attention modules within `context`, which creates it.
 
     Attributes:
-        comm: the ranks, and what they sent.
-        order: how tokens are dealt out.
-        layout: of attention.
-        length: tokens of the whole sequence, where said.
+        comm: the ranks and their messages.
+        order: the split of the tokens, "contiguous" or "zigzag".
+        layout: the layout of attention.
+        length: the number of tokens of the whole sequence, or None.
     """
 
     def __init__(self, comm: Comm, order: TokenOrder, layout: LayoutOption, length: int | None) -> None:
@@ -36,7 +36,7 @@ class Context:
 
     @eager
     def positions(self, tokens: int) -> Tensor:
-        """(T_r,) the places in the whole sequence of the tokens that this rank has, so many."""
+        """Return the positions (T_r,) in the whole sequence of this rank's `tokens` tokens."""
         if self.length is None:
             ranks = self.comm.agree("positions", {"order": self.order}, {"length": tokens})
             own = held_places([one["length"] for one in ranks], self.order, "positions", "tokens")[self.comm.rank]
@@ -51,17 +51,17 @@ class Context:
         return places
 
     def places(self) -> Tensor:
-        """(T_r,) the places of this rank's tokens in a sequence of `length`."""
+        """Return the positions (T_r,) of this rank's tokens in a sequence of `length` tokens."""
         return positions(self.length or 0, self.comm.group, order=self.order)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """`context_parallel` in this context."""
+        """Call `context_parallel` with the settings of this context."""
         return self._run(query, key, value, **options)
 
     def attend_made(
         self, query: Tensor, vectors: Tensor, make: Make, tensors: tuple[Tensor, ...], value_dim: int, **options: Any
     ) -> Tensor:
-        """`context_parallel` in this context, of vectors that travel in the place of keys and values."""
+        """Call `context_parallel` with vectors that ranks send instead of keys and values."""
         expansion = Expansion(make, tensors, value_dim, vectors.shape[3])
         return self._run(query, vectors, None, expansion=expansion, **options)
 
@@ -79,22 +79,23 @@ def context(
     length: int | None = None,
     timeout: float | None = None,
 ) -> Iterator[Context]:
-    """Within, `MultiHeadAttention` and `LatentAttention` take this rank's tokens and attend those of all ranks.
+    """Enter a context in which attention modules take this rank's tokens and attend to the tokens of all ranks.
 
-    Masks are those of the whole sequence; rotary positions are where this rank's tokens lie, unless passed. Of latent
-    attention the latents travel, not the keys and values of all heads. All else in a model acts on single tokens and
-    needs nothing. Gradients of parameters are this rank's share: add them up with `sum_gradients` before a step.
-    Under activation checkpointing the backward belongs within, too.
+    It applies to `MultiHeadAttention` and `LatentAttention`. Masks are masks of the whole sequence; rotary positions
+    are the positions of this rank's tokens by default. Latent attention sends the latents, not the keys and values of
+    all heads. Other layers work on single tokens and need no change. Gradients of parameters are this rank's share: add
+    them up with `sum_gradients` before an optimizer step. With activation checkpointing, run the backward pass inside
+    the context, too.
 
     Args:
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
-        order: how tokens are dealt out, as `split_sequence` does: see there.
-        layout: as for `context_parallel`.
-        length: tokens of the whole sequence: then ranks need not ask each other where theirs begin.
+        order: the split of the tokens, see `split_sequence`.
+        layout: the layout, see `context_parallel`.
+        length: the number of tokens of the whole sequence; if given, ranks do not exchange their lengths.
         timeout: seconds to wait for another rank.
 
     Raises:
-        ValueError: from the modules, a cache, or an inner part that cannot; and what `context_parallel` raises.
+        ValueError: a module got a cache or has an inner part that does not support it; or as `context_parallel`.
 
     Example::
 
@@ -112,21 +113,20 @@ def context(
 def sum_gradients(
     parameters: torch.nn.Module | Iterable[Tensor], group: ProcessGroup | DeviceMesh | None = None
 ) -> None:
-    """Adds up, in place, what each rank found of the gradients of parameters that all ranks have.
+    """Sum the gradients of parameters over ranks, in place.
 
-    Call it once a step, after the last backward: what has been summed would be summed again. A gradient that is None
-    counts as 0; one that is None on all ranks stays None, as in one process, so that optimizers leave the parameter
-    alone. All ranks get the same bits. Of a DTensor (heads dealt out as well) the part that is here is summed, over the
-    ranks of this group.
+    Call it once per step, after the last backward pass; a second call would add the sums again. A gradient that is None
+    counts as 0. If it is None on all ranks it stays None, as in one process, so that optimizers skip the parameter. All
+    ranks get the same bits. For a DTensor (if heads are split as well) the local part is summed over the ranks of this
+    group.
 
     Args:
         parameters: a module, or tensors in the same order on every rank.
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
 
     Raises:
-        TypeError: one tensor, of which nobody can say whether its rows are meant; what is no tensor; a sparse gradient.
-        RankMismatch: the parameters of some ranks have other shapes or dtypes, come in another order, or others of them
-            learn.
+        TypeError: a single tensor, because its rows may be meant; something that is not a tensor; a sparse gradient.
+        RankMismatch: the parameters differ between ranks in shapes, dtypes, order or `requires_grad`.
     """
     comm = Comm.of(group)
     with comm.before("sum_gradients"):
@@ -148,12 +148,12 @@ def sum_gradients(
         total = comm.all_reduce("gradients", torch.cat([*(grad.reshape(-1) for _, grad in some), there]), step=step)
         *parts, ranks = total.split([*(grad.numel() for _, grad in some), len(some)])
         for (x, grad), part, count in zip(some, parts, ranks.tolist(), strict=True):
-            if count:  # of ranks that have one
+            if count:  # the number of ranks that have a gradient
                 _put(x, part.view_as(grad))
 
 
 def _found(n: int, x: Tensor) -> Tensor:
-    """A parameter's gradient, 0 for none; of a DTensor what of it is here."""
+    """Return the gradient of a parameter, 0 if it is None; for a DTensor the local part."""
     grad = torch.zeros_like(x) if x.grad is None else x.grad
     if grad.layout != torch.strided:
         raise TypeError(
@@ -165,7 +165,7 @@ def _found(n: int, x: Tensor) -> Tensor:
 
 
 def _put(x: Tensor, total: Tensor) -> None:
-    """The sum as a parameter's gradient."""
+    """Store the sum as the gradient of a parameter."""
     if as_dtensor(x) is None:
         x.grad = total.clone()
         return

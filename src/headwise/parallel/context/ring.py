@@ -1,11 +1,11 @@
-"""Layout `ring`: queries stay, keys and values come by, a piece at a time, while what is there is attended.
+"""Layout `ring`: queries stay on their rank; keys and values arrive piece by piece during the computation.
 
-Ring Attention (Liu et al. 2023, arXiv 2310.01889): in step s rank r attends the keys of rank r - s. Here they go
-straight from their owner to those whose queries may see them, and only the part that they may: a window is a halo, what
-a mask rules out does not travel. A message has some heads of what one rank needs of another: little is held of
-what travels, and ranks that are as busy as each other with a step are so with each of its messages.
-Backward the same once more, by the lse over all keys; gradients of keys and values are summed in float32 and go
-straight home.
+Ring Attention (Liu et al. 2023, arXiv 2310.01889): in step s rank r uses the keys of rank r - s. Here each owner sends
+keys directly to the ranks that need them, and only the part that they need: a window is a halo, and keys that a mask
+excludes are not sent. A message holds some heads of the keys that one rank needs from another. This limits the memory,
+and ranks with equal work in a step also have equal work for each message.
+The backward pass sends the keys again and uses the lse over all keys; gradients of keys and values are summed in
+float32 and sent directly to their owner.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .merge import Merged
 
 
 class Piece(NamedTuple):
-    """Stretches of the keys of some heads: what one message has."""
+    """The content of one message: stretches of the keys of some heads."""
 
     parts: tuple[Stretch, ...]
     heads: Stretch
 
 
 class Exchange(NamedTuple):
-    """What comes and what goes at the same time; None for nothing. `number` counts within a pair of ranks."""
+    """The pieces received and sent at the same time; None for no piece. `number` counts within a pair of ranks."""
 
     number: int
     source: int
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
 
 
 class Traffic:
-    """Who sends which keys to whom in which order, for one rank of a job."""
+    """The messages of one rank of a job: the keys, the ranks and the order."""
 
     def __init__(self, job: ContextCall, shards: KVTensors) -> None:
         self.job, self.shards = job, shards
@@ -54,7 +54,7 @@ class Traffic:
         self.device = shards[0].device
         me, N = job.comm.rank, job.comm.world
         self.mine = self.pieces(job.needed(me, me))
-        # Without tags messages are taken in the order in which ranks start them: all ranks have the same turns then.
+        # Without tags, messages are matched in the order in which ranks start them, so all ranks need equal turns.
         least = 0 if messages.has_tags(self.device) else job.kv_heads
         self.turns: list[Exchange] = []
         for step in range(1, N):
@@ -64,25 +64,25 @@ class Traffic:
             self.turns += [Exchange(n, source, target, comes, goes) for n, (comes, goes, *_) in enumerate(both)]
 
     def pieces(self, parts: list[Stretch]) -> list[Piece]:
-        """How keys are cut into messages: alike on the rank that sends them and on the one that gets them."""
+        """Return the messages for these keys; the result is the same on the sending and on the receiving rank."""
         K, all_parts = self.job.kv_heads, tuple(parts)
         few = heads_at_once(K, self.numbers(Piece(all_parts, (0, 1))) * self.dtype.itemsize)
         return [Piece(all_parts, (h, min(h + few, K))) for h in range(0, K, few)] if parts else []
 
     def numbers(self, piece: Piece) -> int:
-        """How many numbers it has."""
+        """Return the number of elements of a piece."""
         first, last = piece.heads
         return sum(b - a for a, b in piece.parts) * (last - first) * self.batch * sum(self.widths)
 
     def own(self, piece: Piece, tensors: KVTensors) -> list[KVTensors]:
-        """A piece of what this rank holds, stretch by stretch."""
+        """Return a piece of this rank's tensors, stretch by stretch."""
         stretches = self.job.keys[self.job.comm.rank]
         return [[x[:, slice(*piece.heads), self.job.mine(stretches, part)] for x in tensors] for part in piece.parts]
 
     def coming(self) -> Iterator[tuple[Exchange | None, Piece | None, list[KVTensors]]]:
-        """This rank's own keys, then those of others, turn by turn: those of the next are on their way meanwhile.
+        """Yield this rank's own keys, then those of other ranks, turn by turn, while the next ones are received.
 
-        Who takes them empties the list, and so lets go of them, before those after the next are on their way.
+        The caller must empty the list to release the keys before the turn after the next one starts.
         """
         following = self._bring(0)
         for piece in self.mine:
@@ -91,11 +91,11 @@ class Traffic:
             pending, following = following, self._bring(n + 1)
             assert pending is not None
             came = self.cut(pending.wait(), turn.source, turn.comes)
-            pending = None  # nothing but `came` holds what came
+            pending = None  # Only `came` may hold a reference to the received keys.
             yield turn, turn.comes, came
 
     def _bring(self, number: int) -> Pending | None:
-        """Starts the messages of a turn: its keys come, own ones go."""
+        """Start the messages of a turn: receive its keys and send own ones."""
         if number >= len(self.turns):
             return None
         turn = self.turns[number]
@@ -108,7 +108,7 @@ class Traffic:
         return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
     def home(self, turn: Exchange, grads: list[KVTensors], wide: torch.dtype) -> Pending:
-        """Starts the gradients of a turn's keys on their way to their owner; those of own keys come."""
+        """Start to send the gradients of a turn's keys to their owner and to receive those of own keys."""
         sends = {} if turn.comes is None else {turn.source: _row(grads)}
         receives = (
             {} if turn.goes is None else {turn.target: ReceiveBuffer((self.numbers(turn.goes),), wide, self.device)}
@@ -116,7 +116,7 @@ class Traffic:
         return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
     def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[KVTensors]:
-        """A message of a rank as it was before it was sent."""
+        """Split a received message into the tensors of its piece."""
         if piece is None:
             return []
         heads = piece.heads[1] - piece.heads[0]
@@ -132,7 +132,7 @@ def _row(parts: list[KVTensors]) -> Tensor:
 def _came(
     job: ContextCall, piece: Piece | None, keys: list[KVTensors]
 ) -> Iterator[tuple[ReceivedKeys, list[QueryBlock]]]:
-    """What came, stretch by stretch, and who meets it; what has been attended is let go."""
+    """Yield the received keys stretch by stretch with the queries that use them; used keys are released."""
     if piece is not None:
         for cols in piece.parts:
             yield ReceivedKeys(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
@@ -152,7 +152,8 @@ def _forward(job: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor |
 def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     traffic = Traffic(sums.job, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
-    home: tuple[Piece | None, int, Pending] | None = None  # of the turn before: with more, a rank would hold all sums
+    # Only the previous turn is pending; with more turns a rank would hold all sums in memory.
+    home: tuple[Piece | None, int, Pending] | None = None
 
     def add(piece: Piece, grads: list[KVTensors]) -> None:
         for to, part in zip(traffic.own(piece, total), grads, strict=True):

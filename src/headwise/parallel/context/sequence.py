@@ -1,4 +1,4 @@
-"""A sequence split over ranks, and joined again: who holds which tokens."""
+"""The split of a sequence over ranks, and its inverse: the tokens that each rank holds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...plan.ranks.sharding import Stretch, TokenOrder, places, shard_ranges
 from ...shapes.arguments import check_counts, check_tensor, shown
 
 ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
-STRIPS = 32  # of a rank's queries, whose work is added up
+STRIPS = 32  # the number of strips of a rank's queries for which work is estimated
 
 
 def check_order(order: object) -> None:
-    """Raise ValueError for an order that there is not."""
+    """Raise ValueError for an unknown order."""
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(
             f"order is contiguous (rank r has one stretch) or zigzag (stretches r and 2 N - 1 - r of 2 N); got "
@@ -30,7 +30,7 @@ def check_order(order: object) -> None:
 
 
 def held_places(lengths: list[int], order: TokenOrder, operation: str, what: str) -> tuple[tuple[Stretch, ...], ...]:
-    """The stretches of each rank, where they hold so many tokens; RankMismatch where these are not that order's."""
+    """Return the stretches of each rank from the lengths; RankMismatch if the lengths do not fit the order."""
     world = len(lengths)
     if order == "contiguous":
         ends = [sum(lengths[:rank]) for rank in range(world + 1)]
@@ -49,10 +49,11 @@ def held_places(lengths: list[int], order: TokenOrder, operation: str, what: str
 
 
 def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> TokenOrder:
-    """The order in which ranks have the more even work under a mask, for as many queries as keys.
+    """Return the order with the more even work between ranks under a mask, for as many queries as keys.
 
-    Contiguous, unless the busiest rank has a tenth more to do than in zigzag: causal attention is for zigzag, a window
-    or none for contiguous. Work is counted by the reach of strips of queries.
+    It is "contiguous" unless its busiest rank has more than 1.1 times the work of the busiest rank in zigzag order:
+    zigzag for causal attention, contiguous for a window or no mask. Work is estimated from the keys that strips of
+    queries reach.
 
     >>> from headwise import causal, window
     >>> order_for(causal(), 1000, 4), order_for(causal() & window(64), 1000, 4), order_for(None, 1000, 4)
@@ -87,9 +88,9 @@ def positions(
     order: TokenOrder = "contiguous",
     rank: int | None = None,
 ) -> Tensor:
-    """(n,) the places, among all `length` tokens, of those that a rank holds; this one by default. On the CPU.
+    """Return the positions (n,) of a rank's tokens among all `length` tokens, on the CPU; this rank by default.
 
-    They are what rotary parts take as `positions`.
+    Rotary embeddings take them as `positions`.
     """
     check_order(order)
     check_counts(length=length)
@@ -103,13 +104,13 @@ def positions(
 def split_sequence(
     x: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, order: TokenOrder = "contiguous", dim: int = 1
 ) -> Tensor:
-    """This rank's tokens of a tensor that every rank has as a whole. Any length: some ranks have one token more.
+    """Return this rank's tokens of a tensor that every rank has in full; for any length, as even as possible.
 
     Args:
         x: any tensor whose axis `dim` is the sequence.
         group: process group or mesh of one dimension; all processes by default.
-        order: "contiguous", or "zigzag", by which causal work is even: see `order_for`.
-        dim: the axis.
+        order: "contiguous", or "zigzag", which makes causal work even: see `order_for`.
+        dim: the axis of tokens.
     """
     check_tensor("x", x)
     _check_dim(x, dim)
@@ -120,10 +121,10 @@ def split_sequence(
 def join_sequence(
     x: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, order: TokenOrder = "contiguous", dim: int = 1
 ) -> Tensor:
-    """All tokens, in their order, on every rank: the inverse of `split_sequence`.
+    """Return all tokens in their order, on every rank: the inverse of `split_sequence`.
 
-    Its gradient is the sum of what all ranks' losses say of this rank's tokens: where every rank computes the same loss
-    of the whole, divide that by the number of ranks.
+    Its gradient is the sum over the losses of all ranks, for this rank's tokens. If every rank computes the same loss
+    of the whole sequence, divide the loss by the number of ranks.
 
     Raises:
         RankError, RankMismatch: ranks disagree, or one fails.
@@ -135,14 +136,15 @@ def join_sequence(
         _check_dim(x, dim)
     moved = x.movedim(dim, 0)
     same = {"dtype": x.dtype, "order": order, "other sizes": tuple(moved.shape[1:]), "dim": dim % x.ndim}
-    same["requires_grad"] = x.requires_grad and torch.is_grad_enabled()  # all go back, or none: else one waits
+    # Either all ranks run the backward pass or none; otherwise a rank would wait for the others.
+    same["requires_grad"] = x.requires_grad and torch.is_grad_enabled()
     ranks = comm.agree("join_sequence", same, {"length": moved.shape[0]})
     stretches = held_places([own["length"] for own in ranks], order, "join_sequence", "tokens")
     return _Join.apply(comm, stretches, moved).movedim(0, dim)
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
-    """Raise where `dim` is no axis of the tensor."""
+    """Raise if `dim` is not an axis of the tensor."""
     if x.ndim == 0:
         raise ValueError("x has an axis of tokens; got a number, a tensor of shape ()")
     check_counts(-x.ndim, x.ndim - 1, dim=dim)

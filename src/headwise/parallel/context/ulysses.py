@@ -1,9 +1,9 @@
-"""Layout `ulysses`: an all-to-all gives each rank some heads of all tokens, another brings the outputs back.
+"""Layout `ulysses`: one all-to-all gives each rank some heads of all tokens, another returns the outputs.
 
-DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Between the two a rank runs the attention of its heads as one
-process would, with the same bits. Heads need not divide: each rank has whole groups, or a part of one group
-(`headwise.plan.ranks.sharding.head_shares`), and some ranks one more than others, or none. A key-value
-head that several ranks read goes to each; its gradients are added up in float32, in the order of ranks.
+DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509). In between, a rank computes the attention of its heads as in
+one process, with the same bits. The number of heads need not be divisible: each rank has whole groups or a part of one
+group (`headwise.plan.ranks.sharding.head_shares`), and some ranks have one more than others, or none. A key-value head
+that several ranks read goes to each of them; its gradients are summed in float32, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HeadRanges = tuple[Stretch, ...]
 
 
 class HeadShares:
-    """Which heads of which tokens each rank has: of its own tokens all heads, or of all tokens its own heads."""
+    """The heads and tokens of each rank: all heads of its own tokens, or its own heads of all tokens."""
 
     def __init__(
         self,
@@ -38,25 +38,25 @@ class HeadShares:
         shared: bool = False,
     ) -> None:
         self.job, self.stretches, self.heads, self.total = job, stretches, heads, total
-        self.shared = shared  # several ranks may have one head: its gradient is a sum
+        self.shared = shared  # Several ranks may have the same head, and its gradient is then a sum.
         self.lengths = [sum(b - a for a, b in own) for own in stretches]
         me = job.comm.rank
         self.own, self.mine = self.lengths[me], heads[me]
 
     def to_heads(self, x: Tensor) -> Move:
-        """Own tokens of all heads go to the ranks of their heads."""
+        """Return the move of own tokens with all heads to the ranks that have these heads."""
         shapes = [(x.shape[0], self.mine[1] - self.mine[0], n, x.shape[3]) for n in self.lengths]
         return Move(lambda: [x[:, a:b] for a, b in self.heads], shapes)
 
     def to_tokens(self, x: Tensor, wide: torch.dtype) -> Move:
-        """All tokens of own heads go to the ranks of their tokens, as numbers of that dtype."""
+        """Return the move of all tokens with own heads to the ranks that have these tokens, in dtype `wide`."""
         shapes = [(x.shape[0], b - a, self.own, x.shape[3]) for a, b in self.heads]
         return Move(
             lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.stretches], shapes
         )
 
     def all_tokens(self, parts: Sequence[Tensor]) -> Tensor:
-        """Own heads of all tokens, in their order."""
+        """Return own heads of all tokens, in the order of tokens."""
         B, h, _, width = parts[0].shape
         whole = parts[0].new_empty((B, h, sum(self.lengths), width))
         for own, part in zip(self.stretches, parts, strict=True):
@@ -65,7 +65,7 @@ class HeadShares:
         return whole
 
     def all_heads(self, parts: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-        """All heads of own tokens; a head that several ranks had is their sum, in that precision."""
+        """Return all heads of own tokens, in dtype `wide`; a head that several ranks had is their sum."""
         B, _, n, width = parts[0].shape
         whole = parts[0].new_zeros((B, self.total, n, width), dtype=wide)
         for (a, b), part in zip(self.heads, parts, strict=True):
@@ -74,8 +74,9 @@ class HeadShares:
 
 
 def swap(job: ContextCall, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list[Tensor]]:
-    """All-to-alls of several tensors: of each what every rank has sent. The next is on its way meanwhile, but no more
-    than that: a rank holds two tensors twice, not all of them.
+    """Run the all-to-all of several tensors and yield, for each, the parts from every rank.
+
+    The next tensor is sent meanwhile, but only one: a rank holds two tensors twice, not all of them.
     """
     comm = job.comm
 
@@ -98,18 +99,18 @@ def swap(job: ContextCall, kind: str, step: int, moves: Sequence[Move]) -> Itera
 
 
 class Move(NamedTuple):
-    """A tensor on its way: how it is cut for each rank, and what comes from each."""
+    """A tensor to send: the function that cuts it for each rank, and the shapes of the parts from each rank."""
 
     cut: Callable[[], list[Tensor]]
     shapes: Sequence[tuple[int, ...]]
 
 
 class ToHeads(torch.autograd.Function):
-    """Own tokens of all heads become own heads of all tokens: of each tensor, by its deal."""
+    """The exchange from own tokens of all heads to own heads of all tokens, for each tensor by its `HeadShares`."""
 
     @staticmethod
     def forward(ctx: Any, job: ContextCall, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
-        """Each tensor, dealt anew."""
+        """Return each tensor after the exchange."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
         received = swap(job, "ulysses", 0, moves)
@@ -118,7 +119,7 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Gradients go the way back."""
+        """Send the gradients back."""
         job, deals = ctx.job, ctx.deals
         wide = [compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)]
         moves = [deal.to_tokens(x, w) for deal, x, w in zip(deals, grads, wide, strict=True)]
@@ -128,11 +129,11 @@ class ToHeads(torch.autograd.Function):
 
 
 class ToTokens(torch.autograd.Function):
-    """Own heads of all tokens become own tokens of all heads."""
+    """The exchange from own heads of all tokens to own tokens of all heads."""
 
     @staticmethod
     def forward(ctx: Any, job: ContextCall, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
-        """Each tensor, dealt anew."""
+        """Return each tensor after the exchange."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
         received = swap(job, "ulysses", 1, moves)
@@ -141,7 +142,7 @@ class ToTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Gradients go the way back."""
+        """Send the gradients back."""
         job, deals = ctx.job, ctx.deals
         job.comm.agree(f"backward of {job.name}", {})
         moves = [deal.to_heads(x) for deal, x in zip(deals, grads, strict=True)]
@@ -152,7 +153,7 @@ class ToTokens(torch.autograd.Function):
 def ulysses(
     job: ContextCall, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """out and, where asked for, lse of this rank's queries over all ranks' keys."""
+    """Return out and, if requested, lse of this rank's queries over the keys of all ranks."""
     world = job.comm.world
     groups = job.heads if job.expansion is not None else job.kv_heads
     shares = head_shares(job.heads, groups, world)
@@ -162,7 +163,7 @@ def ulysses(
         shared = world > job.kv_heads
         of_keys = HeadShares(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
         q, k, v = ToHeads.apply(job, [deal, of_keys, of_keys], query, key, value)
-    else:  # what keys are made of goes to every rank that has a head
+    else:  # The vectors of the expansion go to every rank that has a head.
         every: HeadRanges = tuple((0, 1 if share.heads else 0) for share in shares)
         q, k = ToHeads.apply(job, [deal, HeadShares(job, job.keys, every, 1, shared=world > 1)], query, key)
         v = None
@@ -177,9 +178,9 @@ def ulysses(
 def _own_heads(
     job: ContextCall, share: HeadShare, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The attention of some heads over all tokens, with its graph."""
+    """Compute the attention of some heads over all tokens, with its autograd graph."""
     first, last = share.query
-    if not share.heads:  # and yet its gradient goes the way that all go
+    if not share.heads:  # A rank without heads still needs a graph, because it takes part in the backward exchange.
         ways = [x for x in (query, key, value, sinks, *leaves_of(job.mask)) if x is not None and x.is_floating_point()]
         nothing = torch.stack([x.sum().to(query.dtype) for x in ways]).sum()
         out = query.new_zeros((query.shape[0], 0, query.shape[2], job.value_dim)) + nothing

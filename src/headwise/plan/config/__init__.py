@@ -1,1 +1,1 @@
-"""Read a model's config into the sizes that its cost depends on."""
+"""Readers of a model's config for the sizes that determine its cost."""

@@ -1,4 +1,4 @@
-"""A config's fields, strictly read: every size in its range, every flag a bool, and nothing passed over in silence."""
+"""A strict reader of config fields: sizes must be in range, flags must be bools, and unknown fields are reported."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ HEADS_AT_MOST = 10_000
 
 @functools.cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """Return what `architectures.json` says of each ``model_type``.
+    """Return the entries of `architectures.json` by ``model_type``.
 
-    ``classes`` are transformers' names; ``defaults`` the fields that count, each with what its absence means; ``names``
-    lead from the standard names of sizes to the config's own; ``aliases`` are other names of a field; ``null_means``
-    the field that stands in for a null. What follows says how the model is built, each a constant or the name of the
-    bool field that decides:
+    ``classes`` are the class names in transformers; ``defaults`` the relevant fields with their default values;
+    ``names`` maps the standard names of sizes to those of the config; ``aliases`` are other names of a field;
+    ``null_means`` names the field that replaces a null. The following entries describe the model; each is a constant or
+    the name of the bool field that decides:
 
-    - ``stack``: a decoder where absent, ``encoder``, or ``pair`` for both; ``text`` leads to the model inside;
+    - ``stack``: a decoder if absent, ``encoder``, or ``pair`` for both; ``text`` describes the text model inside;
     - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head kv_heads_when gated latent
       windows disentangled`` and ``relative_buckets``;
-    - feed-forward: ``mlp`` (gated where absent, or plain), ``mlp_bias wide activation_numbers moe``;
-    - norms: ``norm`` (rms where absent, layer, none), ``norm_bias layer_norms one_norm side_by_side first_norm
+    - feed-forward: ``mlp`` (gated if absent, or plain), ``mlp_bias wide activation_numbers moe``;
+    - norms: ``norm`` (rms if absent, layer, none), ``norm_bias layer_norms one_norm side_by_side first_norm
       final_norm``;
-    - ends: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler head_transform
-      head_bias own_head_when``;
-    - quirks of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
-    - ``heads_by_layer``: `headwise.hf` has classes of it in which each layer has its own number of heads;
-    - beside the model: ``further`` (how many layers predict further tokens), ``states``, ``towers``, ``connector``;
-    - the rest: ``must``, ``must_in`` and ``must_equal`` (else the config is refused), ``neutral`` (counts nothing),
-      ``marks`` and ``note`` (printed beside the counts).
+    - inputs and head: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler
+      head_transform head_bias own_head_when``;
+    - special cases of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
+    - ``heads_by_layer``: `headwise.hf` has classes in which each layer has its own number of heads;
+    - other layers: ``further`` (the number of layers that predict further tokens), ``states``, ``towers``,
+      ``connector``;
+    - checks and notes: ``must``, ``must_in`` and ``must_equal`` (required values), ``neutral`` (fields that change no
+      count), ``marks`` and ``note`` (printed with the counts).
     """
     content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
     return content
@@ -44,20 +45,20 @@ def architectures() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def everywhere() -> dict[str, Any]:
-    """What `neutral.json` says of all architectures: fields that change no count, fields that must be off, marks."""
+    """Return the entries of `neutral.json` for all architectures: fields without effect, required values, marks."""
     content: dict[str, Any] = json.loads((Path(__file__).parent / "neutral.json").read_bytes())
     return {**content, "fields": frozenset(content["fields"])}
 
 
 class Fields:
-    """The fields of one config, as its architecture understands them.
+    """The fields of one config, read by the rules of its architecture.
 
-    A size is asked for by its standard name; `names` of the architecture says what its configs call it, and `aliases`
-    what transformers takes for the same. All spellings are read, and two that contradict one another are refused.
-    Absent fields get the architecture's default.
+    Sizes are requested by their standard name; `names` of the architecture maps it to the name in the config, and
+    `aliases` are the other names that transformers accepts. All spellings are read, and contradictions raise an error.
+    Absent fields get the default of the architecture.
 
     Raises:
-        ValueError: with one line, from every method, for a field that is not what it must be.
+        ValueError: a one-line message, from every method, for a field with an invalid value.
     """
 
     def __init__(self, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> None:
@@ -94,7 +95,7 @@ class Fields:
                 raise ValueError(f"{name} = {activation!r} has learned numbers of its own, and that is not modelled")
 
     def raw(self, name: str) -> tuple[str, Any]:
-        """Return the name the config uses and the value, unchecked; the default where the field is absent."""
+        """Return the name that the config uses and the unchecked value; the default if the field is absent."""
         own = self.own.get(name, name)
         names = dict.fromkeys((own, name, *(alias for alias, field in self.aliases.items() if field == own)))
         present = {n: self.config[n] for n in names if n in self.config}
@@ -105,7 +106,7 @@ class Fields:
         return self.raw(instead[own]) if value is None and own in instead else (called, value)
 
     def optional(self, name: str, *, least: int = 1) -> int | None:
-        """Return a whole number of at least `least`, or None."""
+        """Return the int of a field, at least `least`, or None."""
         called, value = self.raw(name)
         if value is None:
             return None
@@ -117,14 +118,14 @@ class Fields:
         return value
 
     def size(self, name: str, *, least: int = 1) -> int:
-        """Return a whole number that must be there."""
+        """Return the int of a field that must not be null."""
         value = self.optional(name, least=least)
         if value is None:
             raise ValueError(f"{self.own.get(name, name)} is null, and a whole number is needed")
         return value
 
     def flag(self, choice: str | bool | None) -> bool:
-        """Return a choice of the architecture: fixed, or the name of the bool field that decides it."""
+        """Return a bool of the architecture: a constant, or the value of the bool field with this name."""
         if not isinstance(choice, str):
             return bool(choice)
         called, value = self.raw(choice)
@@ -133,18 +134,18 @@ class Fields:
         return bool(value)
 
     def choice(self, name: str) -> bool:
-        """`flag` of what the architecture says under that name."""
+        """Return `flag` of the architecture's entry `name`."""
         return self.flag(self.architecture.get(name))
 
     def text(self, name: str) -> str:
-        """Return a field that holds a word."""
+        """Return the string of a field."""
         called, value = self.raw(name)
         if not isinstance(value, str):
             raise ValueError(f"{called} is a text; got {short(value)}")
         return value
 
     def numbers(self, name: str, *, length: int | None = None) -> list[int] | None:
-        """Return a list of whole numbers of at least 0, of the length if one is given; None where the field is null."""
+        """Return a list of ints of at least 0, checked for `length` if given; None if the field is null."""
         called, value = self.raw(name)
         if value is None:
             return None
@@ -157,7 +158,7 @@ class Fields:
         return list(value)
 
     def unknown(self) -> list[str]:
-        """Names in the config that nothing here knows: they are listed, for one of them might matter to other code."""
+        """Return the names of unknown config fields, which are reported because they might change the model."""
         about, general = self.architecture, everywhere()
         known = {*self.defaults, *self.own, *self.aliases, "head_dim", "layer_types", "sliding_window"}
         known.update(*(about.get(kind, ()) for kind in ("must", "must_in", "must_equal", "neutral", "marks")))
@@ -165,7 +166,7 @@ class Fields:
         return [name for name in self.config if name not in known]
 
     def marks(self) -> list[str]:
-        """Return what this config has and the counts leave out, in words."""
+        """Return notes on features of this config that the counts leave out."""
         on = {**everywhere()["marks"], **self.architecture.get("marks", {})}
         return [note for name, note in on.items() if self._is_on(name)]
 
@@ -175,10 +176,10 @@ class Fields:
 
 
 def heads_of(fields: Fields) -> tuple[int, int, int]:
-    """(H, K, D): query heads, key-value heads, head dim; K = H and D = d_model / H where the config has none.
+    """Return (H, K, D): query heads, key-value heads, head dim; by default K = H and D = d_model / H.
 
     Raises:
-        ValueError: sizes that do not divide.
+        ValueError: sizes that are not divisible.
     """
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     known = fields.own.get("num_key_value_heads", "num_key_value_heads") in fields.defaults
@@ -197,7 +198,7 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
 
 
 def check_heads(width: int, heads: int, kv_heads: int, dim: int | None) -> None:
-    """Raise ValueError where groups are uneven, or where d_model does not split and no head dim is given."""
+    """Raise ValueError if K does not divide H, or if H does not divide d_model and no head dim is given."""
     if heads % kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads: H = {heads}, K = {kv_heads} leave {heads % kv_heads} over"

@@ -1,7 +1,7 @@
-"""The attention shape out of a model's config.json: a strict reader of a few known fields.
+"""The attention shape from a model's config.json: a strict reader of a few known fields.
 
-A config comes from strangers. Only the fields below are read, each must be what it claims to be, and whatever else the
-file says is neither believed nor run.
+A config is untrusted input. Only the fields below are read, and each is checked; everything else in the file is ignored
+and nothing is executed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..shape import AttentionShape, short
 
 MAX_BYTES = 1_000_000
 
-# What a size is called in the configs in use, the first being the field's usual name.
+# The names of each size in existing configs; the usual name is first.
 ALIASES = {
     "d_model": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
@@ -33,7 +33,7 @@ LARGEST = {
 }
 NESTED = ("text_config",)
 
-# Fields of some architectures that size their attention otherwise than the fields above say, and what they then are.
+# Fields of some architectures that may override the fields above, and the size that each of them must equal.
 ELSEWHERE: dict[str, str | int] = {
     "attention_hidden_size": "d_model",
     "attention_head_dim": "head_dim",
@@ -50,7 +50,7 @@ ELSEWHERE: dict[str, str | int] = {
 
 
 def parse(path: Path) -> dict[str, Any]:
-    """Return the file's JSON object; raise ValueError for anything else."""
+    """Return the JSON object in a file; raises ValueError for anything else."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("is no regular file")
@@ -64,7 +64,7 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any]) -> AttentionShape:
-    """Return the attention shape in a parsed config; raise ValueError."""
+    """Return the attention shape of a parsed config; raises ValueError."""
     for name in NESTED:
         if isinstance(config.get(name), dict):
             config = config[name]
@@ -84,7 +84,7 @@ def shape_of(config: dict[str, Any]) -> AttentionShape:
 
 
 def _check_elsewhere(config: dict[str, Any], shape: AttentionShape) -> None:
-    """Raise ValueError where the config sizes its attention by a further field, in a way that is not known here."""
+    """Raise ValueError if another field of the config changes the sizes of its attention in an unknown way."""
     inner = config.get("attn_config")
     said = {name: (config.get(name), meant) for name, meant in ELSEWHERE.items()}
     said["attn_config.kv_n_heads"] = (inner.get("kv_n_heads") if isinstance(inner, dict) else None), "num_kv_heads"
@@ -99,7 +99,7 @@ def _check_elsewhere(config: dict[str, Any], shape: AttentionShape) -> None:
 
 
 def _size(config: dict[str, Any], name: str) -> int | None:
-    """Return a size under whichever of its names the config uses; None where it is absent or null."""
+    """Return a size under any of its names; None if it is absent or null."""
     values = {alias: config[alias] for alias in ALIASES[name] if config.get(alias) is not None}
     for alias, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):

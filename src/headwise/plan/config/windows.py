@@ -1,4 +1,4 @@
-"""Which layers look through a window: the rules by which configs say so."""
+"""The layers with an attention window, and the rules by which configs define them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def chunks(fields: Fields) -> bool:
-    """Return whether windows are stretches with fixed ends."""
+    """Return whether the windows are chunks with fixed ends."""
     return bool(fields.architecture.get("windows", {}).get("chunked", False))
 
 
 def windows_of(fields: Fields, layers: int) -> list[int | None]:
-    """Return the window of each layer, in keys with the query itself; None where a layer sees everything.
+    """Return the window of each layer, in keys including the query's own; None for a layer without a window.
 
-    ``layer_types`` decides where the config has it; otherwise the rule that the architecture names does.
+    ``layer_types`` decides if the config has it, otherwise the rule of the architecture.
 
     Raises:
-        ValueError: a layer of a type that is not modelled, or a sliding layer without a window.
+        ValueError: a layer of an unsupported type, or a sliding layer without a window.
     """
     rule: dict[str, Any] = fields.architecture.get("windows", {})
     if "states" in fields.architecture and fields.config.get("sliding_window") is None:
@@ -40,7 +40,7 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
 
 
 def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
-    """Return the window in keys; an encoder's counts both sides, `local_attention // 2` each."""
+    """Return the window in keys; for an encoder it counts both sides, `local_attention // 2` each."""
     if "when" in rule and not fields.flag(rule["when"]):
         raise ValueError(f"layer_types has {SLIDING} and {rule['when']} is off: which window is meant?")
     called = rule.get("window", "sliding_window")
@@ -51,7 +51,7 @@ def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
 
 
 def _listed(fields: Fields, layers: int, word: str) -> list[bool] | None:
-    """Return what ``layer_types`` says; None where the config does not have it."""
+    """Return for each layer whether ``layer_types`` makes it sliding; None if the config has no such list."""
     _, types = fields.raw("layer_types")
     if types is None:
         return None
@@ -64,13 +64,13 @@ def _listed(fields: Fields, layers: int, word: str) -> list[bool] | None:
 
 
 def _all(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Return every layer, where a window is set (and switched on)."""
+    """Return True for every layer if a window is set (and switched on)."""
     on = fields.flag(rule["when"]) if "when" in rule else True
     return [on and fields.optional("sliding_window") is not None] * layers
 
 
 def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Return all but every n-th layer; counted from the first where the first is full."""
+    """Return True for all but every n-th layer; with ``full_first`` the first layer is full."""
     field = rule.get("every_field")
     every = fields.size(field) if field else rule["every"]
     if "window" not in rule and fields.optional("sliding_window") is None:
@@ -80,20 +80,20 @@ def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
 
 
 def _after(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Return the layers from a number on."""
+    """Return True for the layers from a given index on."""
     on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
     start = fields.size(rule["after"], least=0)
     return [on and i >= start for i in range(layers)]
 
 
 def _odd_before(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Return every other layer, the first among them, below a number."""
+    """Return True for every other layer below a given index, starting with the first."""
     on, stop = fields.flag(rule["when"]), fields.size(rule["before"], least=0)
     return [on and (i + 1) % 2 != 0 and i < stop for i in range(layers)]
 
 
 def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Return the layers without rotary positions, listed or every n-th."""
+    """Return True for the layers without rotary positions, from a list or every n-th."""
     on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
     listed = fields.numbers(rule["layers"], length=layers)
     every = fields.size(rule["every_field"])
@@ -102,7 +102,7 @@ def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
 
 
 def _rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Return the layers with rotary positions, listed or all but every n-th."""
+    """Return True for the layers with rotary positions, from a list or all but every n-th."""
     every = fields.size(rule["every_field"])
     listed = fields.raw(rule["layers"])[1] or None
     rope = fields.numbers(rule["layers"], length=layers) if listed else None
@@ -110,7 +110,7 @@ def _rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
 
 
 def _types(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Lists of ``global`` and ``local``, each with how often it is repeated: ``[[["global", "local"], 12]]``."""
+    """Return True for ``local`` layers, from a list of kinds with repeat counts: ``[[["global", "local"], 12]]``."""
     called, entries = fields.raw(rule["types"])
     pattern: list[str] = []
     wrong = ValueError(f"{called} names global or local for each of {layers} layers; got {short(entries)}")

@@ -1,6 +1,6 @@
-"""Parameters, cache bytes and floating-point operations as plain functions of the shape.
+"""Parameters, cache bytes and FLOPs as plain functions of the attention shape.
 
-One multiply and one add are two operations (FLOPs), as everywhere in the field.
+One multiply-add is two floating-point operations (FLOPs), as is usual.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def parameter_counts(
     memory_dim: int | tuple[int, int] | None = None,
     bias: BiasOption = False,
 ) -> dict[str, int]:
-    """Return parameters of each projection, biases included; arguments as for `headwise.MultiHeadAttention`.
+    """Return the number of parameters of each projection with biases; arguments as in `headwise.MultiHeadAttention`.
 
     Raises:
-        TypeError, ValueError: as `AttentionShape.of`, or a `memory_dim` that is neither a width nor a pair.
+        TypeError, ValueError: as in `AttentionShape.of`, or a `memory_dim` that is neither a width nor a pair.
 
     Example:
         >>> parameter_counts(512, 8, num_kv_heads=2)
@@ -57,7 +57,7 @@ def parameter_count(
     memory_dim: int | tuple[int, int] | None = None,
     bias: BiasOption = False,
 ) -> int:
-    """Return parameters of one attention layer's four projections: 4 d_model^2 for plain multi-head attention.
+    """Return the number of parameters of the four projections: 4 d_model^2 for plain multi-head attention.
 
     Arguments and errors are those of `parameter_counts`.
 
@@ -89,7 +89,7 @@ def kv_bytes_per_token(
     num_layers: int = 1,
     bytes_per_number: int | float = 2,
 ) -> int | float:
-    """Return bytes that one more token takes in the key-value cache: ``layers * K * (D + V) * bytes_per_number``.
+    """Return the bytes of one token in the key-value cache: ``layers * K * (D + V) * bytes_per_number``.
 
     Args:
         d_model: Width of the model.
@@ -97,15 +97,15 @@ def kv_bytes_per_token(
         num_kv_heads: Key-value heads K; H by default.
         head_dim: D; ``d_model / num_heads`` by default.
         value_dim: V; D by default.
-        num_layers: Layers that keep a cache.
-        bytes_per_number: 2 for float16 and bfloat16, 4 for float32, 0.5 for 4-bit numbers. Scales that belong to them
+        num_layers: Number of layers with a cache.
+        bytes_per_number: 2 for float16 and bfloat16, 4 for float32, 0.5 for 4-bit numbers. Scales of quantised numbers
             are not counted here; `headwise.plan.of` counts those of int8.
 
     Returns:
-        Bytes; an int where `bytes_per_number` is one.
+        The number of bytes; an int if `bytes_per_number` is an int.
 
     Raises:
-        TypeError, ValueError: as `AttentionShape.of`, or a `bytes_per_number` that is not above 0 and at most 1024.
+        TypeError, ValueError: as in `AttentionShape.of`, or a `bytes_per_number` outside (0, 1024].
 
     Example:
         >>> kv_bytes_per_token(4096, 32, num_layers=32), kv_bytes_per_token(4096, 32, num_kv_heads=8, num_layers=32)
@@ -134,10 +134,10 @@ def attention_flops(
     head_dim: int | None = None,
     value_dim: int | None = None,
 ) -> int:
-    """FLOPs of scores and weighted sum, ``2 B H T S (D + V)``, every key attended; projections not included.
+    """Return the FLOPs of scores and weighted sum without a mask, ``2 B H T S (D + V)``; projections not included.
 
-    With ``D = V = d_model / H`` that is ``4 B T S d_model``: it does not depend on how d_model is split into heads.
-    Sharing K and V (GQA, MQA) changes what is stored and read, not this number.
+    With ``D = V = d_model / H`` this is ``4 B T S d_model``, which does not depend on the number of heads. Sharing keys
+    and values (GQA, MQA) changes the memory, not this number.
 
     Args:
         d_model: Width of the model.
@@ -149,7 +149,7 @@ def attention_flops(
         value_dim: V; D by default.
 
     Raises:
-        TypeError, ValueError: as `AttentionShape.of`.
+        TypeError, ValueError: as in `AttentionShape.of`.
 
     Example:
         >>> attention_flops(512, 1, queries=16) == attention_flops(512, 64, queries=16) == 4 * 16 * 16 * 512
@@ -173,10 +173,10 @@ def projection_flops(
     value_dim: int | None = None,
     memory_dim: int | tuple[int, int] | None = None,
 ) -> int:
-    """FLOPs of the four projections: two a matrix entry and token; biases are not counted.
+    """Return the FLOPs of the four projections: two per matrix element and token; biases are not counted.
 
-    `tokens` pass q_proj and o_proj, `memory_tokens` (`tokens` by default) k_proj and v_proj. The other arguments, and
-    the errors, are those of `parameter_counts`.
+    q_proj and o_proj process `tokens` tokens, k_proj and v_proj `memory_tokens` (`tokens` by default). The other
+    arguments and the errors are those of `parameter_counts`.
 
     Example:
         >>> projection_flops(512, 8, tokens=16) == 2 * 16 * 4 * 512**2

@@ -1,4 +1,4 @@
-"""What a plan counts, without the ways to show it: the tables and charts read this."""
+"""The numbers of a plan without its output formats: the tables and charts read this."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .totals import Floor, Flops
 
 @dataclass(frozen=True)
 class ContextCost:
-    """What a context of that many tokens costs, for the whole batch.
+    """The cost of one context length, for the whole batch.
 
     Attributes:
-        context: Tokens of a text, the newest included.
-        source_tokens: Tokens the encoder reads beside; 0 where there is none.
-        cache_bytes: Keys and values in the cache, windows cut; with their scales where they are int8.
-        state_bytes: What layers with a state of fixed size hold beside; 0 for most models.
-        reserved_bytes: The same where every layer keeps the whole context.
-        as_mha_bytes: What the model would hold with as many key-value heads as query heads, windows cut.
-        as_gqa8_bytes: With 8 key-value heads; None where its heads do not split into 8.
-        as_mqa_bytes: With one.
-        prefill: Operations of reading the context.
-        decode: Operations of making the last of its tokens; None for a model that only reads.
-        decode_expanded: The same for latent attention that makes keys and values anew, as transformers does; else None.
-        eager_bytes: Attention weights of one layer written out, two bytes each.
-        kernel_bytes: What a kernel that never writes them keeps in their place: one float32 a query and head.
-        floors: The least time of a decoding step, batch by batch.
+        context: Tokens of a text, including the newest.
+        source_tokens: Tokens that the encoder reads in addition; 0 without an encoder.
+        cache_bytes: Bytes of keys and values in the cache, cut to windows; with their scales if they are int8.
+        state_bytes: Bytes of the layers with a state of fixed size; 0 for most models.
+        reserved_bytes: Cache bytes if every layer keeps the whole context.
+        as_mha_bytes: Cache bytes with as many key-value heads as query heads, cut to windows.
+        as_gqa8_bytes: Cache bytes with 8 key-value heads; None if 8 does not divide the number of heads.
+        as_mqa_bytes: Cache bytes with one key-value head.
+        prefill: FLOPs of reading the context.
+        decode: FLOPs of generating the last of its tokens; None for an encoder.
+        decode_expanded: The same for latent attention that recomputes keys and values, as transformers does; else None.
+        eager_bytes: Bytes of the attention weights of one layer, two bytes each, if they are stored.
+        kernel_bytes: Bytes that a fused kernel stores instead: one float32 per query and head.
+        floors: The least time of a decode step, for each batch size.
     """
 
     context: int
@@ -48,7 +48,7 @@ class ContextCost:
     floors: tuple[Floor, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the numbers as a dict for JSON."""
         flops = {name: getattr(self, name) for name in ("prefill", "decode", "decode_expanded")}
         operations = {name: None if cost is None else cost.to_dict() for name, cost in flops.items()}
         return {**asdict(self), **operations, "floors": [floor.to_dict() for floor in self.floors]}
@@ -72,17 +72,17 @@ class PlanData:
 
     @property
     def exact(self) -> bool:
-        """Whether every count is that of the model transformers builds; if not, `notes` says what is left out."""
+        """True if every count equals that of the model in transformers; if not, `notes` lists what is left out."""
         return not self.model.notes
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the counts leave out, and where the contexts go beyond the model."""
+        """Notes on parts that the counts leave out, and on contexts longer than the model supports."""
         return self.model.notes_at(cost.context for cost in self.contexts)
 
     @property
     def kind(self) -> str:
-        """MHA, GQA with its group, MQA or MLA, and which layers have windows.
+        """The kind of attention: MHA, GQA with its group size, MQA or MLA, and the layers with windows.
 
         Example:
             >>> from headwise.plan import of
@@ -107,16 +107,16 @@ class PlanData:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one text takes while no window is full."""
+        """Cache bytes of one more token of one text while no window is full."""
         return costs.bytes_per_token(self.model, *costs.bytes_of(self.kv_dtype))
 
     @property
     def attention_computations(self) -> int:
-        """How often softmax(Q K^T) V is computed in a forward pass: layers x heads."""
+        """The number of softmax(Q K^T) V computations in a forward pass: layers x heads."""
         return sum(layer.num_heads for layer in self.model.layers)
 
     def parameters(self) -> dict[str, int]:
-        """Return parameters by room of the text model, of its towers together, and of all.
+        """Return the number of parameters of each room of the text model, of all towers, and of the model.
 
         Example:
             >>> from headwise.plan import of
@@ -128,9 +128,9 @@ class PlanData:
         return {**rooms, "towers": self.model.tower_parameters(), "total": self.model.total_parameters()}
 
     def further(self) -> dict[str, int] | None:
-        """Layers that predict further tokens: how many, their parameters and bytes, and their cache's bytes a token.
+        """Return the numbers of the layers that predict further tokens: count, parameters, weight and cache bytes.
 
-        None where the config has none. They are in no other count.
+        None if the config has none. No other count includes them.
         """
         model = self.model
         if not model.further:
@@ -144,7 +144,7 @@ class PlanData:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every number, for JSON."""
+        """Return every number as a dict for JSON."""
         return {
             "name": self.name,
             "model_type": self.model.model_type,

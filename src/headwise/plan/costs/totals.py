@@ -1,7 +1,8 @@
-"""Cache bytes, operations and the floor on time of a model, as functions of context and batch.
+"""Cache bytes, FLOPs and the least time of a model, as functions of context and batch.
 
-One multiply and one add are two operations (FLOPs). Counted are matrix products: projections, scores, weighted sums,
-feed-forward layers and the head; not softmax, norms, activations and rotations, which are a few a number.
+One multiply-add is two floating-point operations (FLOPs). Matrix products are counted: projections, scores, weighted
+sums, feed-forward layers and the unembedding. Softmax, norms, activations and rotations (a few FLOPs per number) are
+not.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from ..model.model import Model
 from ..model.parts import macs
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
-SCALE_BYTES = {"int8": 4}  # a float32 for every token and key-value head, of keys and of values
+SCALE_BYTES = {"int8": 4}  # one float32 per token and key-value head, for keys and for values
 BATCHES = tuple(2**i for i in range(9))
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of a pass, by where they happen.
+    """The FLOPs of a pass, by operation.
 
     Attributes:
-        projections: W_Q, W_K, W_V, W_O of all attention layers; and, once for the batch, those of vectors of positions.
+        projections: W_Q, W_K, W_V, W_O of all attention layers; and, once per batch, those of position vectors.
         attention: Scores and weighted sums over the pairs that the masks allow.
-        dense: The same over every pair of a query and a key, as attention that knows no masks computes it.
-        rest: Feed-forward layers, the head (of the last token only where text is generated), convolutions, and the
-            matrices of layers with a state; what moves the state itself is a few operations a number of it.
+        dense: The same over all pairs of a query and a key, as computed without masks.
+        rest: Feed-forward layers, the unembedding (for generated text only of the last token), convolutions, and the
+            matrices of layers with a state; updates of the state itself, a few FLOPs per number, are not counted.
     """
 
     projections: int
@@ -41,22 +42,22 @@ class Flops:
         return self.projections + self.attention + self.rest
 
     def to_dict(self) -> dict[str, int]:
-        """For JSON."""
+        """Return the numbers as a dict for JSON."""
         return {**asdict(self), "total": self.total}
 
 
 def bytes_of(kv_dtype: str) -> tuple[int, int]:
-    """Return bytes of a number in the cache, and of a vector's scale."""
+    """Return the bytes of a number in the cache, and of the scale of a vector."""
     return KV_BYTES[kv_dtype], SCALE_BYTES.get(kv_dtype, 0)
 
 
 def cache_bytes(
     model: Model, context: int, number_bytes: int, *, batch: int = 1, windowed: bool = True, scale_bytes: int = 0
 ) -> int:
-    """Bytes of keys and values that `batch` texts of `context` tokens hold, and of their scales where they have them.
+    """Return the cache bytes of keys, values and any scales, for `batch` texts of `context` tokens.
 
-    `windowed`: layers that look through a window keep the window; else every layer keeps the whole context, which is
-    what an engine reserves that gives all layers the same room.
+    `windowed`: layers with a window keep only the window. If False, every layer keeps the whole context, as in an
+    engine that reserves the same memory for all layers.
     """
     source = model.source_tokens(context)
     return batch * sum(
@@ -66,24 +67,24 @@ def cache_bytes(
 
 
 def state_bytes(model: Model, *, batch: int = 1) -> int:
-    """Bytes of the states that `batch` texts hold, however long they are: convolutions' last inputs and the rest."""
+    """Return the bytes of the states of `batch` texts of any length: last convolution inputs and recurrent states."""
     return batch * sum(layer.bytes(model.number_bytes) for layer in model.states)
 
 
 def bytes_per_token(model: Model, number_bytes: int, scale_bytes: int = 0) -> int:
-    """Return bytes that one more token takes while no window is full."""
+    """Return the cache bytes of one more token while no window is full."""
     return sum(layer.cached_bytes(number_bytes, scale_bytes) for layer in model.layers if layer.role == "self")
 
 
 def as_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
-    """Return the model with that many key-value heads (None: as many as query heads); None where H does not split."""
+    """Return the model with `kv_heads` key-value heads (None: as many as query heads), or None if not divisible."""
     if any(kv_heads is not None and layer.num_heads % kv_heads for layer in model.layers):
         return None
     return model.with_layers(tuple(with_kv_heads(layer, kv_heads or layer.num_heads) for layer in model.layers))
 
 
 def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
-    """Operations of reading `context` tokens; an encoder reads its source once, and cross-attention takes it over."""
+    """Return the FLOPs of reading `context` tokens; an encoder reads its source once for all cross-attention."""
     source = model.source_tokens(context)
     tokens = {"decoder": context, "encoder": context if model.is_encoder else source, "memory": source}
     projections = attention = dense = once = 0
@@ -104,13 +105,13 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
 
 
 def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True) -> Flops | None:
-    """Return operations of the one token that makes a text `context` tokens long; None for a model that only reads.
+    """Return the FLOPs of one token that makes a text `context` tokens long; None for an encoder.
 
-    It meets all that the cache holds: in a layer with chunks as much as a chunk, of which its mask allows the tokens
-    since the chunk began.
+    All cached keys are counted. In a layer with chunks these are as many as in a chunk, although the mask allows only
+    the tokens since the chunk began.
 
-    `absorbed`: latent attention computed on the cached vectors themselves, as engines do; else their keys and values
-    are made anew for the whole context at every token, as transformers does.
+    `absorbed`: latent attention is computed on the cached latents, as engines do. If False, keys and values of the
+    whole context are recomputed for every token, as transformers does.
     """
     if model.is_encoder:
         return None
@@ -134,7 +135,7 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
 
 
 def _lengths(layer: AttentionLayer, context: int, source: int, is_encoder: bool) -> tuple[int, int]:
-    """(queries, keys) of a layer when the whole context is read."""
+    """Return (queries, keys) of a layer when the whole context is read."""
     if layer.role == "encoder":
         return (context, context) if is_encoder else (source, source)
     return (context, source) if layer.role == "cross" else (context, context)
@@ -145,28 +146,28 @@ def _twice(batch: int, *macs_of: int) -> Flops:
 
 
 def eager_bytes(model: Model, context: int, *, batch: int = 1, number_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, bytes): the weights of the largest layer written out, and one float32 a query and head in their place."""
+    """Return the bytes of the attention weights of the largest layer, and of one float32 per query and head."""
     source = model.source_tokens(context)
     sizes = [(layer.num_heads, *_lengths(layer, context, source, model.is_encoder)) for layer in model.layers]
     matrix = max(heads * queries * keys for heads, queries, keys in sizes)
     return batch * matrix * number_bytes, batch * max(heads * queries for heads, queries, _ in sizes) * 4
 
 
-# --- the floor on time ------------------------------------------------------------------------------------------------
+# --- the least time ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that one decoding step of a batch takes on a machine, and what holds it there.
+    """The least time of one decode step of a batch on a machine, and the resource that limits it.
 
     Attributes:
-        batch: Texts that take a step together.
-        bytes: Read from memory: weights once, every text's cache and states.
-        flops: Computed.
-        intensity: FLOPs a byte.
-        seconds: The longer of the two at full speed; None where no speed is given.
-        tokens_per_second: Of all texts together, at most.
-        binds: What takes that long: ``weights``, ``cache`` or ``compute``; empty where no speed is given.
+        batch: The number of texts in a step.
+        bytes: Bytes read from memory: weights once, the cache and states of every text.
+        flops: FLOPs computed.
+        intensity: FLOPs per byte.
+        seconds: The longer of the two times at full speed; None if no speed is given.
+        tokens_per_second: The most tokens per second of all texts together.
+        binds: The resource that takes the longest: ``weights``, ``cache`` or ``compute``; empty if no speed is given.
     """
 
     batch: int
@@ -178,12 +179,12 @@ class Floor:
     binds: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the numbers as a dict for JSON."""
         return asdict(self)
 
 
 def weight_bytes_read(model: Model) -> int:
-    """Bytes of weights that a step reads at least: those one token passes. More experts may be met; never fewer."""
+    """Return the least bytes of weights read in a step: those that one token uses. A batch may use more experts."""
     stream = "encoder" if model.is_encoder else "decoder"
     passed = [part for part in model.parts() if part.stream == stream and part.active]
     shared = sum(part.active * model.weight_bytes for part in passed if not part.parameters)
@@ -199,9 +200,9 @@ def floors(
     flop_rate: float | None = None,
     scale_bytes: int = 0,
 ) -> tuple[Floor, ...]:
-    """The floor of a decoding step at that context, for batches of 1, 2, 4, ... 256; empty for a model that only reads.
+    """Return the least times of a decode step at this context, for batches of 1, 2, 4, ... 256; empty for an encoder.
 
-    `bandwidth` is in bytes a second, `flop_rate` in FLOPs a second. Real engines are slower.
+    `bandwidth` is in bytes per second, `flop_rate` in FLOPs per second. Real engines are slower.
     """
     one = decode(model, context)
     if one is None:

@@ -1,1 +1,1 @@
-"""The parts of a model and what each of them costs."""
+"""The parts of a model and the cost of each."""

@@ -1,4 +1,4 @@
-"""From a config's fields to the parts of an encoder with a decoder."""
+"""The parts of an encoder-decoder model from the fields of its config."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STACKS = ("encoder", "decoder")
 
 
 def attention_layers(fields: Fields) -> list[AttentionLayer]:
-    """Self-attention of both stacks, and the decoder's attention to the encoder's output.
+    """Return the self-attention layers of both stacks, and the decoder's cross-attention layers.
 
     Raises:
-        ValueError: a field that is wrong.
+        ValueError: a field with an invalid value.
     """
     encoder = _layer(fields, "encoder")
     decoder = _layer(fields, "decoder")
@@ -38,7 +38,7 @@ def _layer(fields: Fields, stack: str) -> AttentionLayer:
 
 
 def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
-    """Everything that is not attention; the head's matrix is the embedding's unless the config unties them."""
+    """Yield all parts except attention; the unembedding shares the embedding's matrix unless the config unties them."""
     about, width, vocab = fields.architecture, fields.size("hidden_size"), fields.size("vocab_size")
     tied = "tie_word_embeddings" not in fields.defaults or fields.flag("tie_word_embeddings")
     yield table("embeddings", vocab * (1 if tied else about.get("untied_tables", 1)), width)
@@ -71,7 +71,7 @@ def _stack(fields: Fields, stack: str, width: int) -> Iterator[Part]:
 
 
 def _gated(fields: Fields) -> bool:
-    """Return whether the feed-forward layers gate; a text such as ``gated-gelu`` says it."""
+    """Return whether the feed-forward layers are gated; a text such as ``gated-gelu`` decides."""
     choice = fields.architecture["mlp"]
     if choice in ("plain", "gated"):
         return bool(choice == "gated")
@@ -85,9 +85,9 @@ def _gated(fields: Fields) -> bool:
 
 
 def _audio(fields: Fields, audio: dict[str, Any], width: int) -> Iterator[Part]:
-    """Two convolutions over three frames each, the second of stride 2, and positions: one token for two frames."""
+    """Yield two convolutions over three frames each (the second with stride 2) and positions; two frames per token."""
     channels = fields.size(audio["channels"])
     first = linear("conv1", "embedding", 3 * channels, width, bias=True, stream="encoder")
-    yield replace(first, macs=2 * first.macs)  # it runs on both frames of a token
+    yield replace(first, macs=2 * first.macs)  # It runs on both frames of a token.
     yield linear("conv2", "embedding", 3 * width, width, bias=True, stream="encoder")
     yield table("positions", fields.size(audio["positions"]), width, stream="encoder")

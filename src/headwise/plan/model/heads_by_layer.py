@@ -1,7 +1,7 @@
-"""Encoders whose layers have their own numbers of heads: how their configs differ from the original architecture's.
+"""Configs of encoders whose layers have different numbers of heads, and their difference from the original configs.
 
 `headwise prune` writes such checkpoints, and `headwise.hf` registers the classes that load them. The config keeps the
-original number of heads, which gives the size of a head, and lists the heads of each layer beside it.
+original number of heads, which determines the head dim, and lists the number of heads of each layer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..shape import short
 PREFIX, CLASS_PREFIX = "headwise_", "Headwise"
 FIELD, NOTE = "heads_by_layer", "loads_with"
 HOW = "pip install 'headwise[hf]', and `import headwise.hf` before from_pretrained"
-"""What the config says under `NOTE`, for a reader whose transformers does not know the model_type."""
+"""The text under `NOTE` in the config, for readers whose transformers does not have the model_type."""
 
 
 def has_heads_by_layer(model_type: str) -> bool:
-    """Return whether there are classes of this architecture that have their own number of heads in each layer."""
+    """Return whether classes of this architecture exist in which each layer has its own number of heads."""
     return bool(architectures().get(model_type, {}).get("heads_by_layer"))
 
 
@@ -32,7 +32,7 @@ def base_type(model_type: object) -> str | None:
 
 
 def by_layer_config(config: Mapping[str, Any], heads: Sequence[int]) -> dict[str, Any]:
-    """The config of the same model with these numbers of heads, layer by layer; `config` may be such a one already."""
+    """Return the config with these numbers of heads for each layer; `config` may already be such a config."""
     base = base_type(config["model_type"]) or config["model_type"]
     made = {**config, "model_type": PREFIX + base, FIELD: list(heads), NOTE: HOW}
     if config.get("architectures"):
@@ -41,10 +41,10 @@ def by_layer_config(config: Mapping[str, Any], heads: Sequence[int]) -> dict[str
 
 
 def original_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[int] | None]:
-    """(the config under the original architecture, heads of each layer); the config itself and None for any other.
+    """Return the config of the original architecture and the heads of each layer; or the config itself and None.
 
     Raises:
-        ValueError: in one line: heads that are not a number for each layer, of 1 to the original number.
+        ValueError: a one-line message: `heads_by_layer` is not a number from 1 to the original one for each layer.
     """
     base = base_type(config.get("model_type"))
     if base is None:
@@ -59,7 +59,7 @@ def original_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[
 
 
 def check_heads_by_layer(heads: object, layers: int, most: int) -> list[int]:
-    """Return the heads of each layer; raise ValueError for something else than a number of 1 to `most` for each.
+    """Return the number of heads of each layer; raises ValueError if any is not between 1 and `most`.
 
     >>> check_heads_by_layer([3, 0], 2, 4)
     Traceback (most recent call last):

@@ -1,12 +1,12 @@
-"""A plan for heads, as JSON: which heads are kept, or how many key-value heads remain, layer by layer.
+"""A heads plan, as JSON: the heads to keep, or the number of key-value heads to merge into, for each layer.
 
     {"layers": {"0": {"keep": [0, 1, 5]}, "1": {"kv_heads": 2}, "*": {"keep": [0, 2, 1, 3], "kv_heads": 2}}}
 
-``keep`` lists the query heads that stay; a key-value head stays while one of its query heads does. ``kv_heads`` is how
-many key-value heads are left after groups of them were merged; beside ``keep``, of those that stay, in the order in
-which they share. ``*`` is for every layer not named. In an encoder with a decoder the plain numbers are the decoder's
-self-attention, ``encoder.0`` and ``cross.0`` the others. A table of position biases that layers share keeps a column
-for each head of the layer that has the most.
+``keep`` lists the query heads to keep; a key-value head is kept if one of its query heads is. ``kv_heads`` is the
+number of key-value heads after merging groups of them; with ``keep`` it applies to the heads that are kept, in the
+order in which they share. ``*`` stands for every other layer. In an encoder-decoder model, plain numbers are the
+decoder's self-attention layers; the others are ``encoder.0`` and ``cross.0``. A table of position biases shared by
+layers keeps one column for each head of the layer with the most heads.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ OTHERS = "*"
 
 
 def layer_key(layer: AttentionLayer, *, alone: bool) -> str:
-    """Return what a plan calls the layer; `alone`: it is the only kind of layer in its model."""
+    """Return the name of the layer in a plan; `alone` means that the model has only one kind of attention layer."""
     return str(layer.index) if alone or layer.role == "self" else f"{layer.role}.{layer.index}"
 
 
 def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
-    """Return the model as it is after the plan.
+    """Return the model after the heads plan.
 
     Raises:
-        ValueError: in one line, a plan that does not fit the model: a layer or a head that is not there, groups that do
-            not divide, or something else than ``keep`` or ``kv_heads``.
+        ValueError: a one-line message for a plan that does not fit the model: a missing layer or head, groups that are
+            not divisible, or other keys than ``keep`` and ``kv_heads``.
     """
     entries = plan.get("layers")
     if set(plan) != {"layers"} or not isinstance(entries, Mapping) or not entries:
@@ -60,7 +60,7 @@ def _sizes(layer: AttentionLayer) -> tuple[int, int]:
 
 
 def _others(model: Model, changed: Sequence[AttentionLayer]) -> Iterator[Part]:
-    """Yield the parts beside attention: a table of position biases, which layers share, has a column a head."""
+    """Yield the parts except attention; a table of position biases that layers share has one column per head."""
     heads = {"encoder": [0], "decoder": [0]}
     for layer in changed:
         if layer.role != "cross":
@@ -82,7 +82,7 @@ def _changed(layer: AttentionLayer, entry: object) -> AttentionLayer:
 
 
 def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:
-    """Return the layer with these query heads only, and the key-value heads they read (query head h reads h // G).
+    """Return the layer with only these query heads and the key-value heads that they read (head h reads h // G).
 
     Example:
         >>> layer = AttentionLayer("self", 0, 64, 8, 4, 8, 8)
@@ -100,7 +100,7 @@ def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:
 
 
 def regrouped(layer: AttentionLayer, kv_heads: object) -> AttentionLayer:
-    """Return the layer with its key-value heads merged into fewer; each must be made of equally many."""
+    """Return the layer with its key-value heads merged into fewer heads, in groups of equal size."""
     if layer.latent is not None:
         raise ValueError("latent attention has no key-value heads to merge")
     if type(kv_heads) is not int or not 1 <= kv_heads <= layer.num_kv_heads or layer.num_kv_heads % kv_heads:

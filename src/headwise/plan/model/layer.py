@@ -1,4 +1,4 @@
-"""One attention layer: its sizes, what its projections weigh, what it caches, which keys its queries see."""
+"""One attention layer: its sizes, the parameters of its projections, its cache, and the keys of each query."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ QkNorm = Literal["", "head", "each", "all"]
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention: queries and keys and values come out of small shared vectors.
+    """Multi-head latent attention: queries, keys and values are computed from small shared vectors.
 
     Attributes:
-        kv_rank: Width of the vector that keys and values are made of; it is cached, with the rotary part.
+        kv_rank: Width of the latent for keys and values; it is cached, together with the rotary part.
         rope_dim: Width of the rotary part of a key, shared by all heads.
-        q_rank: Width of the vector that queries are made of; None where they come straight from the input.
-        bias: Whether the two matrices that lead down have biases.
+        q_rank: Width of the latent for queries; None if queries are computed directly from the input.
+        bias: True if the two down-projections have biases.
     """
 
     kv_rank: int
@@ -33,15 +33,15 @@ class Latent:
 
 @dataclass(frozen=True)
 class PositionTerms:
-    """Terms of content against position in the scores, as disentangled attention has them.
+    """The content-position terms of the scores in disentangled attention.
 
     Attributes:
-        rows: Distances that have a vector: positions are cut to them.
-        keys: Whether queries meet position keys.
-        queries: Whether keys meet position queries.
-        shared: Whether q_proj and k_proj make them, so that there are no matrices of their own.
-        key_bias: Whether the matrix of position keys has a bias; that of position queries has one.
-        grows: Whether a pass computes only the distances that its text has.
+        rows: The number of distances with a vector; larger distances are clipped.
+        keys: True if queries are multiplied by position keys.
+        queries: True if keys are multiplied by position queries.
+        shared: True if q_proj and k_proj compute them, so they have no matrices of their own.
+        key_bias: True if the matrix of position keys has a bias; that of position queries always has one.
+        grows: True if a pass computes only the distances that occur in its text.
     """
 
     rows: int
@@ -52,17 +52,17 @@ class PositionTerms:
     grows: bool = False
 
     def met(self, tokens: int) -> int:
-        """Distances that a pass over so many tokens computes."""
+        """Return the number of distances that a pass over `tokens` tokens computes."""
         return min(self.rows, 2 * tokens) if self.grows else self.rows
 
     def made(self) -> int:
-        """Return how many matrices the distances pass."""
+        """Return the number of matrices that the distances are multiplied by."""
         return 2 if self.shared else self.keys + self.queries
 
 
 @dataclass(frozen=True)
 class Biases:
-    """Which projections add a bias."""
+    """The projections that have a bias."""
 
     q: bool = False
     k: bool = False
@@ -75,26 +75,26 @@ class AttentionLayer:
     """The sizes of one attention layer; all its costs are functions of them.
 
     Attributes:
-        role: ``self`` (causal, cached), ``cross`` (to an encoder's output, cached), ``encoder`` (both ways, no cache).
-        index: Which layer of its stack.
-        d_model: Width of the stream.
+        role: ``self`` (causal, cached), ``cross`` (to an encoder's output, cached), ``encoder`` (bidirectional).
+        index: Index of the layer in its stack.
+        d_model: Width of the residual stream.
         num_heads: Query heads H.
         num_kv_heads: Key-value heads K.
         head_dim: D, of queries and keys.
         value_dim: V.
-        window: Keys that a query sees, itself included; None where it sees all that the role allows.
-        chunked: Whether the window is a stretch of the text with fixed ends, of which a query sees what is before it.
-        bias: Which projections add one.
-        qk_norm: Norms of queries and keys: one of D numbers for all heads (``head``), D for each head (``each``), one
-            over all heads together (``all``).
-        qk_norm_bias: Whether those norms have biases.
-        sinks: Whether each head has learned a sink.
-        gated: Whether q_proj makes a gate for the heads' outputs, too.
-        positions: Its terms of content against position; None without.
-        out_width: Width of what o_proj reads where that is not H * V.
-        sub_norm: Numbers of a norm in front of o_proj.
-        latent: The ranks of latent attention; None for the plain kind.
-        shared: Whether the weights are those of another layer, so they weigh nothing here.
+        window: Keys that a query attends to, including its own; None for all that the role allows.
+        chunked: True if the window is a chunk with fixed ends, in which a query attends to earlier keys.
+        bias: The projections that have a bias.
+        qk_norm: Norms of queries and keys: D numbers shared by all heads (``head``), D for each head (``each``), or one
+            norm over all heads together (``all``).
+        qk_norm_bias: True if those norms have biases.
+        sinks: True if each head has a learned sink.
+        gated: True if q_proj also computes a gate for the outputs of the heads.
+        positions: The content-position terms, or None.
+        out_width: Input width of o_proj if it is not H * V.
+        sub_norm: Parameters of a norm before o_proj.
+        latent: The ranks of latent attention, or None.
+        shared: True if the weights belong to another layer and are not counted here.
     """
 
     role: LayerRole
@@ -119,7 +119,7 @@ class AttentionLayer:
 
     @property
     def kind(self) -> str:
-        """MHA, GQA, MQA or MLA.
+        """The kind of attention: MHA, GQA, MQA or MLA.
 
         Example:
             >>> AttentionLayer("self", 0, 4096, 32, 8, 128, 128).kind
@@ -132,7 +132,7 @@ class AttentionLayer:
         return "MQA" if self.num_kv_heads == 1 else "GQA"
 
     def parts(self) -> tuple[Part, ...]:
-        """Every matrix and vector: ``q_proj k_proj v_proj o_proj``, for latent attention ``kv_down`` too, and norms."""
+        """Return every matrix and vector: ``q_proj k_proj v_proj o_proj``, norms, and ``kv_down`` if latent."""
         return self._parts
 
     @cached_property
@@ -143,7 +143,7 @@ class AttentionLayer:
         return tuple(replace(part, parameters=0) for part in parts)
 
     def _streams(self) -> tuple[str, str]:
-        """Whose tokens pass q_proj and o_proj, and whose pass k_proj and v_proj."""
+        """Return the stream of tokens for q_proj and o_proj, and that for k_proj and v_proj."""
         return {"self": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "memory")}[
             self.role
         ]
@@ -164,7 +164,7 @@ class AttentionLayer:
             yield vector("sinks", "attention", H, stream=query)
         if self.sub_norm:
             yield vector("sub_norm", "attention", self.sub_norm, stream=query)
-        if self.positions is not None and not self.positions.shared:  # a pass takes them once, not each token
+        if self.positions is not None and not self.positions.shared:  # used once per pass, not once per token
             if self.positions.keys:
                 bias = H * D if self.positions.key_bias else 0
                 yield vector("pos_key_proj", "attention", width * H * D + bias, stream=query)
@@ -186,7 +186,7 @@ class AttentionLayer:
         yield linear("o_proj", "attention", H * V, width, bias=self.bias.o)
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return parameters by part, biases with their matrix.
+        """Return the number of parameters of each part; biases are counted with their matrix.
 
         Example:
             >>> AttentionLayer("self", 0, 4096, 32, 8, 128, 128).parameter_counts()
@@ -195,13 +195,13 @@ class AttentionLayer:
         return {part.name: part.parameters for part in self.parts()}
 
     def parameter_count(self) -> int:
-        """Return parameters of all parts."""
+        """Return the number of parameters of all parts."""
         return parameters(self.parts())
 
     # --- cache ------------------------------------------------------------------------------------------------------
 
     def cached_numbers(self) -> int:
-        """Numbers that one token leaves in the cache: K (D + V); for latent attention its rank and the rotary part.
+        """Return the numbers that one token adds to the cache: K (D + V); if latent, its rank and the rotary part.
 
         Example:
             >>> AttentionLayer("self", 0, 7168, 128, 128, 192, 128, latent=Latent(512, 64)).cached_numbers()
@@ -214,24 +214,24 @@ class AttentionLayer:
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def cached_vectors(self) -> int:
-        """Vectors that one token leaves in the cache, each with a scale where numbers are int8: 2 K; latent, 1."""
+        """Return the vectors that one token adds to the cache, each with a scale in int8: 2 K, or 1 if latent."""
         if self.role == "encoder":
             return 0
         return 1 if self.latent is not None else 2 * self.num_kv_heads
 
     def cached_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
-        """Return bytes that one token leaves in the cache."""
+        """Return the bytes that one token adds to the cache."""
         return self.cached_numbers() * number_bytes + self.cached_vectors() * scale_bytes
 
     def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
-        """Tokens in the cache: the encoder's for cross-attention, else the context, cut to the window if asked."""
+        """Return the tokens in the cache: the encoder's for cross-attention, else the context, cut to the window."""
         tokens = source if self.role == "cross" else context
         return tokens if self.window is None or not windowed else min(tokens, self.window)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
     def pairs(self, queries: int, keys: int) -> int:
-        """(query, key) pairs that the mask allows; the last query is aligned with the last key.
+        """Return the (query, key) pairs that the mask allows; the last query is aligned with the last key.
 
         Example:
             >>> layer = AttentionLayer("self", 0, 8, 2, 2, 4, 4, window=3)
@@ -251,7 +251,7 @@ class AttentionLayer:
         return mask_pairs(first, keys - first, keys, left=None if self.window is None else self.window - 1)
 
     def position_macs(self, queries: int, keys: int) -> tuple[int, int]:
-        """Return multiply-adds of content against position: (once a pass, for each text)."""
+        """Return the multiply-adds of content-position terms: (once per pass, per text)."""
         if self.positions is None:
             return 0, 0
         rows, wide = self.positions.met(max(queries, keys)), self.num_heads * self.head_dim
@@ -259,14 +259,14 @@ class AttentionLayer:
         return rows * self.d_model * wide * self.positions.made(), each
 
     def score_macs(self) -> int:
-        """Return multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
+        """Return the multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
         return self.num_heads * (self.head_dim + self.value_dim)
 
     def absorbed_macs(self) -> tuple[int, int]:
-        """(each token, each pair) of latent attention computed in the latent space, as engines decode.
+        """Return the multiply-adds (per token, per pair) of latent attention in the latent space, as engines decode.
 
-        k_proj is moved onto the query and v_proj behind the weighted sum, so neither runs over the cache again: a token
-        pays ``H (rank (D - rope) + rank V)`` once, a pair ``H ((rank + rope) + rank)``.
+        k_proj is applied to the query and v_proj after the weighted sum, so neither runs over the cache again: a token
+        costs ``H (rank (D - rope) + rank V)`` once, a pair ``H ((rank + rope) + rank)``.
         """
         assert self.latent is not None
         rank, rope = self.latent.kv_rank, self.latent.rope_dim
@@ -274,14 +274,14 @@ class AttentionLayer:
         return per_token, self.num_heads * (2 * rank + rope)
 
     def expansion_macs(self) -> int:
-        """Return multiply-adds that make keys and values out of one cached latent vector."""
+        """Return the multiply-adds that compute keys and values from one cached latent."""
         return sum(part.macs for part in self.parts() if part.name in ("k_proj", "v_proj"))
 
     def projection_macs(self, stream: str) -> int:
-        """Return multiply-adds of the projections for one token of the stream."""
+        """Return the multiply-adds of the projections for one token of the stream."""
         return macs(self.parts(), stream)
 
 
 def with_kv_heads(layer: AttentionLayer, kv_heads: int) -> AttentionLayer:
-    """The layer with another number of key-value heads (regrouped), everything else as it is; latent becomes plain."""
+    """Return the layer with another number of key-value heads (regrouped); latent attention becomes plain attention."""
     return replace(layer, num_kv_heads=kv_heads, latent=None)

@@ -1,4 +1,4 @@
-"""A model as its parts: read from a config, and priced by the other files of this room."""
+"""A model as its parts, read from a config; the cost functions take it as input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .quantization import Packing, packing_of
 from .recurrent import StateLayer, state_layers
 from .towers import Tower, connector, tower_of
 
-PADDING = 1  # the padding token where positions count from it and the config leaves it out
+PADDING = 1  # the default padding token of models whose positions start after it
 WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
@@ -27,19 +27,19 @@ class Model:
     """All attention layers and all other parts of a model.
 
     Attributes:
-        name: What to call it.
-        model_type: Its architecture, as configs name it.
-        layers: Attention layers; with two stacks, the encoder's, then the decoder's self and cross by turns.
-        others: Embeddings, norms, feed-forward layers and the head.
-        further: Layers that predict further tokens; they are in no other count, for transformers builds none.
-        further_layers: How many of them; each caches what a layer does.
-        packing: How the checkpoint's matrices are quantised; None where they are not.
-        towers: Encoders of pictures or sound beside the text model; all else is the text model's.
-        states: Layers that keep a state of fixed size; a layer that has attention beside it is in both.
-        weight_bytes: Bytes a weight has in the checkpoint, as the config's dtype says; 2 where it says nothing.
-        source: Tokens of the encoder where the config fixes them (audio); else None.
-        positions: Tokens it has learned positions for; None where positions are computed.
-        notes: What the counts leave out, or what the config says and nothing here knows. Empty: every count is exact.
+        name: The name in tables.
+        model_type: The architecture, as in configs.
+        layers: Attention layers; with two stacks, the encoder's, then the decoder's self and cross alternating.
+        others: Embeddings, norms, feed-forward layers and the unembedding.
+        further: Layers that predict further tokens; no other count includes them, because transformers builds none.
+        further_layers: The number of such layers; each caches as much as an attention layer.
+        packing: The quantisation of the checkpoint's matrices, or None.
+        towers: Encoders of images or sound; all other attributes describe the text model.
+        states: Layers with a state of fixed size; a layer that also has attention is in both.
+        weight_bytes: Bytes of a weight in the checkpoint, from the config's dtype; 2 by default.
+        source: Tokens of the encoder if the config fixes them (audio); else None.
+        positions: The number of learned positions; None if positions are computed.
+        notes: Parts that the counts leave out and unknown config fields. If empty, every count is exact.
     """
 
     name: str
@@ -58,63 +58,63 @@ class Model:
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a number that the model computes with: those of a weight, where weights are not packed."""
+        """Bytes of a number in computation: those of an unpacked weight."""
         return self.weight_bytes
 
     @property
     def d_model(self) -> int:
-        """Width of the stream."""
+        """Width of the residual stream."""
         return self.layers[0].d_model
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it reads a whole text at once, and so keeps no cache."""
+        """True if the model reads a whole text in one pass and so keeps no cache."""
         return all(layer.role == "encoder" for layer in self.layers)
 
     def parts(self) -> list[Part]:
-        """Return every part of the text model, attention's first."""
+        """Return every part of the text model, attention first."""
         layers: tuple[AttentionLayer | StateLayer, ...] = (*self.layers, *self.states)
         return [part for layer in layers for part in layer.parts()] + list(self.others)
 
     def attention_parameters(self) -> int:
-        """Return parameters of all attention layers."""
+        """Return the number of parameters of all attention layers."""
         return sum(layer.parameter_count() for layer in self.layers)
 
     def total_parameters(self) -> int:
-        """Return parameters of the model, its towers included."""
+        """Return the number of parameters of the model, including its towers."""
         return parameters(self.parts()) + self.tower_parameters()
 
     def part_bytes(self, part: Part) -> int:
-        """Return bytes of a part's weights in the checkpoint."""
+        """Return the bytes of a part's weights in the checkpoint."""
         return (
             part.parameters * self.weight_bytes if self.packing is None else self.packing.bytes(part, self.weight_bytes)
         )
 
     def stored_bytes(self) -> int:
-        """Return bytes of all weights in the checkpoint, towers included, without layers that predict further tokens.
+        """Return the bytes of all weights in the checkpoint, with towers but without layers for further tokens.
 
-        Of a model with towers only the text model is quantised.
+        In a model with towers only the text model is quantised.
         """
         towers = [part for tower in self.towers for part in tower.parts()]
         return sum(map(self.part_bytes, self.parts())) + self.weight_bytes * parameters(towers)
 
     def tower_parameters(self) -> int:
-        """Return parameters of the towers, and of what joins them to the text model."""
+        """Return the number of parameters of the towers and their connectors."""
         return sum(tower.parameter_count() for tower in self.towers)
 
     def active_parameters(self) -> int:
-        """Return parameters that one token of the decoder passes through: without look-up tables and unused experts."""
+        """Return the number of parameters that one decoder token uses: no look-up tables and no unused experts."""
         stream = "encoder" if self.is_encoder else "decoder"
         return sum(part.active for part in self.parts() if part.stream == stream)
 
     def source_tokens(self, context: int) -> int:
-        """Tokens that the encoder reads: fixed for audio, else as many as the context; 0 where there is no encoder."""
+        """Return the tokens that the encoder reads: fixed for audio, else the context; 0 without an encoder."""
         if not any(layer.role == "cross" for layer in self.layers):
             return 0
         return context if self.source is None else self.source
 
     def notes_at(self, contexts: Iterable[int]) -> tuple[str, ...]:
-        """Return the notes, with one on the contexts that go beyond the positions that it has learned."""
+        """Return the notes, with one more if contexts are longer than the learned positions."""
         limit = self.positions
         beyond = [str(context) for context in contexts if limit is not None and context > limit]
         note = f"beyond the {limit} positions the model has learned: {', '.join(beyond)}"
@@ -126,11 +126,11 @@ class Model:
 
 
 def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tuple[str, ...] = ()) -> Model:
-    """The model that a parsed config describes; `left_out` is what else is known to be missing in it, for the notes.
+    """Return the model that a parsed config describes; `left_out` names further missing parts for the notes.
 
     Raises:
-        ValueError: in one line: an architecture that is not known, a field that is wrong, or one that changes
-            the counts and is not modelled.
+        ValueError: a one-line message: an unknown architecture, a field with an invalid value, or a field that
+            changes the counts in an unsupported way.
     """
     model_type = config.get("model_type")
     if model_type is None:
@@ -181,7 +181,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
 
 
 def _positions(fields: Fields) -> int | None:
-    """Return tokens that the table of positions has rows for; some count from behind the row of the padding token."""
+    """Return the number of usable learned positions; in some models they start after the row of the padding token."""
     about = fields.architecture
     if not about.get("positions") or not fields.flag(about.get("positions_when", True)):
         return None
@@ -193,7 +193,7 @@ def _positions(fields: Fields) -> int | None:
 
 
 def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -> Model:
-    """Return a text model with its towers: each read from its own part of the config."""
+    """Return a text model with its towers, each read from its own part of the config."""
     fields = Fields(config, about)
     inner, text_type = _text_of(config, about)
     named, own = _first_class(config), about["classes"]
@@ -206,7 +206,7 @@ def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -
     ]
     strange = [f"{key}.{field}" for _, unknown, _, key in made for field in unknown]
     beside = about["text"].get("flat") and config.get(about["text"]["key"]) is None
-    strange += [] if beside else fields.unknown()  # the text model tells of those beside the towers
+    strange += [] if beside else fields.unknown()  # the notes of the text model already name flat fields
     notes = [*model.notes]
     if named not in (None, *own.values()):
         notes.append(f"the head of {short(named)} is not counted; the model below it is")
@@ -216,10 +216,10 @@ def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -
 
 
 def _text_of(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """(config, architecture) of the text model inside."""
+    """Return the config and the architecture of the text model inside."""
     spec = about["text"]
     text = config.get(spec["key"])
-    if text is None and spec.get("flat"):  # the text model's fields lie beside the towers' objects
+    if text is None and spec.get("flat"):  # the fields of the text model are at the top level of the config
         mine = {spec["key"], "model_type", *about["towers"], *about["defaults"], *about.get("neutral", ())}
         text = {key: value for key, value in config.items() if key not in mine}
     elif text is None:
@@ -256,7 +256,7 @@ def _first_class(config: Mapping[str, Any]) -> str | None:
 
 
 def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Return whether the language-modelling head counts, and what to say of any other head."""
+    """Return whether the language-modelling head is counted, and a note on any other head."""
     named = _first_class(config)
     if named in (None, about["classes"]["lm"]):
         return True, None
@@ -271,6 +271,6 @@ def _weight_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _dtype(*configs: Mapping[str, Any]) -> Any:
-    """The first that is said, by its name of today or the older one; transformers writes null where it says nothing."""
+    """Return the first dtype that is not null, under its current or older name; transformers writes null for unset."""
     said = (config.get(key) for config in configs for key in ("dtype", "torch_dtype"))
     return next((dtype for dtype in said if dtype is not None), None)

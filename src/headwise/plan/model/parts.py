@@ -1,4 +1,4 @@
-"""The parts of a model as numbers: what it has learned, what one token passes through, what one token computes."""
+"""The parts of a model as numbers: the parameters, the active parameters of one token, and its multiply-adds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 ROOMS = ("attention", "state", "mlp", "norm", "embedding", "head")
 BIASES = "position_biases"
-"""The name of a table of position biases, with a column for each head."""
+"""The name of a table of position biases, with one column per head."""
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class Part:
     """One part of a model: a projection, all experts of a layer, a table, a norm.
 
     Attributes:
-        name: What it is, as the field calls it: ``q_proj``, ``experts``, ``embeddings``.
-        room: Where it belongs: one of attention, state, mlp, norm, embedding, head.
-        parameters: Numbers learned.
-        macs: Multiply-adds of its matrices for one token; biases, norms and look-ups are not matrices. Two FLOPs each.
-        active: Parameters that one token passes through: fewer than all for experts, none for a table it looks up in.
-        stream: Whose tokens pass: the decoder's (the only ones of a model with one stack), the encoder's, or the
-            encoder's output on its way into cross-attention.
-        matrices: (inputs, outputs, how many) of its matrices: what a quantised checkpoint packs.
+        name: The usual name: ``q_proj``, ``experts``, ``embeddings``.
+        room: The group of the part: one of attention, state, mlp, norm, embedding, head.
+        parameters: The number of parameters.
+        macs: Multiply-adds of its matrices for one token, two FLOPs each; biases, norms and look-ups are not counted.
+        active: Parameters that one token uses: fewer than all for experts, none for a look-up table.
+        stream: The tokens that it processes: the decoder's (the only ones of a model with one stack), the encoder's, or
+            the encoder's output for cross-attention.
+        matrices: (inputs, outputs, count) of its matrices, which a quantised checkpoint packs.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part:
 
 
 def linear(name: str, room: str, inputs: int, outputs: int, *, bias: bool = False, stream: str = "decoder") -> Part:
-    """Return a matrix that every token passes, with one bias an output where there are biases.
+    """Return a matrix that every token is multiplied by, with an optional bias per output.
 
     Example:
         >>> linear("q_proj", "attention", 4, 6, bias=True)
@@ -46,17 +46,17 @@ def linear(name: str, room: str, inputs: int, outputs: int, *, bias: bool = Fals
 
 
 def vector(name: str, room: str, size: int, *, stream: str = "decoder") -> Part:
-    """Return numbers that every token passes without a matrix product: the weights of a norm, a bias."""
+    """Return a vector that every token uses without a matrix product: the weights of a norm, or a bias."""
     return Part(name, room, size, 0, size, stream)
 
 
 def table(name: str, rows: int, width: int, *, stream: str = "decoder") -> Part:
-    """Return rows that a token looks up; it reads one, so none of its size is counted as passed."""
+    """Return a look-up table; a token reads one row, so its active parameters are 0."""
     return Part(name, "embedding", rows * width, 0, 0, stream)
 
 
 def repeated(part: Part, copies: int, used: int) -> Part:
-    """Copies of a part of which a token passes `used`: the experts of a mixture.
+    """Return copies of a part, of which a token uses `used`: the experts of a mixture.
 
     Example:
         >>> repeated(linear("up", "mlp", 4, 6), copies=8, used=2).parameters
@@ -68,10 +68,10 @@ def repeated(part: Part, copies: int, used: int) -> Part:
 
 
 def parameters(parts: Iterable[Part], room: str | None = None) -> int:
-    """Return parameters of all parts, or of those of one room."""
+    """Return the number of parameters of all parts, or of the parts of one room."""
     return sum(part.parameters for part in parts if room in (None, part.room))
 
 
 def macs(parts: Iterable[Part], stream: str) -> int:
-    """Return multiply-adds that one token of the stream causes."""
+    """Return the multiply-adds for one token of the stream."""
     return sum(part.macs for part in parts if part.stream == stream)

@@ -1,4 +1,4 @@
-"""Weights in fewer bits: what the matrices of a quantised checkpoint take, with their scales and zeros."""
+"""The size of the quantised matrices of a checkpoint, including their scales and zeros."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from ..shape import check_size, short
 from .parts import Part
 
-PLAIN = {"router", "shared_gate", "join", "lm_head", "project_in", "project_out"}  # matrices that no method touches
+PLAIN = {"router", "shared_gate", "join", "lm_head", "project_in", "project_out"}  # matrices that no method packs
 ROOMS = ("attention", "mlp", "state")
 KEPT = ("lm_head", "embed", "norm", "router", "gate", "visual", "vision", "multi_modal", "wte", "ln_f")
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the matrices of a checkpoint are stored.
+    """The storage format of the matrices of a checkpoint.
 
     Attributes:
-        method: What the config calls it.
-        matrix: (inputs, outputs) -> bytes of one matrix with all that belongs to it.
-        experts_only: Whether only the experts of a mixture are packed.
+        method: The name in the config.
+        matrix: A function from (inputs, outputs) to the bytes of one matrix with its scales and zeros.
+        experts_only: True if only the experts of a mixture are packed.
     """
 
     method: str
@@ -35,7 +35,7 @@ class Packing:
         return part.room in ROOMS and part.name not in PLAIN and bool(part.matrices)
 
     def bytes(self, part: Part, number_bytes: int) -> int:
-        """Bytes of a part: its matrices packed where the method does so, all else in numbers of the model's dtype."""
+        """Return the bytes of a part: packed matrices, and everything else in the model's dtype."""
         if not self.packs(part) or not part.parameters:
             return part.parameters * number_bytes
         inside = sum(inputs * outputs * copies for inputs, outputs, copies in part.matrices)
@@ -44,10 +44,10 @@ class Packing:
 
 
 def packing_of(config: Mapping[str, Any]) -> tuple[Packing | None, str | None]:
-    """(packing, note) of a config's ``quantization_config``: None where it has none, or one that is not modelled.
+    """Return the packing of a config's ``quantization_config`` and a note; None if there is none or it is unsupported.
 
     Raises:
-        ValueError: a field of a method that is modelled is not what it must be.
+        ValueError: a field of a supported method has an invalid value.
     """
     about = config.get("quantization_config")
     if about is None or about == {}:
@@ -79,7 +79,7 @@ def _number(about: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _groups(about: Mapping[str, Any], default: int) -> Callable[[int], int]:
-    """Groups of a row of that many inputs; a size of -1 or null is one group."""
+    """Return a function from the inputs of a row to its number of groups; a size of -1 or null is one group."""
     size = about.get("group_size", default)
     if size in (-1, None):
         return lambda inputs: 1
@@ -88,7 +88,7 @@ def _groups(about: Mapping[str, Any], default: int) -> Callable[[int], int]:
 
 
 def _fp8(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """Return a byte a weight, and a float32 for each block."""
+    """Return the size for one byte per weight and a float32 per block."""
     block = about.get("weight_block_size")
     if block is None:
         return lambda inputs, outputs: inputs * outputs + 4
@@ -100,12 +100,12 @@ def _fp8(about: Mapping[str, Any]) -> Callable[[int, int], int]:
 
 
 def _mxfp4(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """Half a byte a weight, and a byte for each 32 of a row."""
+    """Return the size for half a byte per weight and one byte per 32 weights of a row."""
     return lambda inputs, outputs: outputs * -(-inputs // 32) * 17
 
 
 def _gptq(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """Bits in words of 32 down the inputs; a group's scales (two bytes) and zeros; each input's group."""
+    """Return the size for bits packed along the inputs in 32-bit words; scales (2 bytes), zeros and group indices."""
     bits, groups = _number(about, "bits", 4), _groups(about, 128)
 
     def bytes_of(inputs: int, outputs: int) -> int:
@@ -117,7 +117,7 @@ def _gptq(about: Mapping[str, Any]) -> Callable[[int, int], int]:
 
 
 def _awq(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """Bits in words of 32 along the outputs; a group's scales (two bytes) and zeros."""
+    """Return the size for bits packed along the outputs in 32-bit words, and scales (2 bytes) and zeros per group."""
     bits, groups = _number(about, "bits", 4), _groups(about, 128)
 
     def bytes_of(inputs: int, outputs: int) -> int:
@@ -128,7 +128,7 @@ def _awq(about: Mapping[str, Any]) -> Callable[[int, int], int]:
 
 
 def _bitsandbytes(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """Eight bits with a float32 a row; or four, with a scale for each 64, those again in eight bits where asked."""
+    """Return the size for 8 bits with a float32 per row, or 4 bits with a scale per 64 (if set, in 8 bits)."""
     if about.get("load_in_8bit"):
         return lambda inputs, outputs: inputs * outputs + 4 * outputs
     double = bool(about.get("bnb_4bit_use_double_quant"))
@@ -143,7 +143,7 @@ def _bitsandbytes(about: Mapping[str, Any]) -> Callable[[int, int], int]:
 
 
 def _compressed(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """Return the weights of the first group: their bits, and a scale of two bytes for a group, a row or the matrix."""
+    """Return the size for the first group's weights: their bits and a 2-byte scale per group, row or matrix."""
     config = about.get("config_groups")
     first = next(iter(config.values()), None) if isinstance(config, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None

@@ -1,4 +1,4 @@
-"""Layers that keep a state of fixed size in place of keys and values: linear attention, state spaces, convolutions."""
+"""Layers with a state of fixed size instead of keys and values: linear attention, state spaces, convolutions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class StateLayer:
-    """One layer's state: what it weighs, and what it keeps of a text, however long.
+    """One layer with a state: its parameters, and its state for a text of any length.
 
     Attributes:
-        index: Which layer of the stack.
-        kind: Of which family: delta, mamba, mamba2, conv or lightning.
-        conv: Numbers of the last inputs of its convolution, in the model's dtype.
-        state: Numbers of its recurrent state.
-        state_bytes: Bytes of one of those; None for the model's dtype.
-        matrices: What it has learned.
+        index: Index of the layer in the stack.
+        kind: The family: delta, mamba, mamba2, conv or lightning.
+        conv: The number of values of its last convolution inputs, in the model's dtype.
+        state: The number of values of its recurrent state.
+        state_bytes: Bytes of a value of the state; None for the model's dtype.
+        matrices: Its matrices and vectors.
     """
 
     index: int
@@ -38,7 +38,7 @@ class StateLayer:
         return self.matrices
 
     def bytes(self, number_bytes: int) -> int:
-        """Return bytes that one text takes, where a number of the model's dtype has so many.
+        """Return the bytes of the state of one text, where the model's dtype has `number_bytes` bytes.
 
         Example:
             >>> StateLayer(0, "mamba", 96, 384, 4, ()).bytes(2)
@@ -48,10 +48,10 @@ class StateLayer:
 
 
 def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
-    """(attention, state): which layers have which; both where a layer has the two side by side.
+    """Return for each layer whether it has attention, and whether it has a state; a layer may have both.
 
     Raises:
-        ValueError: a layer of a kind that is not modelled, or no layer with attention.
+        ValueError: a layer of an unsupported kind, or no layer with attention.
     """
     about: dict[str, Any] | None = fields.architecture.get("states")
     if about is None:
@@ -65,7 +65,7 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
 
 
 def _listed(fields: Fields, about: dict[str, Any], layers: int) -> list[bool] | None:
-    """Return what ``layer_types`` says, where the architecture has it and it is not null."""
+    """Return for each layer whether ``layer_types`` gives it attention; None without such a list."""
     types = fields.raw("layer_types")[1] if "layer_types" in fields.defaults else None
     if types is None:
         return None
@@ -78,18 +78,18 @@ def _listed(fields: Fields, about: dict[str, Any], layers: int) -> list[bool] | 
 
 
 def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Return the layers that attend: every n-th."""
+    """Return True for the layers with attention: every n-th."""
     every = fields.size(about["every"])
     return [(i + 1) % every == 0 for i in range(layers)]
 
 
 def _odd(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Return the layers that attend: every other one, from the first."""
+    """Return True for the layers with attention: every other one, starting with the first."""
     return [i % 2 == 0 for i in range(layers)]
 
 
 def _period(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Return the layers that attend: one of each period."""
+    """Return True for the layers with attention: one in each period."""
     period, offset = fields.size(about["period"]), fields.size(about["offset"], least=0)
     if offset >= period:
         raise ValueError(f"{about['offset']} = {offset} is not below {about['period']} = {period}")
@@ -97,7 +97,7 @@ def _period(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
 
 
 def _indices(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Return the layers that attend: those of a list; where it is null, all or none."""
+    """Return True for the layers with attention: those in a list; if it is null, all or none."""
     listed = fields.numbers(about["indices"])
     return [about.get("null_is_all", False) if listed is None else i in listed for i in range(layers)]
 
@@ -111,7 +111,7 @@ _RULES: dict[str, Callable[[Fields, dict[str, Any], int], list[bool]]] = {
 
 
 def state_layers(fields: Fields, layers: int) -> tuple[StateLayer, ...]:
-    """Return the layers with a state of a model with one stack; none for most models."""
+    """Return the layers with a state in a model with one stack; empty for most models."""
     about: dict[str, Any] | None = fields.architecture.get("states")
     if about is None:
         return ()
@@ -124,7 +124,7 @@ def state_layers(fields: Fields, layers: int) -> tuple[StateLayer, ...]:
 
 # --- the families -----------------------------------------------------------------------------------------------------
 
-StateSizes = tuple[int, int, Iterator[Part]]  # numbers of the convolution, of the state; the parts
+StateSizes = tuple[int, int, Iterator[Part]]  # sizes of the convolution inputs and of the state, and the parts
 
 
 def _matrix(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Part:
@@ -136,13 +136,13 @@ def _numbers(name: str, size: int) -> Part:
 
 
 def _conv(channels: int, kernel: int, *, bias: bool) -> Part:
-    """Return a convolution of each channel by itself: kernel multiply-adds a channel and token."""
+    """Return a convolution of each channel separately: kernel multiply-adds per channel and token."""
     size = channels * kernel + (channels if bias else 0)
     return Part("conv", "state", size, channels * kernel, size)
 
 
 def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
-    """Gated delta rule: a matrix of keys by values a head, moved by an outer product a token."""
+    """Return the sizes of a gated delta rule layer: a key-by-value matrix per head, updated by outer products."""
     width, kernel = fields.size("hidden_size"), fields.size("linear_conv_kernel_dim")
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
     key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
@@ -161,7 +161,7 @@ def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
 
 
 def _mamba(fields: Fields, about: dict[str, Any]) -> StateSizes:
-    """Selective state space, a state of its own for each channel."""
+    """Return the sizes of a selective state space layer, with a separate state for each channel."""
     width, kernel, state = (fields.size(name) for name in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
     inner = fields.size("mamba_expand") * width
     automatic = fields.raw("mamba_dt_rank")[1] == "auto"
@@ -181,7 +181,7 @@ def _mamba(fields: Fields, about: dict[str, Any]) -> StateSizes:
 
 
 def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
-    """State space with one decay a head."""
+    """Return the sizes of a state space layer with one decay per head."""
     width, kernel, state = (fields.size(name) for name in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
     heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
     own = fields.optional("mamba_d_ssm") if "mamba_d_ssm" in fields.defaults else None
@@ -206,7 +206,7 @@ def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
 
 
 def _short_conv(fields: Fields, about: dict[str, Any]) -> StateSizes:
-    """Return a convolution between two gates; it has no recurrent state."""
+    """Return the sizes of a convolution between two gates; it has no recurrent state."""
     width, kernel, bias = fields.size("hidden_size"), fields.size("conv_L_cache"), fields.flag("conv_bias")
 
     def parts() -> Iterator[Part]:
@@ -218,7 +218,7 @@ def _short_conv(fields: Fields, about: dict[str, Any]) -> StateSizes:
 
 
 def _lightning(fields: Fields, about: dict[str, Any]) -> StateSizes:
-    """Linear attention with a fixed decay a head: a matrix of D by D for each."""
+    """Return the sizes of linear attention with a fixed decay per head: a D by D matrix for each head."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     dim = fields.optional("head_dim") or width // heads
     inner = heads * dim

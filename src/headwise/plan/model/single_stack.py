@@ -1,4 +1,4 @@
-"""From a config's fields to the parts of a model with one stack: decoders and encoders."""
+"""The parts of a model with one stack (a decoder or an encoder) from the fields of its config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     """Return the attention layers of a model with one stack.
 
     Raises:
-        ValueError: a field that is wrong, or asks for what is not modelled.
+        ValueError: a field with an invalid or unsupported value.
     """
     about = fields.architecture
     layers = fields.size("num_hidden_layers")
@@ -37,7 +37,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
 
 
 def plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
-    """Return the attention of one layer, without latents."""
+    """Return the attention layer without latents."""
     heads, kv_heads, dim = heads_of(fields)
     width = fields.size("hidden_size")
     norm: dict[str, Any] = fields.architecture.get("qk_norm", {})
@@ -63,7 +63,7 @@ def plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
 
 
 def _positions(fields: Fields) -> PositionTerms | None:
-    """Content against position: which terms there are, a list or a text such as ``c2p|p2c``."""
+    """Return the content-position terms of disentangled attention, from a list or a text such as ``c2p|p2c``."""
     about: dict[str, Any] | None = fields.architecture.get("disentangled")
     if about is None or not fields.flag(about["when"]):
         return None
@@ -80,7 +80,7 @@ def _positions(fields: Fields) -> PositionTerms | None:
 
 
 def biases(fields: Fields) -> Biases:
-    """Return which projections have biases: ``qkv_bias``, ``k_bias`` (else as qkv), ``o_bias`` of the architecture."""
+    """Return the projections with biases: ``qkv_bias``, ``k_bias`` (default: as qkv) and ``o_bias`` of the config."""
     qkv = fields.choice("qkv_bias")
     key = fields.choice("k_bias") if "k_bias" in fields.architecture else qkv
     return Biases(qkv, key, qkv, fields.choice("o_bias"))
@@ -102,13 +102,13 @@ def _latent_layer(fields: Fields) -> AttentionLayer:
     )
 
 
-# --- beside attention -------------------------------------------------------------------------------------------------
+# --- other parts ------------------------------------------------------------------------------------------------------
 
 
 def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
-    """Everything that is not attention: embeddings, norms, feed-forward layers, the head.
+    """Yield all parts except attention: embeddings, norms, feed-forward layers, the unembedding.
 
-    `with_head` is False for the bare model, as its class without a language-modelling head has it.
+    `with_head` is False for the bare model, whose class has no language-modelling head.
     """
     about, width = fields.architecture, fields.size("hidden_size")
     yield from _embeddings(fields, width)
@@ -131,7 +131,7 @@ def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
 
 
 def _norms(fields: Fields) -> int:
-    """Norms a layer; where a field tells of attention and feed-forward side by side, it may have one for both."""
+    """Return the number of norms per layer; 1 if parallel attention and feed-forward share a norm."""
     about = fields.architecture
     side = about.get("side_by_side")
     if side is None:
@@ -142,9 +142,9 @@ def _norms(fields: Fields) -> int:
 
 
 def further_parts(fields: Fields, attention: AttentionLayer) -> tuple[Part, ...]:
-    """Layers that predict further tokens, each a whole one more, fed by the embedding and the last layer's output.
+    """Return the layers that predict further tokens; each is a full layer on the embedding and the last layer's output.
 
-    The table and the head are the model's own; a checkpoint may hold copies of them.
+    They use the embedding and the unembedding of the model; a checkpoint may contain copies of these.
     """
     about = fields.architecture.get("further")
     count = fields.optional(about, least=0) if about else 0
@@ -158,7 +158,7 @@ def further_parts(fields: Fields, attention: AttentionLayer) -> tuple[Part, ...]
 
 
 def norm_size(fields: Fields, width: int) -> int:
-    """Return numbers of one norm: its weights, and its biases where it is a LayerNorm that has them."""
+    """Return the number of parameters of one norm: its weights, and its biases if it is a LayerNorm with biases."""
     kind = fields.architecture.get("norm", "rms")
     biased = kind == "layer" and fields.flag(fields.architecture.get("norm_bias", True))
     return 0 if kind == "none" else width * (2 if biased else 1)
@@ -173,7 +173,7 @@ def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
     stream = "encoder" if about.get("stack") == "encoder" else "decoder"
     how = about.get("embed_project")
     inner = fields.size("embedding_size") if how else width
-    table_width = width if how == "both" else inner  # positions and types are as wide as what they are added to
+    table_width = width if how == "both" else inner  # positions and token types are added at this width
     yield table("embeddings", fields.size("vocab_size"), inner, stream=stream)
     if about.get("positions") and fields.flag(about.get("positions_when", True)):
         rows = fields.size(about["positions"]) + about.get("position_extra", 0)
@@ -194,7 +194,7 @@ def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
 
 
 def _disentangled(fields: Fields, width: int, stream: str) -> Iterator[Part]:
-    """Yield what all layers' terms of position share, and the convolution beside the first layer."""
+    """Yield the parts that the position terms of all layers share, and the convolution at the first layer."""
     about, positions = fields.architecture.get("disentangled", {}), _positions(fields)
     if positions is not None:
         yield table("relative_positions", positions.rows, width, stream=stream)
@@ -210,7 +210,7 @@ def _disentangled(fields: Fields, width: int, stream: str) -> Iterator[Part]:
 
 
 def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
-    """Yield the language-modelling head; its matrix is the embedding's where they are tied, and then weighs nothing."""
+    """Yield the unembedding; if it is tied to the embedding, its matrix has no parameters of its own."""
     about = fields.architecture
     inner = fields.size("embedding_size") if about.get("embed_project") else width
     vocab, tied = fields.size("vocab_size"), fields.flag("tie_word_embeddings")
@@ -228,7 +228,7 @@ def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
 
 
 def feed_forward(name: str, width: int, inner: int, *, gated: bool, bias: bool, stream: str) -> Part:
-    """Return two matrices, or three where one gates another.
+    """Return a feed-forward layer: two matrices, or three with a gate.
 
     Example:
         >>> feed_forward("mlp", 4096, 11008, gated=True, bias=False, stream="decoder").parameters == 3 * 4096 * 11008
@@ -268,7 +268,7 @@ def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:
 
 
 def _adjusted(fields: Fields, about: dict[str, str], inner: int) -> int:
-    """Return two thirds of the width, times a factor, rounded up to a multiple; where the config says so."""
+    """Return two thirds of the width, times a factor, rounded up to a multiple, if the config says so."""
     if not fields.flag(about["when"]):
         return inner
     inner = int(2 * inner / 3)
@@ -282,7 +282,7 @@ def _adjusted(fields: Fields, about: dict[str, str], inner: int) -> int:
 
 
 def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
-    """Return whether a layer of a mixture model is an ordinary one all the same."""
+    """Return whether a layer of a mixture model is dense."""
     if rule is None:
         return False
     if rule["rule"] == "first":

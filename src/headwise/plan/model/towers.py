@@ -1,4 +1,4 @@
-"""The towers of a model that takes pictures or sound: encoders before its text model, and what joins them to it."""
+"""The towers of a multimodal model: encoders of images or sound, and their connectors to the text model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .layer import AttentionLayer
 from .parts import Part, linear, parameters, repeated, table, vector
 from .single_stack import feed_forward, norm_size, plain_layer
 
-STREAM = "tower"  # none of the text's tokens pass it
+STREAM = "tower"  # The tokens of the text do not use these parts.
 
 
 @dataclass(frozen=True)
 class Tower:
-    """One encoder beside the text model.
+    """One encoder of a multimodal model.
 
     Attributes:
-        name: What the config calls it, such as ``vision_config``.
+        name: The name in the config, such as ``vision_config``.
         model_type: Its architecture.
         layers: Its attention layers.
-        others: Everything else of it, and what joins it to the text model.
-        tokens: Tokens of one picture, or of one piece of sound, where its config fixes them; else None.
+        others: All its other parts, including its connector to the text model.
+        tokens: Tokens of one image or piece of sound if the config fixes them; else None.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Tower:
     tokens: int | None
 
     def parts(self) -> list[Part]:
-        """Return every part, attention's first."""
+        """Return every part, attention first."""
         return [part for layer in self.layers for part in layer.parts()] + list(self.others)
 
     def parameter_count(self) -> int:
-        """Return parameters of all of it."""
+        """Return the number of parameters of all parts."""
         return parameters(self.parts())
 
     def flops(self) -> int | None:
-        """Operations of one picture or piece of sound, up to its last layer; None where its tokens are not fixed."""
+        """Return the FLOPs of one image or piece of sound, up to the last layer; None if its tokens are not fixed."""
         if self.tokens is None:
             return None
         times = {"mlp": self.tokens, "patches": self.tokens, "conv1": 2 * self.tokens, "conv2": self.tokens}
@@ -57,7 +57,7 @@ class Tower:
         return 2 * macs
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the numbers as a dict for JSON."""
         return {
             "name": self.name,
             "model_type": self.model_type,
@@ -72,22 +72,22 @@ class Tower:
 
 @functools.cache
 def known_towers() -> dict[str, dict[str, Any]]:
-    """What `towers.json` says of each tower's ``model_type``, in the words of `fields.architectures`, and of towers:
+    """Return the entries of `towers.json` by ``model_type``, with the names of `fields.architectures` and others.
 
-    ``patch``: how a patch is embedded: its ``bias``, ``time`` (the field with frames a patch); ``positions``: ``grid``,
+    ``patch``: the patch embedding: its ``bias``, ``time`` (the field with frames per patch); ``positions``: ``grid``,
     or the field with their number; ``class_token``; ``before`` and ``after``: norms around the layers; ``pool``: the
-    flag of an attention pooling head; ``merge``: how neighbours are joined; ``adapter``; ``sound``: convolutions;
-    ``rename``: fields that are called here what another field is called elsewhere.
+    flag of an attention pooling head; ``merge``: how neighbouring patches are merged; ``adapter``; ``sound``:
+    convolutions; ``rename``: a map from field names of this tower to the usual names.
     """
     content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "towers.json").read_bytes())
     return content
 
 
 def tower_of(config: Mapping[str, Any], key: str, spec: Mapping[str, Any]) -> tuple[Tower, list[str], Fields]:
-    """Return the tower that a config's `key` describes, fields in it that are not known, and its fields.
+    """Return the tower that a config's `key` describes, its unknown fields, and its fields.
 
     Raises:
-        ValueError: a tower of an architecture that is not known, or a field that is wrong.
+        ValueError: a tower of an unknown architecture, or a field with an invalid value.
     """
     inner = config.get(key)
     inner = spec.get("missing", {}) if inner is None else inner
@@ -164,7 +164,7 @@ def _pool(fields: Fields, width: int, inner: int) -> Iterator[Part]:
 
 
 def _merge(fields: Fields, about: dict[str, str], width: int) -> Iterator[Part]:
-    """Neighbours side by side through two matrices; further ones take the layers of a list to the text model."""
+    """Yield two matrices that merge concatenated neighbours; further ones take hidden layers to the text model."""
     wide, out = width * fields.size("spatial_merge_size") ** 2, fields.size(about["out"])
     one = [linear("merger", "embedding", wide, wide, bias=True), linear("merger", "embedding", wide, out, bias=True)]
     yield from one
@@ -179,7 +179,7 @@ def _merge(fields: Fields, about: dict[str, str], width: int) -> Iterator[Part]:
 
 
 def connector(fields: Fields, tower: Fields, text_width: int) -> tuple[Part, ...]:
-    """Return what joins a tower to the text model, as the architecture's ``connector`` says."""
+    """Return the connector of a tower to the text model, from the architecture's ``connector``."""
     about = fields.architecture.get("connector")
     if about is None:
         return ()
@@ -188,7 +188,7 @@ def connector(fields: Fields, tower: Fields, text_width: int) -> tuple[Part, ...
 
 
 def _mlp(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> Iterator[Part]:
-    """Yield two matrices; the layers that are taken lie side by side."""
+    """Yield two matrices; the outputs of the selected layers are concatenated."""
     called, taken = fields.raw(about["layers"])
     count = len(taken) if isinstance(taken, list) else 1
     if count == 0:
@@ -204,7 +204,7 @@ def _mlp(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> Ite
 
 
 def _matrix(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> Iterator[Part]:
-    """Yield one matrix; with a norm before it, or neighbours side by side, where the architecture has them."""
+    """Yield one matrix, with a norm before it or concatenated neighbours if the architecture has them."""
     width = tower.size(about["from"])
     if about.get("norm"):
         yield vector("connector_norm", "norm", width)

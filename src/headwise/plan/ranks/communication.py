@@ -1,34 +1,35 @@
-"""Bytes that one attention call on several ranks sends, layout by layout, and the least time it takes.
+"""The bytes that one attention call on several ranks sends in each layout, and its least time.
 
-The one cost model of headwise: `headwise.parallel` counts against it and explains by it, ``headwise plan --context``
-adds it up. Arithmetic only; exact to the byte, for lengths and heads that divide nothing.
+This is the only cost model of headwise: `headwise.parallel` checks its messages against it and uses it in `explain`;
+``headwise plan`` sums it over layers. It is pure arithmetic, exact to the byte for any lengths and numbers of heads.
 
-    call = Call(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128, number_bytes=2)
+    call = MeshCall(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128, number_bytes=2)
     sent(call, "ring", 4)                     # bytes each of 4 ranks sends, forward
     sent(call, "ring", 4, backward=True)      # and backward
-    for cost in prices(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14): ...      # the cheapest first
+    for cost in layout_costs(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14): ...      # the cheapest first
 
-**Who has what.** Queries and the keys of the same tokens lie in the places of `places`: one stretch a rank
+**Placement.** `places` gives the positions of queries and of the keys of the same tokens: one stretch per rank
 (``contiguous``), or stretches r and 2N - 1 - r of 2N (``zigzag``: causal attention without a window, see `order_of`).
-`shares` cuts: the first ``total % parts`` shares are one longer. Keys of tokens before the first query (a cache) are
-cut by `shares`, too. Heads are cut by `head_shares`: each rank has whole groups, or a part of one.
+`shares` makes the first ``total % parts`` shares one longer, also for keys of tokens before the first query (a cache).
+`head_shares` splits heads: each rank has whole groups, or a part of one group.
 
-**What is sent**, in numbers a token; e is `number_bytes`, p is `partial_bytes` (float32), KV is ``K (D + V)`` or the
-latent vector that stands for it:
+**Messages**, in numbers per token; e is `number_bytes`, p is `partial_bytes` (float32), KV is ``K (D + V)`` or the
+size of the latent that replaces it:
 
-- ``ring``: in step s keys go from rank r to r + s, directly, and only those that it sees (`keys_sent`): all others
-  under no mask, later ones under a causal one, a halo under a window or chunks. Backward: the same once more, and
-  gradients in float32 of each key that a rank has seen of others' (`remote_keys`), directly home.
-- ``gather``: an all-gather of KV; backward the same, and a reduce-scatter of float32 gradients.
-- ``ulysses``: all-to-all, queries and KV to the rank of their head, outputs back; backward output gradients there,
-  gradients back. KV heads on several ranks go to each; their gradients return in float32, others' in e.
-- `decode_sent`: one step on a cache sharded by token.
-- `all_reduce`, `all_gather`, `reduce_scatter`: collectives, in the same way of counting.
+- ``ring``: in step s rank r sends keys directly to rank r + s, only those that it needs (`keys_sent`): all without a
+  mask, those to later ranks with a causal mask, a halo with a window or chunks. The backward pass sends the same again,
+  and the float32 gradient of each received key (`remote_keys`) directly to its owner.
+- ``gather``: an all-gather of KV; the backward pass repeats it and adds a reduce-scatter of float32 gradients.
+- ``ulysses``: an all-to-all of queries and KV to the rank of their head, and of outputs back; in the backward pass
+  output gradients to the heads, gradients back. A KV head on several ranks goes to each; if there are such heads, the
+  gradients of keys and values return in float32, otherwise in e.
+- `decode_sent`: one decode step on a cache sharded by token.
+- `all_reduce`, `all_gather`, `reduce_scatter`: collectives, counted in the same way.
 
-A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
+Another mask (a prefix, packed documents, a rule) sends no more than the causal or full mask that contains it.
 
-**Sent** is what leaves a rank for another: an all-gather sends its share to each other rank, a reduce-scatter each
-other rank's share of its numbers, an all-reduce is the two. Headers and agreements on sizes are not counted.
+**Sent bytes** are those that leave a rank for another rank: an all-gather sends its share to each other rank, a
+reduce-scatter sends each other rank's share, an all-reduce is both. Headers and the exchange of sizes are not counted.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ from .sharding import (
 
 ContextLayout = Literal["ring", "gather", "ulysses"]
 LAYOUTS: tuple[ContextLayout, ...] = get_args(ContextLayout)
-OVERLAPS = ("ring", "gather")  # what they send can travel while they compute
+OVERLAPS = ("ring", "gather")  # layouts whose messages overlap with computation
 
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's way to the others: bytes a second out of it, and seconds until a message arrives."""
+    """The link from a rank to the others: bytes per second out of it, and seconds until a message arrives."""
 
     bandwidth: float
     latency: float = 0.0
 
     def seconds(self, count: float, messages: int) -> float:
-        """Return the time of that many bytes in that many messages, one after another.
+        """Return the time in seconds of `count` bytes in `messages` messages, one after another.
 
         Example:
             >>> Link(50e9, 2e-6).seconds(1e9, 3)
@@ -80,7 +81,7 @@ class Link:
 
 
 def all_gather(parts: Sequence[int]) -> tuple[int, ...]:
-    """Return what each rank sends where all get all parts: its own to each other.
+    """Return the amount that each rank sends in an all-gather: its own part to every other rank.
 
     Example:
         >>> all_gather([3, 3, 2])
@@ -90,7 +91,7 @@ def all_gather(parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def reduce_scatter(parts: Sequence[int]) -> tuple[int, ...]:
-    """Return what each rank sends where rank r gets the sum of all ranks' part r: every part but its own.
+    """Return the amount that each rank sends in a reduce-scatter: every part except its own.
 
     Example:
         >>> reduce_scatter([3, 3, 2])
@@ -101,7 +102,7 @@ def reduce_scatter(parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
-    """Return what each rank sends where all get the sum: a reduce-scatter, then an all-gather.
+    """Return the amount that each rank sends in an all-reduce: a reduce-scatter, then an all-gather.
 
     Example:
         >>> all_reduce(8, 4)                           # 2 (N - 1) / N of the numbers
@@ -114,7 +115,7 @@ def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
 def sent(
     call: MeshCall, layout: ContextLayout, ranks: int, *, order: TokenOrder | None = None, backward: bool = False
 ) -> tuple[int, ...]:
-    """Return bytes that each rank sends in one call, forward or (`backward`) on the way back.
+    """Return the bytes that each rank sends in the forward pass of one call or, with `backward`, in its backward pass.
 
     Example:
         >>> call = MeshCall(queries=64, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
@@ -122,7 +123,7 @@ def sent(
         ((6144, 6144, 6144, 6144), (9216, 9216, 9216, 9216))
 
     Raises:
-        TypeError, ValueError: ranks that are no number of at least 1, an unknown layout, or one that does not serve.
+        TypeError, ValueError: `ranks` is not an int of at least 1, or an unknown layout, or an unsuitable order.
     """
     check_size("ranks", ranks)
     if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -174,17 +175,18 @@ _SENT: dict[ContextLayout, Callable[[MeshCall, int, TokenOrder, bool], list[int]
 
 
 def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everywhere: bool = True) -> tuple[int, ...]:
-    """Return bytes that each rank sends in a step whose keys are cached on the ranks, token n on rank n mod N.
+    """Return the bytes that each rank sends in a decode step on a cache with token n on rank n mod N.
 
-    Rows (head, batch row, query) are dealt out to the ranks, each of which merges its own: partial outputs and lse go
-    there from the owners, and what is merged goes to all.
+    Rows (head, batch row, query) are split over the ranks, and each rank merges its own rows: the owners send it
+    partial outputs and lse, and it sends the merged rows to all.
 
     Args:
-        call: the new tokens are its queries, and the last of its keys.
+        call: the call; the new tokens are its queries and the last of its keys.
         ranks: N.
-        owners: how many ranks, the first, hold keys that may be seen (a short window's lie on few); all by default.
-        everywhere: all ranks have all heads and shall have all outputs; else rank r passes heads r H / N to (r + 1) H /
-            N and gets the outputs of these alone: queries go to all, new keys to the ranks of their tokens.
+        owners: the number of ranks (the first ones) with keys that the mask allows, fewer for a short window; all by
+            default.
+        everywhere: True if all ranks have all heads and need all outputs. If False, rank r passes heads r H / N to
+            (r + 1) H / N and gets only their outputs: queries go to all ranks, new keys to the ranks of their tokens.
 
     Example:
         >>> call = MeshCall(queries=1, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
@@ -205,7 +207,7 @@ def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everyw
     own, group, per_rank = rows // ranks, call.heads // call.kv_heads, []
     for r in range(ranks):
         first, last = r * call.heads // ranks, (r + 1) * call.heads // ranks
-        keys = (last - 1) // group - (first - 1) // group  # those that no rank before has
+        keys = (last - 1) // group - (first - 1) // group  # key-value heads that no lower rank has
         others = sum(place % ranks != r for place in range(call.cached, call.keys))
         new = call.batch * others * keys * (call.head_dim + call.value_dim)
         going = new + (ranks - 1) * own * call.head_dim
@@ -219,7 +221,7 @@ def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everyw
 def pairs(
     call: MeshCall, ranks: int, layout: ContextLayout = "ring", order: TokenOrder | None = None
 ) -> tuple[int, ...]:
-    """(query, key) pairs times query heads that each rank computes."""
+    """Return the number of (query, key) pairs times query heads that each rank computes."""
     order = order or order_of(call, ranks)
     if layout == "ulysses":
         return tuple(share.heads * call.pairs(call.queries) for share in head_shares(call.heads, call.kv_heads, ranks))
@@ -233,9 +235,9 @@ def _pairs(call: MeshCall, ranks: int, order: TokenOrder) -> tuple[int, ...]:
 
 
 def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: bool = False) -> int:
-    """Return messages one after another on the longest way.
+    """Return the number of messages one after another on the longest path.
 
-    N - 1 in a ring, one from each rank that a halo reaches to, log2 N in a gather, one in each all-to-all.
+    N - 1 in a ring, one from each rank in the halo, log2 N in a gather, one in each all-to-all.
     """
     if ranks == 1:
         return 0
@@ -249,16 +251,16 @@ def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: boo
 
 @dataclass(frozen=True)
 class Cost:
-    """One layout's price, of the rank that has most of each.
+    """The cost of one layout; each number is that of the rank with the most.
 
     Attributes:
-        layout: Which.
-        order: How queries are placed.
-        bytes: Sent by the rank that sends most.
-        messages: One after another on the longest way.
+        layout: The layout.
+        order: The order of the queries.
+        bytes: Bytes sent by the rank that sends most.
+        messages: Messages one after another on the longest path.
         pairs: (query, key) pairs times heads of the rank that computes most.
-        link_seconds: For the bytes and messages; None without a link.
-        compute_seconds: For the pairs; None without a speed.
+        link_seconds: Time of the bytes and messages; None without a link.
+        compute_seconds: Time of the pairs; None without a FLOP rate.
     """
 
     layout: ContextLayout
@@ -271,7 +273,7 @@ class Cost:
 
     @property
     def seconds(self) -> float | None:
-        """The least time: where both overlap the longer, else the sum; None where neither is known."""
+        """The least time: the longer of both if they overlap, else the sum; None if neither is known."""
         times = [time for time in (self.link_seconds, self.compute_seconds) if time is not None]
         if not times:
             return None
@@ -287,7 +289,7 @@ def price(
     flop_rate: float | None = None,
     backward: bool = False,
 ) -> Cost:
-    """Return what one layout costs. Backward computes five products of each pair where forward computes two.
+    """Return the cost of one layout. The backward pass computes five products per pair, the forward pass two.
 
     Example:
         >>> call = MeshCall(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128)

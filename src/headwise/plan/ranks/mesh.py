@@ -1,7 +1,7 @@
-"""A model over many ranks: what each holds, what it sends, and the least time a prefill and a decoded token take.
+"""A model over many ranks: the memory of a rank, the bytes it sends, and the least times of prefill and decode.
 
-Ranks form a grid: `tensor` of them share the heads and the feed-forward layers, `context` of them the tokens. All of it
-is arithmetic on `links`; nothing is measured.
+Ranks form a grid: `tensor` ranks share the heads and the feed-forward layers, `context` ranks the tokens. All numbers
+are computed by `communication`; nothing is measured.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .weight_shards import local as local
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks, and what lies between and in them.
+    """The ranks and their speeds.
 
     Attributes:
-        tensor: Ranks that share heads and widths.
-        context: Ranks that share tokens.
-        link: From one rank to another.
-        bandwidth: A rank's memory, bytes a second; None where it is not known.
-        flop_rate: A rank's FLOPs a second; None where it is not known.
+        tensor: The number of ranks that share heads and widths.
+        context: The number of ranks that share tokens.
+        link: The link from one rank to another.
+        bandwidth: A rank's memory bandwidth in bytes per second; None if unknown.
+        flop_rate: A rank's FLOPs per second; None if unknown.
     """
 
     tensor: int
@@ -41,23 +41,23 @@ class Grid:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """The number of all ranks."""
         return self.tensor * self.context
 
 
 @dataclass(frozen=True)
 class LayerSpread:
-    """Layers that are alike, on one rank.
+    """The cost of equal layers on one rank.
 
     Attributes:
-        kind: What they look at: ``causal``, ``window W``, ``chunks of C``, ``both ways``.
-        count: How many layers.
-        tensor_bytes: Sent by the rank that sends most in a prefill's two all-reduces of one layer.
-        costs: The context layouts, the cheapest first; of one layer's attention, forward.
-        backward: Bytes each layout sends on the way back, by name.
-        activations: Bytes one layer needs at once in a prefill, by layout.
-        decode_bytes: Sent in one decoded token: two all-reduces, and partial outputs between the context ranks.
-        decode_messages: One after another.
+        kind: The mask: ``causal``, ``window W``, ``chunks of C``, ``both ways``.
+        count: The number of layers.
+        tensor_bytes: Bytes sent by the busiest rank in the two all-reduces of one layer in a prefill.
+        costs: The costs of one layer's attention in each layout, forward, the cheapest first.
+        backward: Bytes sent in the backward pass, by layout.
+        activations: Bytes of the activations of one layer in a prefill, by layout.
+        decode_bytes: Bytes sent for one decoded token: two all-reduces, and partial outputs between the context ranks.
+        decode_messages: Messages one after another for one decoded token.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class LayerSpread:
         return self.costs[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the numbers as a dict for JSON."""
         costs = [{**asdict(cost), "seconds": cost.seconds, "backward_bytes": self.backward[cost.layout],
                   "activation_bytes": self.activations[cost.layout]} for cost in self.costs]  # fmt: skip
         mine = {name: value for name, value in asdict(self).items() if name not in ("costs", "backward", "activations")}
@@ -84,13 +84,13 @@ class LayerSpread:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """The least time of a pass, by what takes it; None where a speed is not known.
+    """The least time of a pass, by resource; None if a speed is unknown.
 
     Attributes:
-        compute: Matrix products of the rank that computes most.
-        memory: Weights and cache once from memory; in a prefill weights only.
-        link: What cannot be hidden behind computing.
-        total: The longer of computing and memory, and the link.
+        compute: Time of the matrix products on the busiest rank.
+        memory: Time to read weights and cache once; in a prefill only the weights.
+        link: Time on the link that does not overlap with computation.
+        total: The longer of compute and memory, plus the link.
     """
 
     compute: float | None
@@ -101,18 +101,18 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class MeshCost:
-    """A model at one context over a grid of ranks. Made by `spread`.
+    """The cost of a model at one context length over a grid of ranks. Created by `spread`.
 
     Attributes:
-        model: The model as read.
+        model: The model.
         grid: The ranks.
-        tokens: Of a text.
-        batch: Texts.
-        weight_bytes: A rank's.
-        cache_bytes: A rank's, of the one that holds most; states included.
-        layers: Kinds of layers.
-        prefill: Of reading the tokens.
-        decode: Of one more; None for a model that only reads.
+        tokens: Tokens of a text.
+        batch: The number of texts.
+        weight_bytes: Bytes of weights on a rank.
+        cache_bytes: Bytes of the cache on the rank that holds most; including states.
+        layers: The kinds of layers.
+        prefill: The least time of reading the tokens.
+        decode: The least time of one more token; None for an encoder.
     """
 
     model: Model
@@ -127,15 +127,15 @@ class MeshCost:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """What the layer that needs most needs at once in a prefill, each in the layout to choose."""
+        """The activation bytes of the largest layer in a prefill, with each layer in its cheapest layout."""
         return max(layer.activations[layer.choose.layout] for layer in self.layers)
 
     def sent(self) -> int:
-        """Return bytes that a rank sends in a prefill, each layer in the layout to choose."""
+        """Return the bytes that a rank sends in a prefill, with each layer in its cheapest layout."""
         return sum(layer.count * (layer.tensor_bytes + layer.choose.bytes) for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the numbers as a dict for JSON."""
         return {
             "ranks": self.grid.ranks,
             "tensor": self.grid.tensor,
@@ -152,10 +152,10 @@ class MeshCost:
 
 
 def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: str = "bf16") -> MeshCost:
-    """Return the model at that context over the ranks.
+    """Return the cost of the model at this context length over the ranks.
 
     Raises:
-        ValueError: an encoder with a decoder, or heads or widths that the tensor ranks do not divide.
+        ValueError: an encoder-decoder model, or heads or widths that are not divisible by the number of tensor ranks.
     """
     check_grid(model, grid)
     kinds: dict[AttentionLayer, int] = {}
@@ -174,7 +174,7 @@ def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: s
 
 
 def check_grid(model: Model, grid: Grid) -> None:
-    """Raise ValueError where the tensor ranks do not divide what they share."""
+    """Raise ValueError if the number of tensor ranks does not divide the heads and widths."""
     if any(layer.role == "cross" for layer in model.layers):
         raise ValueError("an encoder with a decoder is not planned over several ranks")
     n = grid.tensor
@@ -192,7 +192,7 @@ def check_grid(model: Model, grid: Grid) -> None:
 
 
 def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 1) -> MeshCall:
-    """Return the attention of a layer over a whole text, under its own mask."""
+    """Return the attention call of a layer over a whole text, with the layer's mask."""
     both, window = layer.role == "encoder", layer.window
     reach = None if window is None else (window - 1) // 2 if both else window - 1
     return MeshCall(
@@ -236,9 +236,9 @@ def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: 
 
 
 def _merging(call: MeshCall, mine: AttentionLayer, ranks: int, tokens: int) -> tuple[int, int]:
-    """Return bytes and messages between the context ranks in a decoded token: partial outputs go, merged ones come.
+    """Return bytes and messages between the context ranks for a decoded token: partial outputs and merged outputs.
 
-    Latent attention runs absorbed there: its outputs are in the space of the latents.
+    Latent attention is absorbed here: its outputs are in the space of the latents.
     """
     if ranks == 1:
         return 0, 0
@@ -259,16 +259,16 @@ def _steps(ranks: int) -> int:
 
 
 def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall, cost: Cost) -> int:
-    """Return bytes at once: the stream and what is added to it, and attention or feed-forward, whichever is more.
+    """Return the bytes of activations: twice the residual stream, and the larger of attention and feed-forward.
 
-    Of keys that travel a rank holds a few heads: in a ring three messages (attended, coming, going), in a gather two
-    heads of all keys, which is the part that more ranks do not make smaller.
+    A rank holds only a few heads of the keys of other ranks: in a ring three messages (current, incoming, outgoing), in
+    a gather two heads of all keys. Only the latter does not shrink with more ranks.
     """
     n, width = grid.context, mine.d_model
     tokens = max(keys_by_rank(call, n, cost.order))
     heads = mine.num_heads * (mine.head_dim + mine.value_dim)
     kv_heads = 1 if call.latent else call.kv_heads
-    one = call.kv_numbers // kv_heads  # of a token, of one head
+    one = call.kv_numbers // kv_heads  # numbers per token and head
     few = heads_at_once(kv_heads, call.batch * tokens * one * call.number_bytes)
     extra = {
         "ring": 3 * few * one * (max(remote_keys(call, n, cost.order)) if call.bounded else tokens * (n > 1)),
@@ -281,7 +281,7 @@ def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall,
 
 
 def _inside(part: Part) -> int:
-    """Return numbers a token between the matrices of a feed-forward layer."""
+    """Return the numbers per token between the matrices of a feed-forward layer."""
     if len(part.matrices) != 2:
         return 0
     (width, _, ups), (_, _, downs) = part.matrices
@@ -297,7 +297,7 @@ def _cached(layer: AttentionLayer, grid: Grid, tokens: int, numbers: tuple[int, 
 
 
 def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:
-    """Return tokens of a text that a context rank keeps at most: of every N one, of a window as well."""
+    """Return the most tokens of a text that one context rank keeps: one of every N, also within a window."""
     return shares(tokens if layer.window is None else min(tokens, layer.window), grid.context)[0]
 
 
@@ -307,7 +307,7 @@ def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:
 def _prefill(
     model: Model, grid: Grid, layers: tuple[LayerSpread, ...], tokens: int, batch: int, weights: int
 ) -> TimeEstimate:
-    """Computing and what attention sends beside it overlap where the layout can; all-reduces do not."""
+    """Return the least time of a prefill: attention and messages overlap if the layout can; all-reduces do not."""
     stream = "encoder" if model.is_encoder else "decoder"
     most = shares(tokens, grid.context)[0]
     macs = 0
@@ -337,7 +337,7 @@ def _decode(
     batch: int,
     cache: int,
 ) -> TimeEstimate:
-    """Return every context rank computes the dense layers of all texts; attention runs on its own keys."""
+    """Return the least time of a decoded token: each context rank computes all dense layers and scores of its keys."""
     macs = read = 0
     for part, whole in parts_of(model, grid.tensor):
         if part.stream == "decoder" and whole.parameters:

@@ -1,4 +1,4 @@
-"""``headwise plan --tensor --context-ranks --link``: one model over a grid of ranks, and how it scales."""
+"""The plan of ``headwise plan --tensor --context-ranks --link``: one model over a grid of ranks, and its scaling."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ MAX_TOKENS, MAX_BATCH = 10**10, 10**7
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """What a number of ranks comes to at one length of text.
+    """The cost at one number of ranks and one length of text.
 
     Attributes:
-        ranks: All of them.
-        tokens: Of the text.
-        rank_bytes: Weights, cache and one layer's activations of a rank.
-        prefill_seconds: At least; without a speed of computing what the link takes.
-        efficiency: Of the first row's time by ranks over this one's; None where no speed of computing is known.
-        link_share: Of a prefill's time, on the link alone; None likewise.
-        decode_seconds: At least, of one more token; None for a model that only reads.
+        ranks: The number of all ranks.
+        tokens: Tokens of the text.
+        rank_bytes: Bytes of weights, cache and one layer's activations of a rank.
+        prefill_seconds: The least time of a prefill; without a FLOP rate, the time on the link.
+        efficiency: Ranks times time of the first row, divided by those of this row; None without a FLOP rate.
+        link_share: The link's share of the prefill time; None without a FLOP rate.
+        decode_seconds: The least time of one more token; None for an encoder.
     """
 
     ranks: int
@@ -48,13 +48,13 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class ModelOverRanks:
-    """A model over ranks. Made by `over`; prints as tables.
+    """A model over ranks. Created by `over`; prints as tables.
 
     Attributes:
-        name: The model's.
-        spread: At the tokens and ranks asked for.
-        scaling: From the smallest grid to 4,096 ranks, at the tokens asked for and at 10 million.
-        notes: What the model's plan leaves out.
+        name: The name of the model.
+        spread: The cost at the requested tokens and ranks.
+        scaling: Rows from the smallest grid to 4,096 ranks, at the requested tokens and at 10 million.
+        notes: Notes on parts that the model's plan leaves out.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ModelOverRanks:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the numbers as a dict for JSON."""
         rows = [asdict(row) for row in self.scaling]
         return {"name": self.name, **self.spread.to_dict(), "scaling": rows, "notes": list(self.notes)}
 
@@ -88,22 +88,22 @@ def over(
     bandwidth: float | str | None = None,
     flops: float | str | None = None,
 ) -> ModelOverRanks:
-    """Return what a model costs over `tensor` times `ranks` ranks: held, sent, and the least times.
+    """Return the cost of a model over `tensor` times `ranks` ranks: memory, bytes sent, and the least times.
 
     Args:
-        config: As for `headwise.plan.of`.
-        link: Between two ranks, such as ``"50GB/s,2us"``.
-        tensor: Ranks that share heads and feed-forward layers; they divide both.
-        ranks: Ranks that share a text's tokens; any number up to that of tokens.
-        tokens: Of a text.
-        batch: Texts at once.
-        kv_dtype: Numbers in the cache.
-        bandwidth: A rank's memory speed; without it a decoded token has no time of reading.
-        flops: A rank's FLOPs a second; without them only the link's time is told.
+        config: The config, as in `headwise.plan.of`.
+        link: The link between two ranks, such as ``"50GB/s,2us"``.
+        tensor: The number of ranks that share heads and feed-forward layers; it must divide both.
+        ranks: The number of ranks that share a text's tokens; at most the number of tokens.
+        tokens: Tokens of a text.
+        batch: The number of texts.
+        kv_dtype: The dtype of the cache.
+        bandwidth: A rank's memory bandwidth; without it, decode times include no memory reads.
+        flops: A rank's FLOPs per second; without it, times are those of the link only.
 
     Raises:
-        TypeError: a config of a type that is none of these.
-        ValueError: in one line, for whatever else is wrong.
+        TypeError: a config of an unsupported type.
+        ValueError: a one-line message for every other invalid argument.
 
     Example:
         >>> found = over("gpt-3", "50GB/s,2us", tensor=8, ranks=16, tokens=2048)
@@ -137,7 +137,7 @@ def check_grid(
     *,
     names: tuple[str, str, str, str] = ("tensor", "ranks", "tokens", "batch"),
 ) -> None:
-    """Raise ValueError for numbers that make no grid; `names` is what whoever gave them calls them."""
+    """Raise ValueError for an invalid grid; `names` are the argument names in the message."""
     mosts = MOST_RANKS, MOST_RANKS, MAX_TOKENS, MAX_BATCH
     for what, value, most in zip(names, (tensor, ranks, tokens, batch), mosts, strict=True):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -181,7 +181,7 @@ ABSENT = "-"
 
 
 def _tables(model: ModelOverRanks) -> Iterator[Any]:
-    """Yield the whole text, in order."""
+    """Yield the tables and notes, in order."""
     from rich.text import Text
 
     yield _rank(model)
@@ -216,7 +216,7 @@ def _times(time: TimeEstimate) -> str:
 
 
 def _layouts(at: MeshCost) -> Table:
-    """For each kind of layer what each layout sends and takes; the one to choose first."""
+    """Return a table of the bytes and times of each layout for each kind of layer, the cheapest layout first."""
     from rich.table import Table
 
     headers = ("layers", "layout", "sent, forward", "backward", "activations", "link", "at least")

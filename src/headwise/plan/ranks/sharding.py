@@ -1,4 +1,4 @@
-"""Who has what when one attention call is spread over ranks: queries, keys, heads, and what others must send."""
+"""The split of one attention call over ranks: queries, keys and heads of each rank, and the keys that others need."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ TokenOrder = Literal["contiguous", "zigzag"]
 Stretch = tuple[int, int]
 FLOAT32 = 4
 MESSAGE = 1 << 18
-"""Bytes below which a message costs by its number rather than by its length; above, keys travel head by head."""
+"""The size in bytes below which latency dominates a message's cost; heads are sent one by one above it."""
 
 
 @dataclass(frozen=True)
 class MeshCall:
-    """One attention call over all ranks together; the last query lies at the last key.
+    """One attention call over all ranks together; the last query is aligned with the last key.
 
     Attributes:
         queries: T.
-        keys: S, at least T: those before the first query were cached, and are sharded, too.
+        keys: S, at least T: the keys before the first query are cached and are sharded, too.
         heads: H.
         kv_heads: K.
         head_dim: D.
         value_dim: V.
-        number_bytes: e, of a number of queries, keys, values and outputs.
+        number_bytes: e, the bytes of a number of queries, keys, values and outputs.
         batch: B.
-        left: Keys before its own that a query sees; None for all.
-        right: Keys after its own: 0 is causal, None for all.
-        chunk: Keys are seen within stretches of that many alone; None where there are no stretches.
-        latent: Numbers a token that stand for its keys and values and travel instead; None where those travel.
-        partial_bytes: p, of a number of a partial output.
+        left: The number of keys before its own that a query attends to; None for all.
+        right: The number of keys after its own: 0 is causal, None for all.
+        chunk: The length of chunks within which queries attend; None without chunks.
+        latent: Numbers per token of the latent that is sent instead of keys and values; None if these are sent.
+        partial_bytes: p, the bytes of a number of a partial output.
 
     Raises:
-        TypeError, ValueError: a size that is none, or sizes that do not fit.
+        TypeError, ValueError: an invalid size, or sizes that do not fit together.
     """
 
     queries: int
@@ -75,21 +75,21 @@ class MeshCall:
 
     @property
     def cached(self) -> int:
-        """Keys before the first query."""
+        """The number of keys before the first query."""
         return self.keys - self.queries
 
     @property
     def bounded(self) -> bool:
-        """Whether a query sees no key farther than some distance: then a halo is enough."""
+        """True if a query attends only to keys within some distance, so that a halo is enough."""
         return self.left is not None or self.chunk is not None
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers that one token's keys and values take when they travel."""
+        """The numbers sent for one token's keys and values."""
         return self.latent or self.kv_heads * (self.head_dim + self.value_dim)
 
     def seen(self, start: int, stop: int) -> Stretch:
-        """Return the keys, of all S, that the queries from `start` to `stop` (of T) see together.
+        """Return the range of keys (of S) that the queries from `start` to `stop` (of T) attend to together.
 
         Example:
             >>> MeshCall(8, 8, 1, 1, 4, 4, left=2).seen(4, 6), MeshCall(8, 8, 1, 1, 4, 4, chunk=3).seen(4, 6)
@@ -103,16 +103,16 @@ class MeshCall:
         return first, self.keys if self.right is None else min(self.keys, high + self.right)
 
     def pairs(self, stop: int) -> int:
-        """(query, key) pairs of the first `stop` queries."""
+        """Return the number of (query, key) pairs of the first `stop` queries."""
         return mask_pairs(self.cached, stop, self.keys, left=self.left, right=self.right, chunk=self.chunk)
 
 
-# --- who has what -----------------------------------------------------------------------------------------------------
+# --- placement --------------------------------------------------------------------------------------------------------
 
 
 @cache
 def shares(total: int, parts: int) -> tuple[int, ...]:
-    """`total` cut into that many shares, the first ones longer by one.
+    """Split `total` into `parts` shares; the first ones are longer by one.
 
     Example:
         >>> shares(11, 4)
@@ -124,10 +124,10 @@ def shares(total: int, parts: int) -> tuple[int, ...]:
 
 @cache
 def shard_ranges(total: int, parts: int) -> tuple[Stretch, ...]:
-    """Return the places of those shares: (start, stop) each.
+    """Return the (start, stop) of each of the shares of `shares`.
 
     Example:
-        >>> stretches(11, 4)
+        >>> shard_ranges(11, 4)
         ((0, 3), (3, 6), (6, 9), (9, 11))
     """
     each, over = divmod(total, parts)
@@ -136,7 +136,7 @@ def shard_ranges(total: int, parts: int) -> tuple[Stretch, ...]:
 
 
 def order_of(call: MeshCall, ranks: int) -> TokenOrder:
-    """Return how queries are placed: zigzag where attention is causal without bound, for then late queries see more.
+    """Return the order of queries: zigzag for causal attention without a window, whose late queries have more keys.
 
     Example:
         >>> order_of(MeshCall(64, 64, 1, 1, 4, 4), 4), order_of(MeshCall(64, 64, 1, 1, 4, 4, left=7), 4)
@@ -148,7 +148,7 @@ def order_of(call: MeshCall, ranks: int) -> TokenOrder:
 
 @cache
 def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[tuple[Stretch, ...], ...]:
-    """Return the stretches of queries that each rank has.
+    """Return the stretches of queries of each rank.
 
     Example:
         >>> places(8, 2, "zigzag")
@@ -162,32 +162,32 @@ def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[
 
 @cache
 def keys_by_rank(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Return keys that each rank has: those of its queries, and its share of the cached."""
+    """Return the number of keys of each rank: those of its queries, and its share of the cached keys."""
     own = places(call.queries, ranks, order or order_of(call, ranks))
     old = shares(call.cached, ranks)
     return tuple(sum(b - a for a, b in own[r]) + old[r] for r in range(ranks))
 
 
 class HeadShare(NamedTuple):
-    """The heads of one rank: query heads and the key-value heads they read, as (start, stop)."""
+    """The heads of one rank: query heads and the key-value heads that they read, as (start, stop)."""
 
     query: Stretch
     kv: Stretch
 
     @property
     def heads(self) -> int:
-        """How many query heads."""
+        """The number of query heads."""
         return self.query[1] - self.query[0]
 
     @property
     def kv_heads(self) -> int:
-        """How many key-value heads; 0 where the rank has no query head."""
+        """The number of key-value heads; 0 if the rank has no query head."""
         return self.kv[1] - self.kv[0]
 
 
 @cache
 def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
-    """Return the heads of each rank: whole groups; where there are more ranks than groups, each a part of one group.
+    """Return the heads of each rank: whole groups, or a part of one group if there are more ranks than groups.
 
     Example:
         >>> [share.query for share in head_shares(6, 3, 2)], [share.kv for share in head_shares(4, 2, 4)]
@@ -204,7 +204,7 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
 
 
 def heads_at_once(heads: int, head_bytes: int) -> int:
-    """Return how many of the key-value heads one message of keys has: one, or as many as take `MESSAGE` bytes together.
+    """Return the number of key-value heads in one message of keys: one, or enough to reach `MESSAGE` bytes.
 
     Example:
         >>> heads_at_once(8, 100 << 10), heads_at_once(8, 1 << 20), heads_at_once(8, 100)
@@ -213,15 +213,15 @@ def heads_at_once(heads: int, head_bytes: int) -> int:
     return max(1, min(heads, -(-MESSAGE // max(1, head_bytes))))
 
 
-# --- keys that others see ---------------------------------------------------------------------------------------------
+# --- keys that others need --------------------------------------------------------------------------------------------
 
 
 @cache
 def remote_keys(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Return keys of other ranks that each rank's queries see.
+    """Return the number of keys of other ranks that each rank's queries attend to.
 
     Example:
-        >>> needed(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), needed(MeshCall(8, 8, 1, 1, 4, 4, left=1), 4)
+        >>> remote_keys(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), remote_keys(MeshCall(8, 8, 1, 1, 4, 4, left=1), 4)
         ((0, 4), (0, 1, 1, 1))
     """
     order = order or order_of(call, ranks)
@@ -231,19 +231,19 @@ def remote_keys(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> 
     result = []
     for r in range(ranks):
         has = sum(length(part) for part in own[r])
-        last = own[r][-1][1]  # causal: all before the last of its queries
+        last = own[r][-1][1]  # a causal mask allows all keys up to the rank's last query
         seen = call.queries if call.right is None else last
         result.append(seen - has + call.cached - old[r] if has else 0)
     return tuple(result)
 
 
 def neighbours(call: MeshCall, ranks: int) -> int:
-    """From how many ranks the one with most of them gets keys, under a bounded mask."""
+    """Return the largest number of ranks from which one rank gets keys, under a bounded mask."""
     return max(len({owner for owner, _ in _halo(call, ranks, r)}) for r in {0, ranks // 2, ranks - 1})
 
 
 def _halo(call: MeshCall, ranks: int, rank: int) -> list[tuple[int, Stretch]]:
-    """(owner, keys) for all that a rank sees of others under a bounded mask, keys counted over all S."""
+    """Return (owner, keys) for all keys of other ranks that a rank needs under a bounded mask, counted over all S."""
     start, stop = shard_ranges(call.queries, ranks)[rank]
     if start == stop:
         return []
@@ -261,17 +261,17 @@ def _halo(call: MeshCall, ranks: int, rank: int) -> list[tuple[int, Stretch]]:
 
 @cache
 def _key_starts(queries: int, cached: int, ranks: int) -> tuple[int, ...]:
-    """Where each stretch of keys starts: the cached ones of ranks 0 to N - 1, then the new ones; and the end."""
+    """Return the start of each stretch of keys: cached ones of ranks 0 to N - 1, then new ones; and the end."""
     old = [a for a, _ in shard_ranges(cached, ranks)]
     return (*old, *(cached + a for a, _ in shard_ranges(queries, ranks)), cached + queries)
 
 
 @cache
 def keys_sent(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
-    """Return keys that each rank sends, its own, once to each other rank that sees them.
+    """Return the number of keys that each rank sends: its own, once to each other rank that needs them.
 
     Example:
-        >>> shown(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), shown(MeshCall(8, 8, 1, 1, 4, 4), 2)
+        >>> keys_sent(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), keys_sent(MeshCall(8, 8, 1, 1, 4, 4), 2)
         ((4, 0), (2, 4))
     """
     order = order or order_of(call, ranks)
@@ -284,14 +284,14 @@ def keys_sent(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tu
                 counts[owner] += length(part)
         return tuple(counts)
     own, old = places(call.queries, ranks, order), shares(call.cached, ranks)
-    asking = min(call.queries, ranks)  # ranks with queries: the first
+    asking = min(call.queries, ranks)  # the number of ranks with queries, which are the first ones
     result = []
     for r in range(ranks):
         others = asking - (r < asking)
         count = others * old[r]
         if call.right is None:
             count += others * length(own[r][0])
-        elif order == "zigzag":  # causal: seen by those with a later stretch
+        elif order == "zigzag":  # a causal mask: needed by the ranks with a later stretch
             count += others * length(own[r][0]) + r * length(own[r][1])
         else:
             count += max(0, asking - 1 - r) * length(own[r][0])
@@ -300,5 +300,5 @@ def keys_sent(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tu
 
 
 def length(stretch: Stretch) -> int:
-    """Return how many tokens a stretch has."""
+    """Return the number of tokens in a stretch."""
     return stretch[1] - stretch[0]

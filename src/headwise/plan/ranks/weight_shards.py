@@ -1,4 +1,4 @@
-"""The parts of a model as one of the ranks has them that share its heads and widths."""
+"""The parts of a model on one of the ranks that share its heads and widths."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from ..model.layer import AttentionLayer
 from ..model.model import Model
 from ..model.parts import Part
 
-WHOLE = {"router", "shared_gate"}  # of the feed-forward layers: on every rank
+WHOLE = {"router", "shared_gate"}  # parts of the feed-forward layers that every rank has
 
 
 def local(layer: AttentionLayer, tensor: int) -> AttentionLayer:
-    """The layer as one of the tensor ranks has it: its share of the heads, and of the key-value heads at least one."""
+    """Return the layer on one tensor rank: its share of the heads, and at least one key-value head."""
     out = None if layer.out_width is None else layer.out_width // tensor
     kv_heads = max(1, layer.num_kv_heads // tensor)
     return replace(layer, num_heads=layer.num_heads // tensor, num_kv_heads=kv_heads, out_width=out)
 
 
 def parts_of(model: Model, tensor: int) -> Iterator[tuple[Part, Part]]:
-    """(a part as one tensor rank has it, the whole): attention, feed-forward, table and head are shared out.
+    """Yield each part on one tensor rank and the whole part; attention, feed-forward, (un)embedding are split.
 
-    Where the ranks do not divide the key-value heads, each holds the projections to them whole, and computes its own.
+    If the number of ranks does not divide the key-value heads, each rank has their full projections but computes only
+    its own heads.
     """
     for layer in model.layers:
         for part, whole in zip(local(layer, tensor).parts(), layer.parts(), strict=True):
@@ -44,7 +45,7 @@ def _share(part: Part, tensor: int) -> Part:
 
 
 def _divided(part: Part, tensor: int, whole: int) -> Part:
-    """Return the part with its numbers divided, up; `whole` of its parameters (biases) are on every rank."""
+    """Return the part with its numbers divided, rounded up; `whole` of its parameters (biases) are on every rank."""
 
     def share(number: int) -> int:
         return -(-number // tensor)
@@ -58,7 +59,7 @@ def _divided(part: Part, tensor: int, whole: int) -> Part:
 
 
 def rank_bytes(model: Model, part: Part, whole: Part) -> int:
-    """Return bytes of a part on a rank: its share of what the whole takes, packed or not."""
+    """Return the bytes of a part on a rank: its share of the bytes of the whole part, packed or not."""
     if not whole.parameters:
         return 0
     return -(-model.part_bytes(whole) * part.parameters // whole.parameters)

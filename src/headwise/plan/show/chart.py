@@ -1,4 +1,4 @@
-"""Cache against context: bars for a terminal, and a figure."""
+"""Charts of cache against context: bars for a terminal, and a figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = ("#4053d3", "#b51d14", "#00b25d", "#ddb310", "#00beff", "#fb49b0")
 
 
 def check_plans(plans: object) -> None:
-    """Raise TypeError for anything but a list of plans."""
+    """Raise TypeError for anything but a list of plans, ValueError for an empty list."""
     if not isinstance(plans, (list, tuple)) or not all(hasattr(plan, "contexts") for plan in plans):
         raise TypeError(f"give a list of plans, as headwise.plan.of makes them; got {short(plans)}")
     if not plans:
@@ -30,7 +30,7 @@ def check_plans(plans: object) -> None:
 
 
 def labels(plans: Sequence[PlanData], most: int | None = None) -> list[str]:
-    """What tells plans apart: their names, and the dtype and batch where these differ; names are cut to fit `most`."""
+    """Return labels of plans: names, with dtype and batch if these differ; names are cut to fit `most`."""
     dtypes, batches = ({getattr(plan, name) for plan in plans} for name in ("kv_dtype", "batch"))
     names = []
     for plan in plans:
@@ -41,20 +41,20 @@ def labels(plans: Sequence[PlanData], most: int | None = None) -> list[str]:
 
 
 def lengths(plans: Sequence[PlanData]) -> list[int]:
-    """Powers of two from 1024 up to the largest context asked for, which is the last."""
+    """Return powers of two from 1024 up to the largest requested context, which is last."""
     last = max(cost.context for plan in plans for cost in plan.contexts)
     lengths = [FIRST << i for i in range(40) if FIRST << i < last]
     return [*lengths, last]
 
 
 def cache_at(plan: PlanData, context: int, *, windowed: bool = True) -> int:
-    """Return bytes of the batch's cache, scales included."""
+    """Return the cache bytes of the batch, including scales."""
     number, scale = costs.bytes_of(plan.kv_dtype)
     return costs.cache_bytes(plan.model, context, number, batch=plan.batch, windowed=windowed, scale_bytes=scale)
 
 
 def bars(plan: PlanData) -> str:
-    """Return a bar for each context: ``#`` is in use, ``.`` would be reserved beside it."""
+    """Return a bar for each context: ``#`` is in use, ``.`` would be reserved in addition."""
     rows = [(n, cache_at(plan, n), cache_at(plan, n, windowed=False)) for n in lengths([plan])]
     most = max(reserved for *_, reserved in rows)
     lines = ["cache against context (# held" + (", . reserved without windows)" if rows[-1][1] < most else ")")]
@@ -68,7 +68,7 @@ def figure(plans: Sequence[PlanData]) -> Figure:
     """Return a Matplotlib figure of the caches of plans against context; dashed lines show them without windows.
 
     Raises:
-        TypeError: no list of plans.
+        TypeError: not a list of plans.
         ValueError: none of the plans keeps a cache.
         MissingExtra: Matplotlib is not installed.
     """
@@ -108,10 +108,10 @@ def figure(plans: Sequence[PlanData]) -> Figure:
 
 
 def svg(plans: Sequence[PlanData]) -> str:
-    """Return the figure of the caches of plans against context as an SVG image, the same text each time.
+    """Return the figure of the caches of plans against context as an SVG image; the text is reproducible.
 
     Raises:
-        TypeError: no list of plans.
+        TypeError: not a list of plans.
         ValueError: none of the plans keeps a cache.
         MissingExtra: Matplotlib is not installed.
 
@@ -131,7 +131,7 @@ def svg(plans: Sequence[PlanData]) -> str:
 
 
 def _title(plans: Sequence[PlanData]) -> str:
-    """Return the title, with the dtype and the batch that all plans have."""
+    """Return the title, with the dtype and the batch if all plans share them."""
     dtypes, batches = {plan.kv_dtype for plan in plans}, {plan.batch for plan in plans}
     shared = [*dtypes] * (len(dtypes) == 1) + [f"batch {batch}" for batch in batches] * (len(batches) == 1)
     return "Key-value cache against context" + (f" ({', '.join(shared)})" if shared else "")

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from ..costs.plan_data import PlanData
 
 LISTS = {"notes", "card", "layers", "states", "towers", "contexts", "planned", "floors"}
-"""What of a plan's `to_dict` is no number or name of its own; JSON has it."""
+"""The entries of a plan's `to_dict` that are not a number or a name; only JSON contains them."""
 
 
 def csv(plans: Sequence[PlanData]) -> str:
-    """Return the numbers of plans, a line for each plan and context; after a plan its heads plan's, where it has one.
+    """Return the numbers of plans as CSV, one line per plan and context, followed by the lines of its heads plan.
 
-    Columns are named as in `to_dict`, the inner name after the outer one. What a plan has none of is
-    empty; what none of them has, such as a packing of the weights, has no column.
+    Columns are named as in `to_dict`, the outer name before the inner one. A value that a plan lacks is empty; one that
+    all plans lack, such as the packing of the weights, has no column.
 
     Raises:
-        TypeError: no list of plans.
-        ValueError: an empty one.
+        TypeError: not a list of plans.
+        ValueError: an empty list.
 
     Example:
         >>> from headwise.plan import of
@@ -37,7 +37,7 @@ def csv(plans: Sequence[PlanData]) -> str:
 
 
 def csv_of(table: Sequence[Mapping[str, Any]]) -> str:
-    """Rows under the columns that any of them has, in the order in which they come; what a row has none of is empty.
+    """Return rows as CSV, with the columns of all rows in order of appearance; missing values are empty.
 
     Example:
         >>> csv_of([{"name": "a", "bytes": 3}, {"name": "b", "batch": 2}]).splitlines()

@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal; several plans side by side."""
+"""Tables of a plan for a terminal, and of several plans side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = "-"
 
 
 def plain(result: Any) -> str:
-    """Return what `print` of a plan, or of any result that Rich knows how to show, gives: its tables without colour."""
+    """Return the text that `print` shows for a plan or another Rich renderable: its tables without colour."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)
@@ -31,7 +31,7 @@ def plain(result: Any) -> str:
 
 
 def tables(plan: PlanData) -> Iterator[Any]:
-    """Yield the whole text of one plan, in order."""
+    """Yield the tables, the chart and the notes of one plan, in order."""
     from rich.text import Text
 
     yield overview([plan])
@@ -45,13 +45,13 @@ def tables(plan: PlanData) -> Iterator[Any]:
 
 
 def side_by_side(plans: Sequence[PlanData]) -> Any:
-    """The overview of several plans, then what each one's heads plan saves and its steps at the speeds that were given.
+    """Return the overview of several plans, then each plan's savings by a heads plan and step times at given speeds.
 
-    Each one's remarks stand below; rich prints it.
+    The remarks of each plan follow; Rich prints the result.
 
     Raises:
-        TypeError: no list of plans.
-        ValueError: an empty one, or plans of different contexts or batches, whose numbers are not to be compared.
+        TypeError: not a list of plans.
+        ValueError: an empty list, or plans of different contexts or batches, which cannot be compared.
 
     Example:
         >>> from headwise import plan
@@ -68,7 +68,7 @@ def side_by_side(plans: Sequence[PlanData]) -> Any:
 
 
 def _beside_others(plan: PlanData) -> Iterator[Table]:
-    """Yield what was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
+    """Yield the requested tables of one plan: savings of a heads plan; least times if a speed is known."""
     if plan.planned is not None:
         yield savings(plan, plan.planned)
     yield from (_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None)
@@ -83,7 +83,7 @@ def _titled(name: str, table: Table) -> Table:
 
 
 def _check_alike(plans: Sequence[PlanData]) -> None:
-    """Raise ValueError where a row would have numbers of different contexts or batches."""
+    """Raise ValueError if the plans have different contexts or batches."""
     first = plans[0]
     for plan in plans:
         pairs = {"contexts": [[cost.context for cost in one.contexts] for one in (first, plan)]}
@@ -97,7 +97,7 @@ def _check_alike(plans: Sequence[PlanData]) -> None:
 
 
 def remarks(plan: PlanData) -> str:
-    """Return what the reader must know beside the numbers."""
+    """Return the notes that a reader needs in addition to the numbers."""
     lines = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
     if plan.notes:
         lines = [f"not counted or not known: {note}" for note in plan.notes]
@@ -110,11 +110,11 @@ def remarks(plan: PlanData) -> str:
     return "\n".join(lines)
 
 
-# --- one column a plan ------------------------------------------------------------------------------------------------
+# --- one column per plan ----------------------------------------------------------------------------------------------
 
 
 def overview(plans: Sequence[PlanData]) -> Table:
-    """Sizes, parameters, cache and operations; a column for each plan."""
+    """Return a table of sizes, parameters, cache and FLOPs, with a column for each plan."""
     from rich.table import Table
     from rich.text import Text
 
@@ -159,7 +159,7 @@ def _facts(plan: PlanData, *, one_dtype: bool) -> dict[str, str]:
 
 
 def _beside(plan: PlanData) -> dict[str, str]:
-    """Towers, each with its parameters and a picture's cost; layers that predict further tokens."""
+    """Return the rows of towers, with their parameters and the cost of an image, and of layers for further tokens."""
     rows = {}
     for tower in plan.model.towers:
         cost, first = tower.flops(), tower.layers[0]
@@ -176,7 +176,7 @@ def _beside(plan: PlanData) -> dict[str, str]:
 
 
 def _state_facts(model: Model) -> dict[str, str]:
-    """Return the layers with a state, where there are any."""
+    """Return the row of the layers with a state, if there are any."""
     if not model.states:
         return {}
     count, one = len(model.states), model.states[0]
@@ -224,16 +224,16 @@ def _layer_counts(layers: Sequence[AttentionLayer]) -> str:
 
 
 def _spread(values: Any) -> str:
-    """Return the value all layers share, or the first few of those there are."""
+    """Return the value that all layers share, or the first few different values."""
     different = list(dict.fromkeys(values))
     return "; ".join(different[:3]) + ("; ..." if len(different) > 3 else "")
 
 
-# --- the rest ---------------------------------------------------------------------------------------------------------
+# --- other tables -----------------------------------------------------------------------------------------------------
 
 
 def projections(plan: PlanData) -> Table:
-    """Return parameters of each projection, a layer and in all, biases with their matrix."""
+    """Return a table of the parameters of each projection, per layer and in total; biases count with their matrix."""
     from rich.table import Table
 
     table = Table("parameters", "a layer", "in all layers", title="Projections")
@@ -272,7 +272,7 @@ def _floor_table(cost: ContextCost) -> Table:
 
 
 def savings(plan: PlanData, planned: PlanData) -> Table:
-    """Before and after a heads plan."""
+    """Return a table of the numbers before and after a heads plan."""
     from rich.table import Table
 
     table = Table("heads plan", "before", "after", "saved", title="What the heads plan saves")
@@ -297,7 +297,7 @@ def _saving(table: Table, name: str, before: int, after: int, show: Any) -> None
 
 
 def card_list(known: dict[str, Any]) -> Any:
-    """What `known` holds: the built-in cards with where common texts differ, and the architectures; rich prints it.
+    """Return the built-in cards with their notes, and the architectures, from the result of `known`; Rich prints it.
 
     Raises TypeError for anything else.
 
