@@ -64,7 +64,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Document, ...]:
 
 
 def parse(text: str, *, name: str = "CoNLL-U") -> tuple[Document, ...]:
-    """Return the documents of a CoNLL-U text: one for each ``# newdoc``, or a single one.
+    r"""Return the documents of a CoNLL-U text: one for each ``# newdoc``, or a single one.
 
     The parser reads words, UPOS, HEAD and DEPREL, comments with a value (as notes), and mentions from the brackets of
     ``Entity`` in MISC, in the format of CorefUD: ``Entity=(e1-person-2`` opens a mention of e1, ``Entity=e1)`` closes
@@ -82,7 +82,7 @@ def parse(text: str, *, name: str = "CoNLL-U") -> tuple[Document, ...]:
 
     Example:
         >>> lines = ["1 It _ PRON _ _ 2 nsubj _ Entity=(e1-thing-1)", "2 works _ VERB _ _ 0 root _ _"]
-        >>> [document] = parse("\\n".join(line.replace(" ", "\\t") for line in lines))
+        >>> [document] = parse("\n".join(line.replace(" ", "\t") for line in lines))
         >>> document.text, document.sentences[0].words[0].relation, document.sentences[0].mentions[0].entity
         ('It works', 'nsubj', 'e1')
     """

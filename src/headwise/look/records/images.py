@@ -124,10 +124,10 @@ def _drawn(kind: str, pixels: Tensor) -> Picture:
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Return (height, width, 3) bytes as a PNG file.
+    r"""Return (height, width, 3) bytes as a PNG file.
 
     >>> png(np.zeros((1, 1, 3), np.uint8))[:4]
-    b'\\x89PNG'
+    b'\x89PNG'
     """
     height, width, _ = pixels.shape
     lines = np.zeros((height, 1 + 3 * width), np.uint8)  # first byte: PNG filter 2, which subtracts the row above
