@@ -242,7 +242,7 @@ def compare(a: Look, b: Look, *, kept: KeptRecords | None = None) -> Comparison:
     return Comparison(a.model, b.model, same, tuple(heads), tuple(gone), tuple(new), tuple(guessed))
 
 
-# --- which head is which ----------------------------------------------------------------------------------------------
+# --- pairing of heads -------------------------------------------------------------------------------------------------
 
 
 def _plan(kept: object, look: Look) -> dict[int, list[int]]:
@@ -336,7 +336,7 @@ def _nearest(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[tuple[int
     return best[-1][1]
 
 
-# --- how far a head moved ---------------------------------------------------------------------------------------------
+# --- distances of heads -----------------------------------------------------------------------------------------------
 
 
 def _change(a: HeadRecord, b: HeadRecord, same: bool) -> HeadChange:

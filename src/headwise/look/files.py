@@ -2,7 +2,7 @@
 
     .parquet  .csv     one row per head, the columns of `to_frame`
     .json              everything; `read` restores the look
-    .md                the model card
+    .md                the head card
     .svg  .png         a figure of the roles, layer by head
 
 Comparisons of two looks and training curves are written the same way, in the formats that they support.

@@ -112,7 +112,7 @@ class Look(LookData):
         return tables.rows(self)
 
     def card(self) -> str:
-        """Return the model card: a page of Markdown with the best heads of each role and their evidence."""
+        """Return the head card: a page of Markdown with the best heads of each role and their evidence."""
         return card.markdown(self)
 
     def plot_roles(self) -> Figure:

@@ -100,7 +100,7 @@ looks ahead, equal lengths of queries and keys): so the last part that any text 
 
 @dataclass
 class LayerTally:
-    """One attention call of the forward, over all texts.
+    """The sums of one attention call over all texts.
 
     Attributes:
         place: the location of the call, as in `HeadRecord`: module, call, part.

@@ -57,8 +57,8 @@ def at(
 
     Two forward passes run without gradients and without dropout: one over the text, one over repeated random tokens
     (for duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers immediately, in
-    O(T) memory; no attention matrix is ever stored. The model is not changed. For 512 to 16,384 tokens the process
-    keeps freed memory until it ends, a lasting setting of glibc's malloc (docs/look.md lists the costs).
+    O(T) memory; no attention matrix is ever stored. The model is not changed. For long texts, settings of glibc's malloc
+    can save time (see docs/look.md, "What it costs").
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, or of the modules that `headwise.nn.replace` creates

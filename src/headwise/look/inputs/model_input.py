@@ -106,7 +106,7 @@ class Source:
             options["decoder_input_ids"] = target
         self.model(**options)
 
-    # -- what stands where ---------------------------------------------------------------------------------------------
+    # -- views of calls ------------------------------------------------------------------------------------------------
 
     def view(self, call: AttentionCall, part: str, again: int) -> View:
         """Return the tokens or patches at the queries and keys of a call.

@@ -193,7 +193,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return type(value) in NUMBERS and abs(value) <= LARGEST  # NaN fails
     if hint is int:
         return type(value) is int and abs(value) <= LARGEST
-    if origin is tuple and inner[0] is float:  # one check for all: maps have many numbers
+    if origin is tuple and inner[0] is float:  # fast path for maps, which have many numbers
         return (
             isinstance(value, tuple)
             and {*map(type, value)} <= NUMBERS

@@ -1,4 +1,4 @@
-"""The model card: a page of Markdown about the roles of a model's heads, with evidence.
+"""The head card: a page of Markdown about the roles of a model's heads, with evidence.
 
 Every string of a look is untrusted. Tokens and names of models and roles enter the page only as code spans, with
 control characters made visible, inside a fence longer than any run of backticks in them.
