@@ -50,7 +50,7 @@ class Look(LookData):
 
         A number of None is left out. The report shows them with the scores, and files have a column for each.
 
-        >>> from headwise.look.head import HeadRecord
+        >>> from headwise.look.records.head import HeadRecord
         >>> head = HeadRecord("a", 0, 0, 0, "decoder", 1.0, 0.5, 2.0, (0.1,), (), {})
         >>> look = Look("m", 1, 1, 8, (), (head,), "decoder", 0.1, "0")
         >>> look.with_extras(importance=[[0.25]]).heads[0].extras

@@ -57,7 +57,7 @@ def at(
 
     Two forward passes run without gradients and without dropout: one over the text, one over repeated random tokens
     (for duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers immediately, in
-    O(T) memory; no attention matrix is ever stored. The model is not changed. For long texts, settings of glibc's malloc
+    O(T) memory; no attention matrix is ever stored. The model is not changed. For long texts, glibc malloc settings
     can save time (see docs/look.md, "What it costs").
 
     Args:
