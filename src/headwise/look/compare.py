@@ -356,7 +356,7 @@ def _alike(a: HeadRecord, b: HeadRecord) -> bool:
 
 
 def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[float]]:
-    """Return the distances of our heads to theirs, by offsets, and also by maps if all have the same size."""
+    """Return the distances between two lists of heads, by offsets, and also by maps if all have the same size."""
     by_maps = all(_alike(ours[0], one) for one in (*ours, *theirs))
     if not by_maps and not all(one.offsets for one in (*ours, *theirs)):
         raise ValueError(

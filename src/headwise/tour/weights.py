@@ -93,7 +93,7 @@ def read(folder: Path) -> TourCheckpoint:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError if the config differs from the page's engine in more than numbers."""
+    """Raise ValueError if the config differs in more than numbers from the models that the page's engine runs."""
     rules = read_json("facts.json")["accepted"]
     architecture = (config.get("architectures") or [None])[0]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -267,7 +267,7 @@ def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tu
 
 
 def linked(distances: Distances, threshold: float) -> list[list[int]]:
-    """Return clusters by average linkage: merges at a mean distance of at most `threshold`, by first members.
+    """Return clusters by average linkage up to a mean distance of `threshold`, sorted by their first members.
 
     The nearest-neighbor chain algorithm takes O(n^2) and gives the same merges as merging the closest pair first.
     """

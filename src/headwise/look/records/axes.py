@@ -150,7 +150,7 @@ def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis
 
 
 def upside_down(axis: Axis) -> Axis:
-    """Return the axis of a spectrogram in patches, flipped vertically: its first row has the lowest frequencies."""
+    """Return the axis of a spectrogram in patches, flipped so that its first row (lowest tones) is at the bottom."""
     cells = tuple(
         cell if cell == NOWHERE else (cell[0], axis.grids[0][0] - 1 - cell[1], cell[2]) for cell in axis.cells
     )

@@ -62,7 +62,7 @@ class Sources:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Record, inside the block, the outputs of elementwise modules: those without submodules and matrices."""
+        """Record, inside the block, the outputs of modules without submodules and matrices, such as norms."""
 
         def after(name: str, part: nn.Module, _: object, out: object) -> None:
             if isinstance(out, Tensor):
@@ -170,7 +170,7 @@ def linear_part(norm: nn.Module, like: Tensor) -> Tensor:
     """Return A (M, M) float32, y = A x: a norm without its bias and without the scale that depends on x.
 
     From the basis vectors at root mean square 1 and their negatives: diag(w) of an RMS norm; diag(w) times the
-    subtraction of the mean for a layer norm (up to a factor between 1 - 1 / M and 1).
+    subtraction of the mean for a layer norm (up to a factor that differs from 1 by less than 1 / M).
     """
     size = like.shape[-1]
     basis = torch.eye(size, dtype=like.dtype, device=like.device) * size**0.5
