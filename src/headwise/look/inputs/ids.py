@@ -300,7 +300,7 @@ def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]
 
 
 def by_name(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a model; pixels are renamed to its only required argument if it has one."""
+    """Return the keyword arguments of a model; pixels take its only required name if it has no `pixel_values`."""
     takes = inspect.signature(model.forward).parameters.values()
     required = [one.name for one in takes if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     known = any(one.name == "pixel_values" or one.kind is one.VAR_KEYWORD for one in takes)
