@@ -1,8 +1,8 @@
-"""Look: what every head of a model does, as plain records.
+"""Measure attention heads: the scores of each head of a model, as plain records.
 
-`at` runs the model on a text and measures, `over` on many; `ROLES` says what heads are called and by whose definition;
-the records print as a table and travel as JSON. `annotate` reads annotated text; `importance`, `ablate` and `circuits`
-tell what heads are worth and what they write.
+`at` measures one text, `over` measures many; `ROLES` lists the roles of heads with their definitions and sources.
+The records print as a table and are stored as JSON. `annotate` reads annotated text; `importance`, `ablate` and
+`circuits` measure the effect of heads and the matrices through which they write.
 """
 
 from . import annotate

@@ -1,4 +1,4 @@
-"""What a processor gives, as one reading: a picture, a sound, or two texts, with the labels that a loss needs."""
+"""One reading from a processor's output (a picture, a sound, or two texts), with the labels for a loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .interventions.outputs import as_classes
 def all_readings(
     model: nn.Module, read: Any, *, loss: Loss | None, mask_id: int | None, seed: int, labels: bool = True
 ) -> list[Reading]:
-    """Texts, or what a processor gives, as the model reads them.
+    """Return the readings of texts, or the one reading of a processor's output.
 
     Raises:
         TypeError, ValueError: as `readings` and `reading_of` do.
@@ -34,14 +34,14 @@ def all_readings(
 
 
 def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = True) -> Reading:
-    """Return what a processor gives, in one batch row.
+    """Return the reading of a processor's output with one batch row.
 
-    Where the logits name the next token of a text, that is what they ought to say. Anywhere else (the class of a
-    picture, the letters of a sound, the words of an encoder) it is what the whole model says itself.
+    If the logits predict the next token of a text, the labels are the next tokens. Otherwise (the class of a picture,
+    the letters of a sound, the words of an encoder) the labels are the predictions of the unchanged model.
 
     Raises:
-        TypeError: values that are no tensors by name.
-        ValueError: several texts or sounds; a model without logits.
+        TypeError: the values are not tensors by name.
+        ValueError: there are several texts or sounds, or the model has no logits.
     """
     if not values or not all(isinstance(name, str) and isinstance(x, Tensor) and x.ndim for name, x in values.items()):
         raise TypeError(f"what a processor gives are tensors by name, such as pixel_values; got {shown(values)}")

@@ -1,4 +1,4 @@
-"""Two looks side by side: which heads changed role, how their scores moved, and how far their patterns did."""
+"""Comparison of two looks: the heads with new roles, the change of their scores, and the change of their patterns."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ KeptRecords: TypeAlias = Mapping[Any, Any]
 Layers = dict[int, list[HeadRecord]]
 
 OTHERS = "*"
-"""In a heads plan: every layer that it does not name."""
+"""The key of a heads plan for every layer that it does not name."""
 
 PLANNED = ({"keep"}, {"keep", "kv_heads"})
-"""What a heads plan says of a layer whose query heads changed."""
+"""The possible keys of a layer in a heads plan if its query heads changed."""
 
 MOST_ROWS = 48
-"""Heads that changed no role in a printed table: those that moved farthest."""
+"""The most heads in a printed table among those with unchanged roles: those that moved farthest."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class HeadChange:
     """One head before and after.
 
     Attributes:
-        layer, head: of the first look.
-        other_layer, other_head: of the second.
-        before: the roles it played, strongest first.
-        after: those it plays.
-        moved: total variation between its two patterns: the mean over rows of ``1/2 sum_j |A_ij - B_ij|``, from 0 (the
-            same) to 1 (no key in common). Rows and columns are those of the records' maps: of texts longer than a map
-            they are pooled, and what is pooled is at most as far apart as what it was made of. None where the two looks
-            did not read the same tokens, or their maps differ in size.
+        layer, head: its place in the first look.
+        other_layer, other_head: its place in the second look.
+        before: its roles in the first look, strongest first.
+        after: its roles in the second look.
+        moved: the total variation between its two patterns: the mean over rows of ``1/2 sum_j |A_ij - B_ij|``, from 0
+            (equal) to 1 (no key in common). Rows and columns are those of the records' maps: texts longer than a map
+            are pooled, and pooling never increases the distance. None if the two looks did not read the same tokens
+            or their maps differ in size.
         divergence: the Jensen-Shannon divergence of the same rows, mean over rows, in bits: from 0 to 1.
-        near: total variation between its mean masses by offset: 8 back to 8 ahead, and all the rest together. It
-            sees what pooling hides, such as a head that went from the token before to its own. None where the two looks
-            did not read the same tokens, or a record has no offsets, as in cross-attention.
-        scores: by role, the values of both; of the roles that both measured.
+        near: the total variation between its mean masses by offset: 8 back to 8 ahead, and one class for the rest. It
+            shows changes that pooling hides, such as from the previous token to the current one. None if the two
+            looks did not read the same tokens, or a record has no offsets, as in cross-attention.
+        scores: by role, both values; only roles that both looks measured.
     """
 
     layer: int
@@ -66,17 +66,17 @@ class HeadChange:
 
     @property
     def changed(self) -> bool:
-        """Whether it plays other roles than before."""
+        """True if its roles changed."""
         return set(self.before) != set(self.after)
 
     @property
     def distance(self) -> float:
-        """The larger of `moved` and `near`: what heads are ordered by."""
+        """The larger of `moved` and `near`; tables are sorted by it."""
         return max(self.moved or 0.0, self.near or 0.0)
 
     @property
     def largest(self) -> tuple[str, float, float] | None:
-        """The role whose value moved most, with both values."""
+        """The role whose value changed most, with both values."""
         if not self.scores:
             return None
         name = max(self.scores, key=lambda role: abs(self.scores[role][1] - self.scores[role][0]))
@@ -85,15 +85,15 @@ class HeadChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two looks: a record for each head that both have. Prints as a table, travels as JSON.
+    """A comparison of two looks: a record for each head in both. It prints as a table and converts to JSON.
 
     Attributes:
-        model, other: names of the two.
-        same_text: whether both read the same tokens (of many texts: as many); patterns are compared only then.
+        model, other: the names of the two models.
+        same_text: whether both read the same tokens (for many texts: equally many); patterns are compared only then.
         heads: by layer, then head, of the first look.
-        gone: (layer, head) of those that only the first has.
-        new: of those that only the second has.
-        guessed: layers of the first whose heads were paired by their patterns, for want of `kept`.
+        gone: (layer, head) of the heads that only the first look has.
+        new: (layer, head) of the heads that only the second look has.
+        guessed: layers of the first look whose heads were paired by their patterns, because `kept` was missing.
     """
 
     model: str
@@ -106,15 +106,15 @@ class Comparison:
 
     @property
     def changed(self) -> tuple[HeadChange, ...]:
-        """The heads that play other roles than before."""
+        """The heads whose roles changed."""
         return tuple(head for head in self.heads if head.changed)
 
     def about(self) -> dict[str, Any]:
-        """Return what was compared, without the heads."""
+        """Return all fields except the heads."""
         return {name: value for name, value in asdict(self).items() if name != "heads"}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one flat row a head: places, roles, distances, and ``ROLE.before`` and ``ROLE.after``."""
+        """Return one flat row per head: places, roles, distances, and ``ROLE.before`` and ``ROLE.after``."""
         rows = []
         for head in self.heads:
             row = {name: value for name, value in asdict(head).items() if name != "scores"}
@@ -125,7 +125,7 @@ class Comparison:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers."""
+        """Return plain dictionaries, lists, strings and numbers."""
         return asdict(self)
 
     def to_json(self) -> str:
@@ -140,7 +140,7 @@ class Comparison:
         return "\n".join([*self.summary(), head, *aligned])
 
     def table(self) -> rich.table.Table:
-        """Return the heads that changed role, and those that moved farthest, for a Rich console."""
+        """Return a Rich table of the heads whose roles changed and those that moved farthest."""
         from rich.table import Table
         from rich.text import Text
 
@@ -152,7 +152,7 @@ class Comparison:
         return table
 
     def summary(self) -> list[str]:
-        """Lines above the table."""
+        """Return the lines above the table."""
         lines = [f"{visible(self.model)} against {visible(self.other)}: {len(self.changed)} of {len(self.heads)} heads"]
         lines[0] += " changed role"
         if self.gone:
@@ -196,21 +196,22 @@ def _places(places: Sequence[tuple[int, int]]) -> str:
 
 
 def compare(a: Look, b: Look, *, kept: KeptRecords | None = None) -> Comparison:
-    """What changed from one look to another: two checkpoints, or a model before and after its heads were reshaped.
+    """Compare two looks: of two checkpoints, or of a model before and after its heads were pruned or merged.
 
-    Heads are paired by number. Where a layer of `b` has fewer, `kept` says which of `a` they were; without it they are
-    paired in order, so that their patterns lie as near as can be (pruning keeps the order, and a head that was kept
-    in the first layer keeps its pattern). Records are of query heads: merged key-value heads change no number.
+    Heads are paired by number. If a layer of `b` has fewer, `kept` lists their numbers in `a`; without it they are
+    paired in order so that the sum of the distances between their patterns is smallest (pruning keeps the order, and a
+    head that was kept in the first layer keeps its pattern). Records are of query heads: merged key-value heads change
+    no number.
 
     Args:
         a: the look before.
-        b: the look after, best at the same text.
+        b: the look after, if possible on the same text.
         kept: by layer of `a`, the numbers of its heads that `b` kept, in the order of `b`: ``{0: [0, 1, 5]}``; or the
-            heads plan of `headwise plan`, ``{"layers": {"0": {"keep": [0, 1, 5]}}}``. A layer not named kept all.
+            heads plan of `headwise plan`, ``{"layers": {"0": {"keep": [0, 1, 5]}}}``. Other layers kept all heads.
 
     Raises:
-        TypeError: no looks.
-        ValueError: layers that cannot be paired, or `kept` that does not fit them.
+        TypeError: an argument is not a look.
+        ValueError: the layers cannot be paired, or `kept` does not fit them.
 
     Example:
         >>> from headwise import look
@@ -241,11 +242,11 @@ def compare(a: Look, b: Look, *, kept: KeptRecords | None = None) -> Comparison:
     return Comparison(a.model, b.model, same, tuple(heads), tuple(gone), tuple(new), tuple(guessed))
 
 
-# --- which head is which ----------------------------------------------------------------------------------------------
+# --- pairing of heads -------------------------------------------------------------------------------------------------
 
 
 def _plan(kept: object, look: Look) -> dict[int, list[int]]:
-    """`kept` by layer of the look, as numbers; ValueError where it is none."""
+    """Return `kept` as head numbers by layer of the look; raise ValueError if it is not a plan."""
     if kept is None:
         return {}
     if isinstance(kept, Mapping) and set(kept) == {"layers"}:
@@ -255,7 +256,7 @@ def _plan(kept: object, look: Look) -> dict[int, list[int]]:
     entries = kept.items() if isinstance(kept, Mapping) else [(None, None)]
     for layer, heads in sorted(entries, key=lambda entry: entry[0] != OTHERS):
         if isinstance(heads, Mapping) and set(heads) == {"kv_heads"}:
-            continue  # merged key-value heads: every query head is still there
+            continue  # merged key-value heads: every query head remains
         heads = heads["keep"] if isinstance(heads, Mapping) and set(heads) in PLANNED else heads
         if type(layer) not in (int, str) or isinstance(heads, str) or not isinstance(heads, Sequence):
             raise ValueError(
@@ -269,7 +270,7 @@ def _plan(kept: object, look: Look) -> dict[int, list[int]]:
 
 
 def _names(look: Look) -> dict[str, int]:
-    """Return what a heads plan calls each layer: a number, beside an encoder that of the decoder's self-attention."""
+    """Return the layer of each name in a heads plan: a number, in encoder-decoders that of decoder self-attention."""
     parts = {head.layer: head.part for head in look.heads}
     names, counts = {}, Counter[str]()
     for layer, part in sorted(parts.items()):
@@ -289,7 +290,7 @@ def _layers(look: Look) -> Layers:
 
 
 def _paired_layers(before: Layers, after: Layers) -> list[tuple[int, int]]:
-    """(layer, other) by number, or where one look has fewer by module; -1 where the other has none."""
+    """Return pairs (layer, other) by number, or by module if the layer counts differ; -1 for a missing layer."""
     if len(before) == len(after):
         return list(zip(sorted(before), sorted(after), strict=True))
     theirs = {(heads[0].module, heads[0].call): layer for layer, heads in after.items()}
@@ -306,7 +307,7 @@ def _paired_layers(before: Layers, after: Layers) -> list[tuple[int, int]]:
 def _paired_heads(
     layer: int, ours: list[HeadRecord], theirs: list[HeadRecord], plan: Mapping[int, list[int]]
 ) -> list[tuple[int, int]] | None:
-    """Places (i, j) by number or by the plan; None where neither tells."""
+    """Return index pairs (i, j) by number or by the plan; None if neither applies."""
     if layer in plan:
         heads = plan[layer]
         if len(heads) != len(theirs) or len(set(heads)) != len(heads) or not all(0 <= h < len(ours) for h in heads):
@@ -321,11 +322,11 @@ def _paired_heads(
 
 
 def _nearest(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[tuple[int, int]]:
-    """Return the pairing in order whose distances have the least sum; of the fewer heads each gets one."""
+    """Return the pairing in order with the smallest sum of distances; each head of the shorter list gets a partner."""
     if len(ours) < len(theirs):
         return [(i, j) for j, i in _nearest(theirs, ours)]
     far = _distances(ours, theirs)
-    # best[j]: least sum for the first j of `theirs` among the first i of `ours`, with the pairs that make it
+    # best[j]: the smallest sum for the first j of `theirs` among the first i of `ours`, with its pairs
     best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, []), *[(math.inf, [])] * len(theirs)]
     for i in range(len(ours)):
         for j in range(len(theirs), 0, -1):
@@ -335,7 +336,7 @@ def _nearest(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[tuple[int
     return best[-1][1]
 
 
-# --- how far a head moved ---------------------------------------------------------------------------------------------
+# --- distances of heads -----------------------------------------------------------------------------------------------
 
 
 def _change(a: HeadRecord, b: HeadRecord, same: bool) -> HeadChange:
@@ -355,7 +356,7 @@ def _alike(a: HeadRecord, b: HeadRecord) -> bool:
 
 
 def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[float]]:
-    """Return the distances of ours to theirs, by offsets and, where their maps are of one size, by these."""
+    """Return the distances between two lists of heads, by offsets, and also by maps if all have the same size."""
     by_maps = all(_alike(ours[0], one) for one in (*ours, *theirs))
     if not by_maps and not all(one.offsets for one in (*ours, *theirs)):
         raise ValueError(
@@ -371,21 +372,21 @@ def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[fl
 
 
 def _variation(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Mean over rows of half the sum of differences, (..., rows, columns) -> (...)."""
+    """Return the mean over rows of half the sum of absolute differences, (..., rows, columns) -> (...)."""
     return np.asarray(np.abs(p - q).sum(-1).mean(-1) / 2)
 
 
 def _divergence(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> float:
-    """Mean over rows of the Jensen-Shannon divergence, in bits."""
+    """Return the mean over rows of the Jensen-Shannon divergence, in bits."""
     middle = (p + q) / 2
     parts = [x * np.log2(np.where(x > 0, x, 1) / np.where(x > 0, middle, 1)) for x in (p, q)]
     return float(max(0.0, (parts[0] + parts[1]).sum(-1).mean() / 2))
 
 
 def _near(a: HeadRecord, b: HeadRecord) -> float:
-    """Total variation of the mean masses by offset; what no offset has counts as far.
+    """Return the total variation of the mean masses by offset; mass outside the offsets is one further class.
 
-    A head that may not look ahead has no mass there. Of offsets back, those that both records have count.
+    A head that cannot look ahead has mass 0 there. Only the backward offsets that both records have are compared.
     """
     width, back = max(len(a.ahead), len(b.ahead)), min(len(a.offsets), len(b.offsets))
     p, q = ([*one.offsets[:back], *one.ahead, *[0.0] * (width - len(one.ahead))] for one in (a, b))

@@ -1,7 +1,7 @@
-"""Heads as they form: what every head scored at each step of a training run, as plain records and as a file.
+"""Training curves of heads: the scores of every head at each step of a training run, as plain records and as a file.
 
-The file is JSON Lines: a line that says what was watched, then one a measurement, appended and synced. What a killed
-run left of a last line is not read, and goes with the next line that is written.
+The file is JSON Lines: one line about the run, then one line per measurement, appended and synced. An incomplete last
+line of a killed run is ignored, and removed before the next line is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 HeadValues = tuple[tuple[float | None, ...], ...]
-"""A value a head, by layer; None where it was not measured."""
+"""One value per head, by layer; None if it was not measured."""
 
 Places = tuple[tuple[int, int], ...]
 """(layer, head) of some heads."""
@@ -41,9 +41,9 @@ class Point:
     """One measurement.
 
     Attributes:
-        step: of the training.
-        seconds: what the measurement took.
-        numbers: what the training loop had to say, such as its loss.
+        step: the training step.
+        seconds: the duration of the measurement.
+        numbers: numbers from the training loop, such as its loss.
         scores: by role, the value of every head.
         plays: by role, the heads that play it.
     """
@@ -56,7 +56,7 @@ class Point:
 
     @classmethod
     def of(cls, step: int, seen: Look, numbers: Mapping[str, float]) -> Point:
-        """Return what a look found at a step."""
+        """Return the point of a look at a step."""
         roles = dict.fromkeys(name for head in seen.heads for name in head.scores)
         heads: dict[int, list[Any]] = {}
         for head in seen.heads:
@@ -67,17 +67,17 @@ class Point:
         return cls(step, seen.seconds, dict(numbers), scores, {role: heads for role, heads in plays.items() if heads})
 
     def best(self, role: str) -> float | None:
-        """Return the highest value of any head; None where the role was not measured."""
+        """Return the highest value of any head; None if the role was not measured."""
         values = [value for row in self.scores.get(role, ()) for value in row if value is not None]
         return max(values, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers."""
+        """Return plain dictionaries, lists, strings and numbers."""
         return {name: getattr(self, name) for name in ("step", "seconds", "numbers", "scores", "plays")}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Point:
-        """Return the point that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the point from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
         with one_error("a point of a curve is", data):
             values = {name: data[name] for name in ("step", "seconds", "numbers")}
             for name in ("scores", "plays"):
@@ -87,7 +87,7 @@ class Point:
             for role, heads in values["plays"].items():
                 widest = max(map(len, values["scores"].get(role, ())), default=0)
                 for n, (_, head) in enumerate(heads):
-                    if head >= widest:  # a layer's number may be beyond its row: not all attend
+                    if head >= widest:  # layer numbers are not checked: some layers may not attend
                         raise Damaged(f"plays{under(role)}[{n}]", f"names a head without a score; got head {head}")
             return cls(**values)
 
@@ -97,7 +97,7 @@ class Curve:
     """The measurements of one run, by step.
 
     Attributes:
-        model: its name.
+        model: the name of the model.
         thresholds: by role, the value that a head must exceed to play it.
         points: the measurements.
     """
@@ -110,7 +110,7 @@ class Curve:
         """Return the steps at which the role was measured, and the highest value of any head at each.
 
         Raises:
-            ValueError: it never was.
+            ValueError: the role was never measured.
         """
         check_texts(role=role)
         points = [(point.step, value) for point in self.points if (value := point.best(role)) is not None]
@@ -119,17 +119,17 @@ class Curve:
         return [step for step, _ in points], [value for _, value in points]
 
     def formed(self) -> list[str]:
-        """Return the roles that some head played at some step: those of most heads at the end first."""
+        """Return the roles that any head played at any step, sorted by their number of heads at the last step."""
         names = dict.fromkeys(role for point in self.points for role in point.plays)
         last = self.points[-1].plays if self.points else {}
         return sorted(names, key=lambda role: (-len(last.get(role, ())), role))
 
     def about(self) -> dict[str, Any]:
-        """Return what was watched, without the measurements."""
+        """Return the model and the thresholds, without the measurements."""
         return {"model": self.model, "thresholds": dict(self.thresholds)}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row a step and role: its best head's value, how many heads play it, and the step's numbers."""
+        """Return one flat row per step and role: best value, number of heads that play it, and the step's numbers."""
         return [
             {
                 "step": point.step,
@@ -144,7 +144,7 @@ class Curve:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers."""
+        """Return plain dictionaries, lists, strings and numbers."""
         return {"format": FORMAT, **self.about(), "points": [point.to_dict() for point in self.points]}
 
     def to_json(self) -> str:
@@ -153,7 +153,7 @@ class Curve:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Curve:
-        """Return the curve that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the curve from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
         number = data.get("format") if isinstance(data, dict) else data
         if type(number) is not int or number != FORMAT:
             raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
@@ -175,16 +175,16 @@ def _rounded(value: float | None) -> float | None:
 
 
 def read_curve(path: str | os.PathLike[str]) -> Curve:
-    """Return the curve in a file of JSON Lines, but for a last line that was not written to its end.
+    """Return the curve in a file of JSON Lines, without an incomplete last line.
 
     Raises:
-        TypeError: no path.
+        TypeError: not a path.
         OSError: the file cannot be read.
-        ValueError: it holds no curve.
+        ValueError: the file does not contain a curve.
     """
     content = get(path, "a curve")
     name = visible(str(os.fspath(path)))
-    lines = content.split(b"\n")[:-1]  # what stands behind the last line's end was cut off
+    lines = content.split(b"\n")[:-1]  # bytes after the last newline are an incomplete line
     try:
         head, *points = [json.loads(line) for line in lines]
         return Curve.from_dict({**head, "points": points})
@@ -193,7 +193,7 @@ def read_curve(path: str | os.PathLike[str]) -> Curve:
 
 
 def lines_of(curve: Curve) -> bytes:
-    """Return the whole file."""
+    """Return the content of the whole file."""
     head = {"format": FORMAT, **curve.about()}
     return b"".join(_line(one) for one in (head, *(point.to_dict() for point in curve.points)))
 
@@ -203,10 +203,10 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 def append(path: str | os.PathLike[str], point: Point) -> None:
-    """Add a line, to its end and synced; where that fails the file is as it was.
+    """Append a line and sync it; if that fails, restore the file.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the write failed, for example because the disk is full.
     """
     line = _line(point.to_dict())
     with open(path, "ab") as file:
@@ -225,16 +225,16 @@ def append(path: str | os.PathLike[str], point: Point) -> None:
 
 
 def rewrite(path: str | os.PathLike[str], curve: Curve) -> None:
-    """Write the whole file; it is there whole, or as it was."""
+    """Replace the whole file atomically."""
     check_destination(path)
     put(lines_of(curve), path)
 
 
 def finite(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a training loop says, as finite floats; what is not finite is left out, as JSON has no word for it.
+    """Return the numbers of a training loop as floats, without those that are not finite (JSON cannot store them).
 
     Raises:
-        TypeError: something that is no number.
+        TypeError: a value is not a number.
     """
     kept = {}
     for name, number in numbers.items():

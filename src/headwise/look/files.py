@@ -1,11 +1,11 @@
-"""A look as a file, by the end of its name; the file is there whole, or not at all.
+"""Looks as files; the ending of the name selects the format, and the file is written atomically.
 
-    .parquet  .csv     one row a head, the columns of `to_frame`
-    .json              all of it; `read` gives it back
+    .parquet  .csv     one row per head, the columns of `to_frame`
+    .json              everything; `read` restores the look
     .md                the head card
-    .svg  .png         the roles, layer by head
+    .svg  .png         a figure of the roles, layer by head
 
-A comparison of two looks and a curve of heads as they form are written the same way, as far as they have such a form.
+Comparisons of two looks and training curves are written the same way, in the formats that they support.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .views import tables
 ENDINGS = (".parquet", ".csv", ".json", ".md", ".svg", ".png")
 
 MAX_FILE = 2_000_000_000
-"""Most bytes of a look that is read."""
+"""The most bytes of a look file that is read."""
 
 
 def write(what: Any, path: str | os.PathLike[str]) -> int:
-    """Write a look, a comparison or a curve; one that is there is replaced.
+    """Write a look, a comparison or a curve; an existing file is replaced.
 
     Returns:
-        The bytes written.
+        The number of bytes written.
 
     Raises:
-        TypeError: something else.
-        ValueError: the name ends in none of the forms that it has.
+        TypeError: an object of another type.
+        ValueError: the ending of the name is not one of its formats.
         MissingExtra: pyarrow (for .parquet) or Matplotlib (for figures) is not installed.
         OSError: the file cannot be written: no such folder, no permission, a full disk.
 
@@ -56,12 +56,12 @@ def write(what: Any, path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> Look:
-    """Return the look that a .json file holds.
+    """Return the look in a .json file.
 
     Raises:
-        TypeError: no path.
+        TypeError: not a path.
         OSError: the file cannot be read.
-        ValueError: it holds no look.
+        ValueError: the file does not contain a look.
     """
     content = get(path, "a look", MAX_FILE + 1)
     shown = visible(str(os.fspath(path)))
@@ -74,7 +74,7 @@ def read(path: str | os.PathLike[str]) -> Look:
 
 
 def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str:
-    """Return the end of the name; raise what `write` would, before the work is done."""
+    """Return the ending of the name; raise the errors of `write` before the work is done."""
     check_destination(path)
     ending = Path(path).suffix.lower()
     if ending not in endings:
@@ -96,7 +96,7 @@ def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str
 
 
 def endings_of(what: object) -> tuple[str, ...]:
-    """Return the file endings that an object can be written as, by the methods that it has."""
+    """Return the file endings that an object supports, by the methods that it has."""
     plots = ("plot_roles", "plot_formation")
     ways: dict[str, tuple[str, ...]] = {".svg": plots, ".png": plots, ".json": ("to_json",), ".md": ("card",)}
     ways |= {".csv": ("rows",), ".parquet": ("rows",)}

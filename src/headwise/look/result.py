@@ -1,4 +1,4 @@
-"""What a look yields: the measured numbers, and the methods that print and draw them."""
+"""The result of a look: the measured numbers, and the methods that print and draw them."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Look(LookData):
-    """What every head of a model did on a text: :func:`headwise.look.at` makes it.
+    """The scores and statistics of every head of a model on a text, as :func:`headwise.look.at` returns them.
 
     Printing it gives the table of heads; a notebook shows it as HTML.
 
     Attributes:
         model: name of the model.
-        num_layers: number of attention calls in one forward.
-        num_heads: number of query heads of a layer (of the widest, where they differ).
+        num_layers: number of attention calls in one forward pass.
+        num_heads: number of query heads of a layer (of the widest layer if they differ).
         length: number of tokens of the text, or of all texts together.
-        tokens: the tokens as text, of a look at one text; empty for several. They come from the user's text: escape
-            them wherever markup is read.
-        heads: one record a head, by layer, then head.
-        kind: ``"decoder"``, ``"encoder"`` or ``"encoder-decoder"``.
-        seconds: what the look took.
-        version: the version of headwise that looked.
-        maps: the large maps, parallel to ``heads``; empty where the look kept none.
+        tokens: the tokens as text, for a look at one text; empty for several. They come from the user's text: escape
+            them in any markup.
+        heads: one record per head, by layer, then head.
+        kind: ``"decoder"``, ``"encoder"``, ``"encoder-decoder"`` or ``"encoder and decoder"``.
+        seconds: the duration of the measurement.
+        version: the version of headwise that measured.
+        maps: the large maps, parallel to ``heads``; empty if none were kept.
         texts: number of texts.
-        neurons: queries, keys and values of the first tokens, a call each; empty where the look kept none.
-        excerpts: tokens of what else was read, by ``"sentences 3"`` and position, around the evidence; may be empty.
-        axes: what queries and keys run over, where that is more than one text: patches, frames, the decoder's text.
-        pictures: what is behind the patches and the frames, as the model got it.
+        neurons: queries, keys and values of the first tokens, one record per call; empty if none were kept.
+        excerpts: tokens around the evidence of additional readings, by ``"sentences 3"`` and position; may be empty.
+        axes: the axes of queries and keys, if they are more than one text: patches, frames, the decoder's text.
+        pictures: the pictures and sounds, as the model received them.
     """
 
     def with_extras(self, **extras: Sequence[Sequence[float | None]]) -> Look:
-        """Return the look with further numbers of each head, by name, a list of the heads' numbers for each layer.
+        """Return the look with additional numbers of each head, by name: for each layer a list with a number per head.
 
-        A number of None is left out. The report shows them beside the scores, files have a column for each.
+        A number of None is left out. The report shows them with the scores, and files have a column for each.
 
         >>> from headwise.look.records.head import HeadRecord
         >>> head = HeadRecord("a", 0, 0, 0, "decoder", 1.0, 0.5, 2.0, (0.1,), (), {})
@@ -84,10 +84,10 @@ class Look(LookData):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Look:
-        """Return the look that :meth:`to_dict` wrote.
+        """Return the look from the output of :meth:`to_dict`.
 
         Raises:
-            ValueError: the dictionary is of another format than this version reads, or incomplete.
+            ValueError: the dictionary has another format than this version reads, or is incomplete.
         """
         number = data.get("format") if isinstance(data, dict) else data
         if type(number) is not int or number != FORMAT:
@@ -100,7 +100,7 @@ class Look(LookData):
                 return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return one row a head, one column a number: `headwise.look.views.tables.rows` says which.
+        """Return a pandas frame with one row per head and one column per number, as in `rows`.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -112,15 +112,15 @@ class Look(LookData):
         return tables.rows(self)
 
     def card(self) -> str:
-        """Return the head card: a page of Markdown, with the best heads of each role and what shows it."""
+        """Return the head card: a page of Markdown with the best heads of each role and their evidence."""
         return card.markdown(self)
 
     def plot_roles(self) -> Figure:
-        """Return a Matplotlib figure of all heads by role; MissingExtra where Matplotlib is not installed."""
+        """Return a Matplotlib figure of all heads by role; raise MissingExtra if Matplotlib is not installed."""
         return figures.plot_roles(self)
 
     def plot_head(self, layer: int, head: int) -> Figure:
-        """Return a Matplotlib figure of one head: its map, and what it scored."""
+        """Return a Matplotlib figure of one head: its map and its scores."""
         return figures.plot_head(self, layer, head)
 
     def table(self) -> rich.table.Table:

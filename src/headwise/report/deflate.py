@@ -1,4 +1,4 @@
-"""Data that would fill the page: deflated, as base64 text, within a budget of characters."""
+"""Large data of the page: deflated, as base64 text, within a budget of characters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def squeezed(parts: Iterable[bytes], budget: int) -> str | None:
-    """Return the parts, deflated, as base64; None, and no time lost, where that exceeds the budget.
+    """Return the parts, deflated, as base64; None, after an early stop, if that exceeds the budget.
 
-    Level 6 is ten times faster than 9 and 3 % larger. Z_FILTERED: no matches of three bytes, which cost more than they
-    save where few levels repeat by chance.
+    Level 6 is ten times faster than 9 and 3 % larger. Z_FILTERED avoids matches of three bytes, which cost more than
+    they save in data with few levels.
     """
     most = max(budget, 0) * 3 // 4
     squeezer = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_FILTERED)
@@ -27,6 +27,6 @@ def squeezed(parts: Iterable[bytes], budget: int) -> str | None:
 
 
 def squeezed_json(value: Any, budget: int) -> str | None:
-    """Return a value as JSON, squeezed: nothing in it can be read as markup, whatever strings it holds."""
+    """Return a value as deflated JSON; the base64 text cannot contain markup."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return squeezed([text.encode("ascii")], budget)

@@ -1,4 +1,4 @@
-"""The rendering boundary: every string of a look is hostile, and passes here before it reaches a page or a terminal."""
+"""The rendering boundary: every string of a look is untrusted, and is escaped here before it reaches a page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _HTML_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def json_for_html(value: Any) -> str:
-    r"""JSON that may stand inside a ``<script>`` element, whatever strings it carries.
+    r"""Return JSON that is safe inside a ``<script>`` element for any strings.
 
-    It is pure ASCII, so a lone surrogate or a bidi control cannot upset the file either; ``<``, ``>`` and ``&`` are
-    escaped, so no string can close the element or open a comment.
+    It is pure ASCII, so it contains no lone surrogates or bidi controls; ``<``, ``>`` and ``&`` are escaped, so no
+    string can close the element or open a comment.
 
     Raises:
-        ValueError: a number is NaN or infinite, which JSON cannot say.
+        ValueError: a number is NaN or infinite, which JSON cannot represent.
 
     >>> print(json_for_html({"token": "</script>\u2028"}))
     {"token":"\u003c/script\u003e\u2028"}
@@ -25,5 +25,5 @@ def json_for_html(value: Any) -> str:
 
 
 def cut(text: str, limit: int = 200) -> str:
-    """Return the text, or its beginning and an ellipsis: a hostile name must not fill the page."""
+    """Return the text, or its beginning and an ellipsis, so that a long name cannot fill the page."""
     return text if len(text) <= limit else text[:limit] + "\u2026"

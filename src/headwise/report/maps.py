@@ -1,4 +1,4 @@
-"""The maps of a look in the page: pooled, and in so many levels that they fit."""
+"""The maps of a look in the page, pooled and quantized to fit the budget."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ STEPS = (
     *((128, levels) for levels in (256, 128, 64, 32, 16)),
     *((64, 256), (64, 16), (32, 256), (32, 16), (16, 16), (8, 16)),
 )
-"""Cells a side and levels a weight, from fine to coarse: the first that fits the budget is taken."""
+"""(cells per side, levels per weight), from fine to coarse: the first that fits the budget is used."""
 
 WHOLE = tuple((10_000, levels) for levels in (256, 64, 16, 8))
-"""Before these, for maps over patches, which are larger: as many cells as they have."""
+"""Steps before `STEPS` for maps over patches, which are larger: with all their cells."""
 
 
 def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
-    """Return the maps within so many characters; 144 incompressible ones of 128 x 128 cells take 1.6 million.
+    """Return the maps in at most `budget` characters; 144 incompressible ones of 128 x 128 cells take 1.6 million.
 
-    Levels are not packed into bits: deflate codes 16 equally likely levels in 4 bits, and real maps in far fewer.
+    Levels are not packed into bits: deflate encodes 16 equally likely levels in 4 bits, and real maps in far fewer.
     """
     side, text = 0, None
     small: Sequence[HeadMap] = maps
@@ -44,7 +44,7 @@ def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
 
 
 def in_levels(data: bytes, levels: int) -> bytes:
-    """Return bytes of 256 levels in fewer."""
+    """Return bytes of 256 levels in fewer levels."""
     return data.translate(_table(levels))
 
 
@@ -54,19 +54,19 @@ def _table(levels: int) -> bytes:
 
 
 def coarse(head: HeadRecord) -> HeadMap:
-    """Return the pooled map of the record as a large map, for a look that kept no large ones."""
+    """Return the pooled map of the record as a large map, for a look without large maps."""
     weights = np.array(head.map, dtype=np.float64).reshape(len(head.map), -1 if head.map else 0)
     return encoded(weights)
 
 
 def encoded(weights: npt.NDArray[np.float64]) -> HeadMap:
-    """Weights as bytes; NaN as 0."""
+    """Return weights as bytes; NaN becomes 0."""
     root = np.sqrt(np.clip(np.nan_to_num(weights), 0.0, 1.0))
     return HeadMap(weights.shape[0], weights.shape[1], np.rint(255 * root).astype(np.uint8).tobytes())
 
 
 def pooled(large: HeadMap, side: int) -> HeadMap:
-    """Return the map with at most ``side`` cells a side: mass summed over keys, averaged over queries."""
+    """Return the map with at most ``side`` cells per side: mass summed over keys, averaged over queries."""
     if large.rows <= side and large.columns <= side:
         return large
     weights = (np.frombuffer(large.data, dtype=np.uint8).astype(np.float64) / 255) ** 2

@@ -1,4 +1,4 @@
-"""The numbers of all heads in the page: columns rather than records, rounded, and squeezed into a budget."""
+"""The numbers of all heads in the page: columns instead of records, rounded, and compressed to a budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .role_catalog import roles_met
 
 
 class Statistic(NamedTuple):
-    """A number that every head has, whatever roles were looked for."""
+    """A number that every head has, independent of roles."""
 
     label: str
     digits: int
@@ -30,18 +30,18 @@ STATISTICS = (
 )
 
 MOST_EXTRAS = 40
-"""Most numbers by name that the page takes from the heads' own."""
+"""The most numbers by name that the page takes from the heads' extras."""
 
 
 class Limits(NamedTuple):
-    """How much of the numbers is kept.
+    """The part of the numbers that is kept.
 
     Attributes:
-        full: null, interval and count of every score, not of played ones alone.
-        pieces: pieces of evidence a role.
+        full: null, interval and count of every score, not only of played ones.
+        pieces: pieces of evidence per role.
         offsets: the masses by offset.
         unplayed: the scores of roles that no head plays.
-        digits: decimals of the scores that do not suffice; None drops these scores.
+        digits: decimals of the scores of roles that a head does not play; None drops these scores.
     """
 
     full: bool
@@ -60,19 +60,19 @@ LIMITS = (
     Limits(full=False, pieces=0, offsets=False, unplayed=False, digits=2),
     Limits(full=False, pieces=0, offsets=False, unplayed=False, digits=None),
 )
-"""From full to bare: the first that fits the budget is taken."""
+"""The limits from full to minimal: the first that fits the budget is used."""
 
 
 def rounded(value: float | None) -> float | None:
-    """Four significant digits; None for what was not measured, or is no number."""
+    """Return four significant digits; None for a number that was not measured or is not finite."""
     return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
 def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
-    """Return what the numbers are called (``statistics``, ``roles``) and, squeezed, the numbers themselves.
+    """Return the descriptions of the numbers (``statistics``, ``roles``) and the compressed numbers themselves.
 
     Raises:
-        ValueError: so many heads that not even the barest set fits.
+        ValueError: too many heads even for the last limits.
     """
     every = roles_met(heads)
     extras = list(dict.fromkeys(name for head in heads for name in head.extras))[:MOST_EXTRAS]
@@ -103,7 +103,7 @@ def _entry(label: str, digits: int | None, meaning: str, role: int | None = None
 
 
 class OfRole(NamedTuple):
-    """The scores of all heads in one role, each list an entry a head; `plays` says who plays it."""
+    """The scores of all heads in one role, one entry per head in each list; `plays` is true for heads that play it."""
 
     plays: list[bool]
     values: list[float | int | None]
@@ -121,7 +121,7 @@ def _of_role(heads: Sequence[HeadRecord], name: str) -> OfRole:
 
 
 def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Sequence[str]) -> dict[str, list[Any]]:
-    """Return what each head has beside its scores; roles by their place, those played stand before the others."""
+    """Return the data of each head except its scores; roles by index, with only the played ones."""
     played = [head.roles for head in heads]
     return {
         "own": [[rounded(s.value(head)) for head in heads] for s in STATISTICS],
@@ -137,7 +137,7 @@ def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Seq
 
 
 def _limited(heads: dict[str, list[Any]], roles: Sequence[OfRole], limits: Limits) -> dict[str, list[Any]]:
-    """Return a list for each number, of one entry a head; of roles, a list a role."""
+    """Return one list per number, with one entry per head; for roles, one list per role."""
 
     def values(role: OfRole) -> list[float | int | None]:
         if limits.digits == LIMITS[0].digits:
@@ -159,7 +159,7 @@ def _limited(heads: dict[str, list[Any]], roles: Sequence[OfRole], limits: Limit
 
 
 def _short(value: float | int | None, digits: int | None = 5) -> float | int | None:
-    """Return a share, to four digits and so many decimals: below that nothing is shown; a whole number as it is."""
+    """Return a share with four digits and at most so many decimals; an int is unchanged."""
     if value is None or isinstance(value, int):
         return value
     return None if digits is None or not math.isfinite(value) else rounded(round(value, digits))

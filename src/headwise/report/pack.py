@@ -17,26 +17,26 @@ from . import maps, numbers, vectors
 from .escape import cut
 
 BUDGET = 1_700_000
-"""Most characters that numbers, maps and vectors take in the page together."""
+"""The most characters of numbers, maps and vectors together in the page."""
 
 NUMBERS_BUDGET = 700_000
-"""Most characters of the numbers."""
+"""The most characters of the numbers."""
 
 MOST_PICTURES = 4
-"""Pictures that the page holds."""
+"""The most pictures in the page."""
 
 AROUND = 6
-"""Tokens shown before a piece of evidence, and after it."""
+"""The number of tokens shown before and after a piece of evidence."""
 
 MOST_TOKENS = 3000
-"""Most single tokens of a long text that the page holds."""
+"""The most single tokens of a long text in the page."""
 
 MAX_TEXT = 200
-"""Characters shown of one token, or of the tokens pooled into one cell."""
+"""The most characters shown of one token, or of the tokens pooled into one cell."""
 
 
 def page_data(look: Look) -> dict[str, Any]:
-    """Everything the page shows, JSON-able; what is large is squeezed: see `numbers.packed` and `maps.packed`."""
+    """Return all data of the page for JSON; large parts are compressed: see `numbers.packed` and `maps.packed`."""
     heads = look.heads
     figures = numbers.packed(heads, NUMBERS_BUDGET)
     left = BUDGET - len(figures["data"]) - sum(len(one.data) * 4 // 3 for one in look.pictures[:MOST_PICTURES])
@@ -74,14 +74,15 @@ def page_data(look: Look) -> dict[str, Any]:
 
 
 def _place(head: HeadRecord, over: tuple[int, int]) -> tuple[Any, ...]:
-    """Return what the heads of a layer share."""
+    """Return the fields that the heads of a layer share."""
     return cut(head.module, 300), head.call, head.layer, cut(head.part), head.queries, head.keys, over
 
 
 def _axes(look: Look) -> tuple[list[Axis], list[tuple[int, int]]]:
-    """Return the axes of a look, and of each head those of its queries and keys, by number; -1 where none is known.
+    """Return the axes of a look, and for each head the numbers of its query and key axes; -1 if unknown.
 
-    A look at one text alone tells them by their length: the text, and beside an encoder the text behind a start token.
+    In a look at one text they follow from their lengths: the text, and in an encoder-decoder also the text after a
+    start token.
     """
     if look.axes:
         return list(look.axes), [(h.over[0], h.over[1]) if len(h.over) == 2 else (-1, -1) for h in look.heads]
@@ -97,7 +98,7 @@ def _axes(look: Look) -> tuple[list[Axis], list[tuple[int, int]]]:
 
 
 def _axis(axis: Axis, main: bool) -> dict[str, Any]:
-    """Return an axis as the page holds it; the tokens of the main text are in its cells."""
+    """Return an axis for the page; the tokens of the main text are in its cells."""
     names = [] if main else [cut(name, 60) for name in axis.names[:MOST_TOKENS]]
     at = [number for cell in axis.cells for number in cell]
     apart = {cut(name, 60): list(places) for name, places in axis.apart.items()}
@@ -110,7 +111,7 @@ def _picture(one: Picture) -> dict[str, Any]:
 
 
 def _tokens(look: Look, first: int) -> list[tuple[int, str]]:
-    """Of a text that is pooled, the tokens that stand alone somewhere: the first ones, and those around evidence."""
+    """Return single tokens of a pooled text: the first ones, and those around evidence."""
     wanted = set(range(min(first, len(look.tokens))))
     reads = {role.name: role.reads for role in ROLES}
     for head in look.heads:
@@ -124,7 +125,7 @@ def _tokens(look: Look, first: int) -> list[tuple[int, str]]:
 
 
 def _excerpts(look: Look) -> list[tuple[str, list[tuple[int, str]]]]:
-    """Tokens of other texts that were read, by place, where a look carries any: what evidence there is shown with."""
+    """Return tokens of the additional texts by position, if the look has them, for display of evidence."""
     listed, left = [], MOST_TOKENS
     for name, tokens in look.excerpts.items():
         kept = [(place, cut(text, 60)) for place, text in sorted(tokens.items())[:left]]
@@ -134,13 +135,13 @@ def _excerpts(look: Look) -> list[tuple[str, list[tuple[int, str]]]]:
 
 
 def _side(heads: Sequence[HeadRecord], columns: Sequence[int], over_text: Sequence[bool], look: Look) -> int:
-    """Cells of an axis that runs over the text: as many as the maps have over it."""
+    """Return the number of cells of the text axis: as many as the maps have over it."""
     sides = [c for _, c, there in zip(heads, columns, over_text, strict=True) if there]
     return max(sides, default=min(len(look.tokens), 128))
 
 
 def _cells(tokens: Sequence[str], side: int) -> list[dict[str, Any]]:
-    """Return what each cell of an axis stands for: its first token, how many, and their text (its full length if cut).
+    """Return the cells of an axis: first token, number of tokens, and their text (with its full length if cut).
 
     Token t is in cell ``t * side // len(tokens)``, as in the pooled maps of the statistics.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headwise.look.result import Look
 
 _SHARED = ("dom", "acting", "colour")
-"""Scripts that the tour uses, too; they come first."""
+"""Scripts that the tour also uses; they come first."""
 
 _SCRIPTS = tuple(
     f"{name}.js"
@@ -37,14 +37,14 @@ _SCRIPTS = tuple(
         *("panels/tokens", "panels/table", "keys", "main"),
     )
 )
-"""In order: each uses only what stands before it."""
+"""Scripts in order: each uses only earlier ones."""
 
 
 def render(look: Look) -> str:
-    """Return the report as one HTML text: pure data and code, no address of anything outside.
+    """Return the report as one HTML text: data and code, without external addresses.
 
     The same look gives the same text. Strings of the look enter at two places only: as escaped JSON (see
-    :func:`headwise.report.escape.json_for_html`), and, made visible and autoescaped, as the page's title.
+    :func:`headwise.report.escape.json_for_html`), and as the page's title, autoescaped with control characters visible.
     """
     check_engine()
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -85,7 +85,7 @@ def render(look: Look) -> str:
 
 
 def check_engine() -> None:
-    """Raise `headwise.extras.MissingExtra` where the template engine is not installed."""
+    """Raise `headwise.extras.MissingExtra` if the template engine is not installed."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The content security policy's names for what may run."""
+"""Hash sources of the content security policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 
 
 def hash_of(code: str) -> str:
-    """Return the source of a content security policy that lets this script or style run, and no other.
+    """Return the hash source of a content security policy that allows only this script or style.
 
     >>> hash_of("")
     "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"

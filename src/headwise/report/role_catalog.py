@@ -1,4 +1,4 @@
-"""The roles that a look measured, as the page lists them: name, letter, colour, and by whose definition."""
+"""The roles that a look measured, for the page: name, letter, color, and source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .escape import cut
 
 
 def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
-    """Every role that was measured: those that most heads play first, then by name; then those that none plays."""
+    """Return every measured role: played ones by number of heads, then by name; then those that no head plays."""
     counts: dict[str, int] = {}
     thresholds: dict[str, float] = {}
     for head in heads:

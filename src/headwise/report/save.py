@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 def write(look: Look, path: str | os.PathLike[str]) -> int:
-    """Write the report of a look; the file is there whole, or not at all.
+    """Write the report of a look; the file is written atomically.
 
     Args:
-        look: what :func:`headwise.look.at` returned.
-        path: the file to write; one that is there is replaced, a symbolic link is followed.
+        look: the result of :func:`headwise.look.at`.
+        path: the file to write; an existing file is replaced, a symbolic link is followed.
 
     Returns:
-        The bytes written.
+        The number of bytes written.
 
     Raises:
-        TypeError: no look, or no path.
+        TypeError: not a look, or not a path.
         FileNotFoundError: the folder does not exist.
-        PermissionError: the folder may not be written.
+        PermissionError: the folder is not writable.
         IsADirectoryError: the path is a folder.
-        OSError: the path is a device or the like; or the disk is full.
+        OSError: the path is a device or similar, or the disk is full.
 
     >>> import pathlib, tempfile
     >>> import headwise.report

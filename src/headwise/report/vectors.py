@@ -1,4 +1,4 @@
-"""Queries, keys and values in the page: of the first tokens, for as many heads as there is room for."""
+"""Queries, keys and values in the page: of the first tokens, for as many heads as fit."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from headwise.look.records.vectors import ByteVectors, Neurons
 from .deflate import squeezed
 
 TOKENS = (64, 48, 32, 24, 16)
-"""Tokens kept, from many to few: the first number at which every head fits; at the last of them, the heads that fit."""
+"""The numbers of tokens to try, from many to few: the first at which all heads fit, or the last with some heads."""
 
 CallHead = tuple[int, int]
-"""A call, by its place in the list, and one of its key-value heads."""
+"""A call, by its index in the list, and one of its key-value heads."""
 
 
 def packed(calls: Sequence[Neurons], heads: Sequence[HeadRecord], budget: int, *, weights: bool) -> dict[str, Any]:
-    """The vectors within so many characters; ``weights`` says whether the weights come along, which short texts have in
-    their maps.
+    """Return the vectors in at most `budget` characters; ``weights`` adds the weights, which short texts have in maps.
 
-    A group is a key-value head with the query heads that read it: its queries, keys and values, each as steps and
-    bytes, then the weights. At worst the groups of the strongest roles are there, or none.
+    A group is a key-value head with its query heads: their queries, keys and values, each as steps and bytes, then the
+    weights. In the worst case only the groups of the strongest roles are included, or none.
     """
     groups = _ordered(calls, heads)
     most = max(budget, 0) * 3 // 4
     tokens, text = TOKENS[-1], None
     for tokens in TOKENS:
-        if sum(_size(calls, group, tokens, weights) for group in groups) <= 1.25 * most:  # deflate takes a tenth off
+        if sum(_size(calls, group, tokens, weights) for group in groups) <= 1.25 * most:  # deflate saves about a tenth
             text = squeezed(_bytes(calls, groups, tokens, weights), budget)
         if text is not None:
             break
@@ -97,7 +96,7 @@ def _bytes(calls: Sequence[Neurons], groups: Sequence[CallHead], tokens: int, we
 
 
 def _first(rows: ByteVectors, head: int, count: int, tokens: int) -> Iterator[bytes]:
-    """Steps and bytes of some heads' first tokens."""
+    """Yield steps and bytes of some heads' first tokens."""
     steps = np.frombuffer(rows.steps, "<f4").reshape(rows.shape[:2])
     data = np.frombuffer(rows.data, np.int8).reshape(rows.shape)
     yield steps[head : head + count, :tokens].tobytes()

@@ -1,13 +1,13 @@
-"""Tour: one HTML page in which a model runs, and multi-head attention is learned by doing.
+"""Tour: an interactive HTML page that runs a model and teaches multi-head attention.
 
-- `weights` reads a checkpoint without torch: config, tokenizer and its numbers, which enter the page as they are.
-- `facts` collects what the page cites and cannot compute itself: shapes of well-known models by `headwise.plan`, losses
-  that were measured with text of which the page holds none, how the packaged model's heads formed.
+- `weights` reads a checkpoint without torch: config, tokenizer and its numbers, which enter the page unchanged.
+- `facts` collects facts that the page cites and cannot compute: shapes of well-known models by `headwise.plan`, losses
+  measured on text that is not in the page, and the training curve of the packaged model's heads.
 - `page` joins prose (`chapter`), claims (`claims.json`), scripts (`js`), style and data under a content security
-  policy, as a report does.
+  policy, like a report.
 
-The page fetches nothing. The scripts are read in this order: `js/engine` computes, `js/page` holds the state and draws,
-`js/sections` has one file a section.
+The page makes no network requests. The scripts are included in this order: `js/engine` computes, `js/page` holds the
+state and draws, `js/sections` has one file per section.
 """
 
 from .page import render

@@ -1,4 +1,4 @@
-"""What the page cites: shapes of well-known models, reference losses, how heads formed. Nothing here imports torch."""
+"""Facts that the page cites: shapes of well-known models, reference losses, training curves. No torch is imported."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 @functools.cache
 def read_json(name: str) -> Any:
-    """Return one of this room's JSON files."""
+    """Return one of this folder's JSON files."""
     return json.loads(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def cards() -> list[dict[str, Any]]:
-    """Return the attention of well-known models, by `headwise.plan`: a row for each card that ``facts.json`` names.
+    """Return the attention of well-known models, by `headwise.plan`: a row for each card in ``facts.json``.
 
     >>> row = next(row for row in cards() if row["heads"] == 32 and row["kv"] == 8)
     >>> row["attention_layer"], row["group"]
@@ -48,7 +48,7 @@ def cards() -> list[dict[str, Any]]:
 
 
 def formation(curve: dict[str, Any] | None) -> list[list[float]]:
-    """Return step, held-out loss and the best heads' previous-token and induction scores, as training noted them."""
+    """Return step, held-out loss and the best heads' previous-token and induction scores from the training curve."""
     keys = ("step", "held_out_loss", "previous", "induction")
     return [
         [point[key] for key in keys] for point in (curve or {}).get("curve", []) if all(key in point for key in keys)

@@ -30,10 +30,10 @@ SCRIPTS = (
     ),
     "main.js",
 )
-"""In order: each uses only what stands before it, but for what runs later."""
+"""Scripts in order: each uses only earlier ones when it is loaded."""
 
 SHARED = ("dom", "acting", "colour")
-"""Scripts of the report that come first."""
+"""Scripts of the report, which come first."""
 
 STYLES = ("page.css", "figures.css", "sections.css")
 
@@ -51,7 +51,7 @@ def render(checkpoint: TourCheckpoint, text: str, *, packaged: bool) -> str:
 
     Args:
         checkpoint: the model that runs in the page.
-        text: what it reads when the page opens.
+        text: the text of the model when the page opens.
         packaged: whether it is the packaged model, whose numbers the prose cites.
 
     Raises:
@@ -100,14 +100,14 @@ def render(checkpoint: TourCheckpoint, text: str, *, packaged: bool) -> str:
 
 
 def _typeset(text: str) -> str:
-    """The text with W_Q, d_k and their like as a letter and its index."""
+    """Return the text with W_Q, d_k and similar names as a letter with an index."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"\b([Wd])_(Q|K|V|O|k|model)\b", r"<i>\1</i><sub>\2</sub>", str(escape(text))))
 
 
 def claims() -> dict[str, dict[str, Any]]:
-    """Return the statements of the texts, by id, in the order of the page."""
+    """Return the claims by id, in the order of the page."""
     return {claim["id"]: claim for claim in read_json("claims.json")}
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as the page holds it: its own numbers, in an order that deflates. Read with numpy alone."""
+"""A checkpoint for the page: its own numbers, in a byte order that compresses well. Read with numpy only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from .facts import read_json
 
 MAX_PARAMETERS = 20_000_000
-"""Of a checkpoint that is written into a page: about 2.3 MB of page a million."""
+"""The most parameters of a checkpoint in a page; a million parameters add about 2.3 MB."""
 
 MAX_HEADER = 1_000_000
 WIDTHS = {"F16": 2, "BF16": 2, "F32": 4}
@@ -24,16 +24,16 @@ NEEDED = ("config.json", "tokenizer.json", "model.safetensors")
 
 @dataclass(frozen=True)
 class TourCheckpoint:
-    """What the page needs of a model.
+    """The data of a model that the page needs.
 
     Attributes:
-        name: the folder's name.
+        name: the name of the folder.
         config: ``config.json``.
         tokenizer: ``tokenizer.json``.
-        tokenizer_config: ``tokenizer_config.json``; empty where there is none.
-        tensors: name, dtype, shape and offset into `numbers` of each tensor, as the page reads them.
-        numbers: of each tensor all highest bytes, then all second ones, and so on.
-        curve: ``loss_curve.json``, where the training wrote one.
+        tokenizer_config: ``tokenizer_config.json``; empty if it does not exist.
+        tensors: name, dtype, shape and offset into `numbers` of each tensor.
+        numbers: for each tensor all highest bytes, then all second ones, and so on.
+        curve: ``loss_curve.json``, if it exists.
     """
 
     name: str
@@ -54,11 +54,11 @@ def read(folder: Path) -> TourCheckpoint:
     """Read a checkpoint for the page.
 
     Args:
-        folder: holds ``config.json``, ``tokenizer.json`` and ``model.safetensors``.
+        folder: a folder with ``config.json``, ``tokenizer.json`` and ``model.safetensors``.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or the model is of a kind that the page's engine does not run, or too large.
+        ValueError: a file is damaged, or the page's engine does not run this kind of model, or it is too large.
 
     >>> from headwise.models import tiny_path
     >>> checkpoint = read(tiny_path())
@@ -93,7 +93,7 @@ def read(folder: Path) -> TourCheckpoint:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise a ValueError where the model differs in more than numbers from what the page's engine runs."""
+    """Raise ValueError if the config differs in more than numbers from the models that the page's engine runs."""
     rules = read_json("facts.json")["accepted"]
     architecture = (config.get("architectures") or [None])[0]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -126,7 +126,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _weights(path: Path) -> tuple[list[list[Any]], bytes]:
-    """The tensors by name, and their numbers in byte planes; every offset is checked."""
+    """Return the tensors by name, and their numbers in byte planes; every offset is checked."""
     with path.open("rb") as file:
         size = path.stat().st_size
         start = file.read(8)

@@ -1,8 +1,8 @@
 """Annotated text: words with their syntax and coreference, from CoNLL-U or spaCy, and the word of each token.
 
-`read` and `parse` take CoNLL-U, `from_spacy` a parser's document; `ours` are sentences that come with headwise. All
-give plain records (`Document`, `Sentence`, `Word`, `Mention`). `aligned` tells which word each token of a model is, and
-`passages` makes of documents what `headwise.look.at` reads.
+`read` and `parse` take CoNLL-U, `from_spacy` takes a spaCy ``Doc``; `ours` gives the sentences included in headwise.
+All return plain records (`Document`, `Sentence`, `Word`, `Mention`). `aligned` maps each token of a model to its word,
+and `passages` converts documents to the input of `headwise.look.at`.
 """
 
 from .conllu import ours, parse, read

@@ -1,4 +1,4 @@
-"""Annotation from CoNLL-U, by the library `conllu`: words and Universal Dependencies, and coreference in MISC.
+"""CoNLL-U files, read with the library `conllu`: words, Universal Dependencies, and coreference in MISC.
 
 The format: https://universaldependencies.org/format.html.
 """
@@ -17,19 +17,20 @@ from .coreference import Order, mentions_of
 from .words import Document, Sentence, Word
 
 MAX_SIZE = 64_000_000
-"""Bytes of a file, and characters of a text, that are read at most."""
+"""The largest file, in bytes, and the longest text, in characters, that is read."""
 
 MAX_WORDS = 4096
-"""Words that a sentence has at most; the longest of the published treebanks have fewer than 1000."""
+"""The most words of one sentence; the longest sentences of the published treebanks have fewer than 1000."""
 
 OURS = Path(__file__).with_name("sentences.conllu")
 _FORMAT = "see https://universaldependencies.org/format.html"
 
 
 def ours() -> tuple[Document, ...]:
-    """Return the sentences that come with headwise, annotated by hand; those of two names and a gift have an answer.
+    """Return the hand-annotated sentences included in headwise; some of them are prompts with an answer.
 
-    Of these, ``sentence.notes["answer"]`` is the name that ends them and ``notes["other"]`` the name that does not.
+    These name two people and a gift: ``sentence.notes["answer"]`` is the name that ends the sentence, and
+    ``notes["other"]`` is the name that does not.
 
     Raises:
         MissingExtra: the library conllu is not installed.
@@ -38,11 +39,11 @@ def ours() -> tuple[Document, ...]:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Document, ...]:
-    """Return the documents of a CoNLL-U file, in UTF-8: see `parse`.
+    """Return the documents of a CoNLL-U file in UTF-8; `parse` describes the format.
 
     Raises:
         MissingExtra: the library conllu is not installed.
-        ValueError: the file cannot be read, is larger than 64 MB, no UTF-8, or no CoNLL-U: the text says in which line.
+        ValueError: the file cannot be read, is larger than 64 MB, or is not UTF-8 or CoNLL-U (with the line number).
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"read takes the path of a CoNLL-U file; got {shown(path)}")
@@ -63,24 +64,25 @@ def read(path: str | os.PathLike[str]) -> tuple[Document, ...]:
 
 
 def parse(text: str, *, name: str = "CoNLL-U") -> tuple[Document, ...]:
-    """Return the documents of a CoNLL-U text: one for each ``# newdoc``, or a single one.
+    r"""Return the documents of a CoNLL-U text: one for each ``# newdoc``, or a single one.
 
-    Read are words, UPOS, HEAD and DEPREL, comments with a value (as notes), and mentions, from the brackets of
-    ``Entity`` in MISC as CorefUD writes them: ``Entity=(e1-person-2`` opens a mention of e1, ``Entity=e1)`` closes it,
-    ``Entity=(e1-person-1)`` does both, and ``e1[1/2]`` is the first of two parts. Where ``# text`` is, it says where
-    the words are; otherwise SpaceAfter=No does. Empty nodes are left out, and mentions that consist of them alone.
+    The parser reads words, UPOS, HEAD and DEPREL, comments with a value (as notes), and mentions from the brackets of
+    ``Entity`` in MISC, in the format of CorefUD: ``Entity=(e1-person-2`` opens a mention of e1, ``Entity=e1)`` closes
+    it, ``Entity=(e1-person-1)`` does both, and ``e1[1/2]`` is the first of two parts. The positions of the words come
+    from ``# text`` where present, otherwise from SpaceAfter=No. Empty nodes are skipped, and mentions of empty nodes
+    only.
 
     Args:
-        text: of the file.
-        name: what errors call it.
+        text: the text of the file.
+        name: the name of the text in errors.
 
     Raises:
         MissingExtra: the library conllu is not installed.
-        ValueError: no CoNLL-U; the text says in which line.
+        ValueError: the text is not CoNLL-U; the message has the line number.
 
     Example:
         >>> lines = ["1 It _ PRON _ _ 2 nsubj _ Entity=(e1-thing-1)", "2 works _ VERB _ _ 0 root _ _"]
-        >>> [document] = parse("\\n".join(line.replace(" ", "\\t") for line in lines))
+        >>> [document] = parse("\n".join(line.replace(" ", "\t") for line in lines))
         >>> document.text, document.sentences[0].words[0].relation, document.sentences[0].mentions[0].entity
         ('It works', 'nsubj', 'e1')
     """
@@ -101,7 +103,7 @@ def parse(text: str, *, name: str = "CoNLL-U") -> tuple[Document, ...]:
 
 @dataclass
 class _Block:
-    """The lines of a sentence: where they stand, and once parsed, the library's token of each with its line."""
+    """The lines of one sentence, the number of the first, and after `parsed` the library's token of each line."""
 
     name: str
     first: int
@@ -109,11 +111,11 @@ class _Block:
     tokens: list[tuple[int, Any]] = field(default_factory=list)
 
     def wrong(self, line: int, what: str) -> ValueError:
-        """Return the error of a line: its number, and what is wrong with it."""
+        """Return a ValueError with the line number and a description of the problem."""
         return ValueError(f"{self.name}, line {line}: {what}")
 
     def parsed(self) -> dict[str, str]:
-        """Fill `tokens`; the comments by their names."""
+        """Fill `tokens` and return the comments by name."""
         notes: dict[str, str] = {}
         for number, line in enumerate(self.lines, self.first):
             if line.strip().startswith("#"):
@@ -131,7 +133,7 @@ class _Block:
         return notes
 
     def _token(self, number: int, line: str) -> Any:
-        """Return what the library reads in a line."""
+        """Parse one line with the library and return its token."""
         try:
             import conllu
             from conllu.exceptions import ParseException
@@ -156,7 +158,7 @@ class _Block:
 
 
 def _blocks(text: str, name: str) -> Iterator[_Block]:
-    """Yield the sentences' lines: empty lines stand between them."""
+    """Yield the lines of each sentence; empty lines separate the sentences."""
     lines: list[str] = []
     for number, line in enumerate([*text.removeprefix("\ufeff").split("\n"), ""], 1):
         line = line.rstrip("\r")
@@ -168,13 +170,13 @@ def _blocks(text: str, name: str) -> Iterator[_Block]:
 
 
 def _misc(line: list[str], column: int) -> dict[str, str]:
-    """MISC as a dict; a value may hold '='."""
+    """Return MISC as a dict; a value may contain '='."""
     pairs = (pair.partition("=") for pair in line[column].split("|") if pair != "_")
     return {key: value for key, _, value in pairs}
 
 
 def _sentence(block: _Block, notes: Mapping[str, str], order: Order) -> Sentence:
-    """Return a sentence from the library's tokens."""
+    """Return a sentence made from the library's tokens."""
     words = [(number, token) for number, token in block.tokens if isinstance(token["id"], int)]
     for i, (number, token) in enumerate(words, 1):
         if token["id"] != i:
@@ -198,15 +200,15 @@ def _sentence(block: _Block, notes: Mapping[str, str], order: Order) -> Sentence
 
 
 def _held(value: str) -> str:
-    """Return a column's value, empty where it is '_'."""
+    """Return the value of a column, or "" for '_'."""
     return "" if value == "_" else value
 
 
 def _spans(block: _Block, notes: Mapping[str, str]) -> tuple[str, list[tuple[int, int]], bool]:
-    """Return the text, where each word is in it, and whether a space follows.
+    """Return the text, the span of each word in it, and whether a space follows.
 
-    What was written stands in the lines of words, or of ranges of words ("don't", 1-2). A range whose words make it up
-    one after the other is divided; otherwise each of its words has all of it.
+    The written forms come from the lines of words, or of ranges of words ("don't", 1-2). If the words of a range
+    concatenate to its form, each gets its own part of the span; otherwise each gets the whole span.
     """
     written: list[tuple[int, Any, list[str]]] = []
     until = 0

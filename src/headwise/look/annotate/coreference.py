@@ -1,4 +1,4 @@
-"""Mentions from the brackets of ``Entity`` in MISC, as CorefUD writes them: https://ufal.mff.cuni.cz/corefud."""
+"""Mentions from the brackets of ``Entity`` in MISC, in the format of CorefUD: https://ufal.mff.cuni.cz/corefud."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...shapes.arguments import shown
 from .words import Mention
 
 MAX_MENTIONED = 1_000_000
-"""Words that the mentions of one sentence hold at most, all together."""
+"""The most words that all mentions of one sentence hold in total."""
 
 _BRACKET = re.compile(r"(\(?)([^()]+)(\)?)")
 _PART = re.compile(r"(.+)\[(\d{1,4})/(\d{1,4})\]")
@@ -21,20 +21,20 @@ Wrong = Callable[[int, str], ValueError]
 
 @dataclass(frozen=True)
 class Order:
-    """Which of the parts of an opening bracket, between its hyphens, is the entity's name, and which its kind."""
+    """The positions of the entity's name and kind among the hyphen-separated fields of an opening bracket."""
 
     entity: int = 0
     kind: int = 1
 
     @classmethod
     def of(cls, declared: str) -> Order:
-        """From ``# global.Entity``: eid-etype-head-..., or GRP and entity in the older form."""
+        """Read the order from ``# global.Entity``: eid-etype-head-..., or GRP and entity in the older form."""
         names = declared.split("-")
         entity = next((n for n, name in enumerate(names) if name.lower() in ("eid", "grp")), 0)
         return cls(entity, next((n for n, name in enumerate(names) if name in ("etype", "entity", "type")), len(names)))
 
     def read(self, fields: Sequence[str]) -> tuple[str, str]:
-        """Return the name and the kind in an opening bracket."""
+        """Return the name and the kind from the fields of an opening bracket."""
         return (
             fields[self.entity] if self.entity < len(fields) else fields[0],
             fields[self.kind] if self.kind < len(fields) else "",
@@ -43,7 +43,7 @@ class Order:
 
 @dataclass
 class _Open:
-    """The brackets of a sentence that are open, and the mentions that are whole."""
+    """The open brackets and the complete mentions of a sentence."""
 
     wrong: Wrong
     opened: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)  # by label: line, first word, kind
@@ -52,11 +52,11 @@ class _Open:
     size: int = 0
 
     def open(self, label: str, kind: str, number: int, first: int) -> None:
-        """A mention begins, or a part of one."""
+        """Begin a mention, or a part of one."""
         self.opened.setdefault(label, []).append((number, first, kind))
 
     def close(self, label: str, number: int, last: int) -> None:
-        """A mention ends, or a part of one."""
+        """End a mention, or a part of one."""
         if not self.opened.get(label):
             raise self.wrong(number, f"a bracket of Entity closes {shown(label)}, which is not open; open it before")
         _, first, kind = self.opened[label].pop()
@@ -77,7 +77,7 @@ class _Open:
             self.mentions.append(Mention(entity, words, kind))
 
     def check_closed(self) -> None:
-        """Raise ValueError where the sentence ends before a mention."""
+        """Raise ValueError if the sentence ends before one of its mentions."""
         left = [(number, label) for label, several in self.opened.items() for number, *_ in several]
         left += [(number, f"{entity}[...]") for entity, (number, *_) in self.parts.items()]
         if left:
@@ -86,15 +86,15 @@ class _Open:
 
 
 def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -> tuple[Mention, ...]:
-    """Return the mentions of a sentence, in the order of their first words, longer ones first.
+    """Return the mentions of a sentence, sorted by first word, longer ones first.
 
     Args:
-        tokens: the line of each token, and the library's token.
-        order: of the fields in an opening bracket.
-        wrong: makes the error of a line.
+        tokens: the line number and the library's token of each line.
+        order: the order of the fields in an opening bracket.
+        wrong: creates the error for a line.
     """
     brackets = _Open(wrong)
-    done = 0  # words so far: an empty node begins at the next and ends at the last
+    done = 0  # words so far: an empty node begins at the next word and ends at the last one
     for number, token in tokens:
         real = isinstance(token["id"], int)
         if not real and token["id"][1] == "-":
@@ -105,7 +105,7 @@ def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -
             raise wrong(number, f"Entity is brackets such as (e1-person-2, e1) or (e1-person-1); got {shown(value)}")
         for opens, label, closes in (match.groups() for match in matches):
             kind = ""
-            if opens or label not in brackets.opened:  # some corpora repeat all fields where they close
+            if opens or label not in brackets.opened:  # some corpora repeat all fields in the closing bracket
                 label, kind = order.read(label.split("-"))
             if opens:
                 brackets.open(label, kind, number, done)

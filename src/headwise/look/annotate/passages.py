@@ -1,4 +1,4 @@
-"""From annotated documents and a tokenizer to what a model reads: ids, and which tokens belong together."""
+"""Passages for a model from annotated documents and a tokenizer: token ids, and links between tokens."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from ..roles.call_tokens import Passage
 from .words import Document, Sentence, aligned
 
 NO_CLASS = {"", "PUNCT", "SYM", "X"}
-"""Word classes that say nothing of a word."""
+"""Word classes that carry no information about the word."""
 
 PARTS = {"compound", "flat", "fixed", "goeswith"}
-"""Relations of words that are parts of another one's name."""
+"""Relations of words that are parts of another word's name."""
 
 
 def passages(
     documents: Sequence[Document], tokenizer: Callable[..., Any], *, length: int | None = None
 ) -> list[Passage]:
-    """Return what `headwise.look.at` and `over` read as ``readings={"sentences": ...}``: a passage for each document.
+    """Return a passage for each document, for ``readings={"sentences": ...}`` of `headwise.look.at` and `over`.
 
-    A word's query is its last token, the first that has seen all of it; as a key it is all its tokens. Linked are
+    As a query a word is its last token, the first that can attend to the whole word; as a key it is all its tokens.
+    The links are
 
     - ``"nsubj to head"``, ``"head to nsubj"`` and so on: a word and its syntactic head, in both directions;
-    - ``"same word class"``: a word and all others of its class (UPOS), punctuation aside;
-    - ``"coreference"``: the head of a mention and the heads of earlier mentions of its entity. Left out are mentions
-      with an antecedent of the same word, which a duplicate-token head would find, and those before which nothing
-      else could be meant. ``"mentions"`` are all it could choose among, the earlier nouns, names and mentions;
-      ``"nearest noun"`` is the last of them that is a noun or a name;
+    - ``"same word class"``: a word and all others of its class (UPOS), without punctuation;
+    - ``"coreference"``: the head of a mention and the heads of earlier mentions of its entity. Mentions are left out
+      if an antecedent is the same word, which a duplicate-token head would find, or if there is no other earlier
+      candidate. ``"mentions"`` are all candidates: the earlier nouns, names and mentions; ``"nearest noun"`` is the
+      last of them that is a noun or a name;
     - ``"name mover"``: in sentences with the notes ``answer`` and ``other``, which become passages of their own, cut
-      before the answer: the last token and the answer's name. ``"other name"`` is the one that does not come next.
+      before the answer: the last token and the answer's name. ``"other name"`` is the name that does not come next.
 
     Args:
-        documents: of `read`, `parse`, `from_spacy` or `ours`.
-        tokenizer: the model's, as transformers' fast ones are called: ``tokenizer(text, return_offsets_mapping=True)``
-            gives a mapping with ``input_ids`` and ``offset_mapping``.
+        documents: from `read`, `parse`, `from_spacy` or `ours`.
+        tokenizer: the model's tokenizer. Like the fast ones of transformers,
+            ``tokenizer(text, return_offsets_mapping=True)`` returns a mapping with ``input_ids`` and
+            ``offset_mapping``.
         length: the most tokens of a passage; a longer document is divided between its sentences, and a longer
-            sentence left out.
+            sentence is left out.
 
     Raises:
-        TypeError: something else than documents, or a tokenizer that cannot be called.
-        ValueError: a tokenizer that gives no offsets, as the slow ones.
+        TypeError: documents of another type, or a tokenizer that cannot be called.
+        ValueError: the tokenizer returns no offsets, like the slow ones.
 
     Example:
         >>> from headwise.look.annotate import Word
@@ -74,7 +76,7 @@ def passages(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A text as the tokenizer gives it: ids, and the tokens of each word."""
+    """A tokenized text: token ids, and the tokens of each word."""
 
     sentence: Sentence
     ids: list[int]
@@ -82,7 +84,7 @@ class _Tokens:
 
     @classmethod
     def read(cls, source: Sentence | Document, tokenizer: Callable[..., Any]) -> _Tokens:
-        """Tokenize a text, and find the words again."""
+        """Tokenize a text and find the tokens of each word."""
         try:
             encoded = tokenizer(source.text, return_offsets_mapping=True)
             ids, offsets = [int(i) for i in encoded["input_ids"]], encoded["offset_mapping"]
@@ -100,7 +102,7 @@ class _Tokens:
         return cls(sentence, ids, of)
 
     def linked(self, pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-        """For each token the tokens that it is linked to, from pairs of words; words without tokens are left out."""
+        """Return the linked tokens of each token, from pairs of words; words without tokens are left out."""
         rows: list[set[int]] = [set() for _ in self.ids]
         for query, key in pairs:
             if self.of[query]:
@@ -109,7 +111,7 @@ class _Tokens:
 
 
 def _fitting(document: Document, tokenizer: Callable[..., Any], length: int | None) -> list[_Tokens]:
-    """Return the document, in as many parts as its length asks."""
+    """Return the document, divided into parts that fit `length`."""
     if not document.sentences:
         return []
     text = _Tokens.read(document, tokenizer)
@@ -123,7 +125,7 @@ def _fitting(document: Document, tokenizer: Callable[..., Any], length: int | No
 
 
 def _links(text: _Tokens) -> Mapping[str, Sequence[Sequence[int]]]:
-    """Return all links that the annotation of a text gives; those without any are left out."""
+    """Return all links of an annotated text, without empty ones."""
     words = text.sentence.words
     pairs: dict[str, list[tuple[int, int]]] = {}
     for i, word in enumerate(words):
@@ -142,7 +144,7 @@ def _links(text: _Tokens) -> Mapping[str, Sequence[Sequence[int]]]:
 
 
 def _antecedents(sentence: Sentence) -> dict[str, list[tuple[int, int]]]:
-    """Pairs of words: a mention's head with its antecedents', with all that it might mean, with the nearest noun."""
+    """Return pairs of words: a mention's head with its antecedents, with all candidates, and with the nearest noun."""
     words = sentence.words
     heads: dict[int, set[str]] = {}
     inside: dict[int, set[int]] = {}
@@ -164,7 +166,7 @@ def _antecedents(sentence: Sentence) -> dict[str, list[tuple[int, int]]]:
 
 
 def _prompt(sentence: Sentence, tokenizer: Callable[..., Any], length: int | None) -> Passage | None:
-    """The sentence up to its answer, whose last token is linked to the names; None where one of them is not there."""
+    """Return the sentence up to its answer, the last token linked to the names; None if a name does not occur."""
     answer, other = sentence.notes["answer"], sentence.notes["other"]
     places = [i for i, word in enumerate(sentence.words) if word.text == answer]
     if len(places) < 2:

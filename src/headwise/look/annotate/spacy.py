@@ -1,4 +1,4 @@
-"""Annotation from a parser's document, of spaCy's form; spaCy itself is not imported."""
+"""Annotation from a spaCy ``Doc``, without an import of spaCy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...shapes.arguments import shown
 from .words import Document, Mention, Sentence, Word
 
 CLUSTERS = "coref_clusters"
-"""How spaCy's coreference component calls the span groups of its clusters."""
+"""The prefix of the span groups in which spaCy's coreference component stores its clusters."""
 
 
 def from_spacy(doc: Any, *, name: str = "") -> Document:
@@ -16,15 +16,15 @@ def from_spacy(doc: Any, *, name: str = "") -> Document:
 
     Relations keep the names that the user's model gives them (those of spaCy's English models are not Universal
     Dependencies: dobj, pobj, prep); ``ROOT`` becomes "root". Mentions are the spans of the groups ``coref_clusters_1``
-    and so on, where the pipeline made some.
+    and so on, if the pipeline has a coreference component.
 
     Args:
-        doc: a ``spacy.tokens.Doc``, or what looks like it: iterable over tokens with ``i``, ``text``, ``idx``,
-            ``head``, ``dep_``, ``pos_`` and ``is_space``; ``text``, ``sents`` and ``spans``.
-        name: of the document.
+        doc: a ``spacy.tokens.Doc``, or an object with the same attributes: ``text``, ``sents``, ``spans``, and tokens
+            with ``i``, ``text``, ``idx``, ``head``, ``dep_``, ``pos_`` and ``is_space``.
+        name: the name of the document.
 
     Raises:
-        TypeError: something else.
+        TypeError: `doc` is not a spaCy Doc.
         ValueError: no sentence boundaries: the pipeline has neither a parser nor a sentencizer.
     """
     try:
@@ -46,13 +46,13 @@ def from_spacy(doc: Any, *, name: str = "") -> Document:
 
 
 def _clusters(doc: Any) -> list[tuple[str, Any]]:
-    """(entity, span) of every mention."""
+    """Return (entity, span) for every mention."""
     groups = getattr(doc, "spans", None) or {}
     return [(str(key), span) for key, spans in groups.items() if str(key).startswith(CLUSTERS) for span in spans]
 
 
 def _sentence(doc: Any, tokens: list[Any], after: int, clusters: list[tuple[str, Any]]) -> Sentence:
-    """Return one sentence; `after` is where the next begins in the text."""
+    """Return one sentence; `after` is the start of the next one in the text."""
     start, end = tokens[0].idx, tokens[-1].idx + len(tokens[-1].text)
     index = {token.i: n for n, token in enumerate(tokens)}
     words = tuple(

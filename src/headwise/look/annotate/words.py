@@ -16,12 +16,12 @@ class Word:
 
     Attributes:
         text: the word.
-        start: of its characters in the sentence's text.
-        end: one behind its last character. Words that were written as one ("don't") and cannot be told apart in it
-            have the same start and end.
-        upos: its word class, of Universal Dependencies: NOUN, VERB, ...; empty where nothing is annotated.
-        head: index of its syntactic head in the sentence's words; None for the root, and without annotation.
-        relation: to the head: nsubj, det, ...; "root" for the root, empty without annotation.
+        start: its first character in the sentence's text.
+        end: one past its last character. Words that were written as one ("don't") and cannot be separated have the
+            same start and end.
+        upos: its Universal Dependencies word class: NOUN, VERB, ...; empty without annotation.
+        head: the index of its syntactic head in the sentence's words; None for the root, and without annotation.
+        relation: its relation to the head: nsubj, det, ...; "root" for the root, empty without annotation.
     """
 
     text: str
@@ -34,12 +34,12 @@ class Word:
 
 @dataclass(frozen=True)
 class Mention:
-    """Words that stand for an entity; mentions of one entity share its name within a document.
+    """Words that refer to an entity; mentions of one entity share its name within a document.
 
     Attributes:
-        entity: name of the entity.
-        words: indices in the sentence's words, in order; with a gap where the mention has one.
-        kind: of the entity (person, object, ...), as annotated; may be empty.
+        entity: the name of the entity.
+        words: indices in the sentence's words, in order; with a gap if the mention has one.
+        kind: the annotated kind of the entity (person, object, ...); may be empty.
     """
 
     entity: str
@@ -48,25 +48,25 @@ class Mention:
 
     @property
     def first(self) -> int:
-        """Index of the first word."""
+        """The index of the first word."""
         return self.words[0]
 
     @property
     def last(self) -> int:
-        """Index of the last word."""
+        """The index of the last word."""
         return self.words[-1]
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence.
+    """One sentence of an annotated text.
 
     Attributes:
-        text: as it was written.
-        words: in order.
-        mentions: in the order of their first words, the longer one first.
-        notes: what the annotation says of the sentence: CoNLL-U's comments, by their names.
-        after: what stands between this sentence and the next.
+        text: the text as written.
+        words: the words in order.
+        mentions: sorted by first word, longer ones first.
+        notes: the annotation of the whole sentence: CoNLL-U's comments, by name.
+        after: the characters between this sentence and the next.
     """
 
     text: str
@@ -76,18 +76,18 @@ class Sentence:
     after: str = " "
 
     def head_of(self, mention: Mention) -> int:
-        """Index of the mention's word whose own head is none of its words; of the first such word."""
+        """Return the index of the mention's first word whose syntactic head is outside the mention."""
         inside = set(mention.words)
         return next((i for i in mention.words if self.words[i].head not in inside), mention.first)
 
 
 @dataclass(frozen=True)
 class Document:
-    """Sentences that belong together: one text, in which entities keep their names.
+    """The sentences of one text, in which the names of entities are shared.
 
     Attributes:
-        sentences: in order.
-        name: of the document; may be empty.
+        sentences: the sentences in order.
+        name: the name of the document; may be empty.
     """
 
     sentences: tuple[Sentence, ...]
@@ -95,11 +95,11 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The sentences, with what stands between them."""
+        """The sentences and the characters between them."""
         return "".join(s.text + s.after for s in self.sentences[:-1]) + "".join(s.text for s in self.sentences[-1:])
 
     def joined(self) -> Sentence:
-        """All of it as one sentence: places, heads and mentions count through the document, and several roots stay.
+        """Return the document as one sentence, with positions and heads counted through it; several roots are possible.
 
         Example:
             >>> first = Sentence("A dog.", (Word("A", 0, 1, head=1), Word("dog", 2, 5), Word(".", 5, 6, head=1)))
@@ -123,24 +123,24 @@ class Document:
 
 
 def aligned(source: Sentence | Document, offsets: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
-    """Return the word of each token, by the characters that both cover.
+    """Return the word of each token, by the number of shared characters.
 
-    Whitespace is no part of a word, so a token with the space before its word, or a mark for one, is a token of that
-    word. A token within a word belongs to it, as does each token of a character that was cut into bytes. A token over
-    several words belongs to the one it covers most of, the first of those that are equal. A token without characters,
-    as special tokens are, and one of whitespace alone, belong to none.
+    Whitespace is not part of a word, so a token that includes the space before a word, or a mark for it, belongs to
+    that word. A token inside a word belongs to the word, and so does each byte token of a divided character. A token
+    across several words belongs to the word with the most shared characters, the first one on ties. A token without
+    characters, such as a special token, or of whitespace only, belongs to no word.
 
     Args:
-        source: what was tokenized: `source.text`, whole.
-        offsets: start and end of each token in the characters of the text, as tokenizers of transformers give
+        source: the tokenized text: `source.text`, complete.
+        offsets: the start and end of each token in the characters of the text, as tokenizers of transformers return
             them: ``tokenizer(source.text, return_offsets_mapping=True)["offset_mapping"]``.
 
     Returns:
-        For each token the index of its word (of a document: in ``source.joined().words``), or None.
+        The index of the word of each token (for a document: in ``source.joined().words``), or None.
 
     Raises:
-        TypeError: offsets that are no pairs of ints.
-        ValueError: offsets that are none of this text.
+        TypeError: the offsets are not pairs of ints.
+        ValueError: the offsets are outside this text.
 
     Example:
         >>> sentence = Sentence("unknown dog", (Word("unknown", 0, 7), Word("dog", 8, 11)))
@@ -158,7 +158,7 @@ def aligned(source: Sentence | Document, offsets: Sequence[Sequence[int]]) -> tu
 
 
 def _span(text: str, place: int, pair: Any) -> tuple[int, int]:
-    """Where a token's characters are."""
+    """Return the start and end of a token's characters, after a check."""
     try:
         start, end = pair
     except (TypeError, ValueError):
@@ -177,7 +177,7 @@ def _span(text: str, place: int, pair: Any) -> tuple[int, int]:
 
 
 def _word_at(whole: Sentence, starts: Sequence[int], start: int, end: int) -> int | None:
-    """Return the word that covers most of the characters; None where there are none."""
+    """Return the word that shares the most characters with the token, or None."""
     best, most = None, 0
     first = bisect_right(starts, start) - 1
     while first > 0 and whole.words[first - 1].end > start:  # words written as one share their start

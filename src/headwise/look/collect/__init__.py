@@ -1,1 +1,1 @@
-"""Run a model over texts and collect the statistics of each head."""
+"""Forward passes over texts that collect the statistics of each head."""

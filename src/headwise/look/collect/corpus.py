@@ -1,4 +1,4 @@
-"""Looking at many texts: read in blocks, summed exactly, kept on the disk if asked, so that a second start goes on."""
+"""Statistics over many texts: read in blocks, summed exactly, and saved on request so that a second run continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .text import BATCH, REPEATS, Ids, look_of, read_more
 from .workers import Shared, check_whole
 
 BLOCK = 256
-"""Texts read between two savings; those of one length go through the model together."""
+"""The texts read between two saves; those of equal length share a forward pass."""
 
 
 def over(
@@ -44,33 +44,33 @@ def over(
     progress: OnProgress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Look:
-    """Look at every attention head of a model over many texts, as `at` does over one.
+    """Measure every attention head of a model over many texts, as `at` does for one text.
 
-    Texts are read as they come, never all held at once. Of equal length they go through the model together; nothing is
-    padded. The sums over texts are whole numbers, so their order and grouping change no bit of the result.
+    Texts are read one block at a time. Texts of equal length share a forward pass; nothing is padded. The sums over
+    texts are integers, so their order and grouping do not change the result by a single bit.
 
     Args:
         model: as for `at`.
         texts: the token ids of each text, in any form that `at` takes.
-        words: the ids by what they are: delimiters, punctuation, special. By default those that the model's
-            configuration names as special, and no others.
-        name: of the model.
-        batch: most tokens of one forward pass; a longer text passes by itself.
-        repeats: how the random tokens are made; None skips that pass.
+        words: the classes of ids: delimiters, punctuation, special. The default is the special ids of the model's
+            configuration, and no others.
+        name: the name of the model.
+        batch: the most tokens of one forward pass; a longer text gets its own pass.
+        repeats: the settings of the random tokens; None skips that pass.
         readings: as for `at`.
-        state: a file that keeps the sums after each 256 texts. Where it exists, its texts are skipped: after an
-            interrupt, call again with the same texts. It is removed by nobody. It is refused where the model's name,
-            configuration or weights, the version, the words, the readings or the first text are others.
+        state: a file that stores the sums after each 256 texts. If it exists, its texts are skipped: after an
+            interrupt, call again with the same texts. The file is never removed. It is refused if the model's name,
+            configuration or weights, the version, the words, the readings or the first text differ.
         progress: called as ``progress(done, 0)`` with the number of texts read.
         group: processes that share the texts, such as ``torch.distributed.group.WORLD``: each calls this with the same
-            model, texts and options, and gets the same look, to the last bit that of one process. The first of them
-            alone reads and writes `state`, of whatever number of processes, and calls `progress`. None: this process
-            reads all by itself, whatever groups there are. Processes that have a model only together (tensor
-            parallelism) read the same: the group is the other dimension of their mesh.
+            model, texts and options, and gets the same look, bit for bit that of one process. Only the first process
+            reads and writes `state`, which is valid for any number of processes, and calls `progress`. With None this
+            process reads all texts itself, whatever groups exist. The processes of a tensor-parallel model must read
+            the same texts: the group is the other dimension of their mesh.
 
     Raises:
-        TypeError, ValueError: as `at`; also no text at all, a state of another model or other options, or processes
-            that were called with different things. What one process raises, all do.
+        TypeError, ValueError: as for `at`; also if there is no text, if the state is of another model or other options,
+            or if the processes were called with different arguments. An error in one process is raised in all.
         OSError: `state` cannot be written.
         ConnectionError: a process of the group has ended, or does not answer within the group's timeout.
 
@@ -98,7 +98,7 @@ def over(
         row = inputs.as_row(first)
         reader = _reader_of(model, row, words)
         others = inputs.checked_readings(readings, reader.facts)
-        weights = of_model(model) if state is not None or processes.size > 1 else ""  # else no sums meet others
+        weights = of_model(model) if state is not None or processes.size > 1 else ""  # else not compared
         about = fingerprint(name or inputs.model_name(model), repeats, reader.words, others, row, weights)
         return reader, itertools.chain([first], stream), others, about
 
@@ -114,14 +114,14 @@ def over(
 
 
 def _reader_of(model: nn.Module, row: Sequence[int], words: Vocabulary | None) -> Reader:
-    """Return what reads the texts, by what the first of them says of the model's ids."""
+    """Return a reader of the texts; the first text gives the facts about the model's ids."""
     facts = inputs.IdFacts.of(model, row)
     known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
     return Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
 
 
 def _check_sums(model: nn.Module, processes: Processes, batch: object, words: object, state: object) -> None:
-    """Refuse what sums over texts are not made of or kept in."""
+    """Check the batch size, the model, the words and the state file."""
     check_counts(1, batch=batch)
     check_whole(model, processes)
     if words is not None and not isinstance(words, Vocabulary):
@@ -131,7 +131,7 @@ def _check_sums(model: nn.Module, processes: Processes, batch: object, words: ob
 
 
 def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
-    """Yield the first text, and those after it."""
+    """Return the first text and an iterator over all later ones."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
         raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
     stream = iter(texts)
@@ -142,16 +142,16 @@ def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The texts of a corpus, one at a time: a text file, the ``*.txt`` of a folder and those below it, or JSON Lines.
+    """Yield the texts of a corpus: a text file, JSON Lines, or the ``*.txt`` and ``*.jsonl`` files below a folder.
 
-    Of JSON Lines each line is an object with its text under ``"text"``, or a string. Files are taken by name, so the
-    order is the same everywhere. Empty texts are left out.
+    Each line of JSON Lines is an object with its text under ``"text"``, or a string. Files are sorted by name, so the
+    order is the same on every system. Empty texts are left out.
 
     Raises:
-        TypeError: no path.
-        FileNotFoundError: there is no such path.
-        ValueError: a device, a folder without texts, a line that is no JSON or holds no text, or bytes that are
-            no UTF-8.
+        TypeError: not a path.
+        FileNotFoundError: the path does not exist.
+        ValueError: a device, a folder without texts, a line that is not JSON or has no text, or bytes that are not
+            UTF-8.
 
     Example:
         >>> import tempfile
@@ -170,7 +170,7 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
         for file in files:
             yield from documents(file)
         return
-    if where.is_char_device() or where.is_block_device():  # it may have no end
+    if where.is_char_device() or where.is_block_device():  # reading it may never end
         raise ValueError(f"{where}: a device, and a corpus is a file or a folder of texts; give one of these")
     try:
         if where.suffix == ".jsonl":
@@ -201,7 +201,7 @@ def _text_of(line: str, where: str) -> str:
 
 
 def cut(ids: Sequence[int], most: int, opener: int | None = None) -> Iterator[list[int]]:
-    """Yield a long text in parts of at most `most` tokens, each begun by `opener` if the text began so.
+    """Yield a long text in parts of at most `most` tokens, each with `opener` first if the text begins with it.
 
     >>> [*cut([0, 5, 6, 7, 8, 9], 4, opener=0)]
     [[0, 5, 6, 7], [0, 8, 9]]

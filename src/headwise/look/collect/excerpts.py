@@ -1,4 +1,4 @@
-"""The tokens around evidence in what was read beside the text, so that a report can show it."""
+"""The tokens around the evidence of the additional readings, for display in a report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..roles.call_tokens import Passage
 from ..roles.catalog import ROLES
 
 AROUND = 6
-"""Tokens shown before a query or key of the evidence, and after it."""
+"""The number of tokens shown before and after a query or key of the evidence."""
 
 Excerpts = dict[str, dict[int, str]]
-"""By ``"reading text"``, such as ``"copies 0"``: tokens by their place."""
+"""Tokens by position, for each ``"reading text"`` such as ``"copies 0"``."""
 
 
 def around(
@@ -24,8 +24,8 @@ def around(
 
     Args:
         heads: the records.
-        readings: the passages by their kind.
-        name: what an id is called.
+        readings: the passages by kind.
+        name: returns the token of an id.
     """
     reads = {role.name: role.reads for role in ROLES}
     excerpts: Excerpts = {}
@@ -44,11 +44,11 @@ def around(
 
 
 def with_excerpts(look: Look, readings: Mapping[str, Sequence[Passage]], names: Sequence[str]) -> Look:
-    """The look with the tokens around each piece of evidence from the readings, by what the tokenizer calls its ids.
+    """Return the look with the tokens around each piece of evidence from the readings.
 
     Args:
-        look: what `at` or `over` gave with these readings.
-        readings: the passages by their kind.
-        names: what each id is called, in order.
+        look: the result of `at` or `over` with these readings.
+        readings: the passages by kind.
+        names: the token of each id, in order.
     """
     return replace(look, excerpts={**look.excerpts, **around(look.heads, readings, names.__getitem__)})

@@ -1,4 +1,4 @@
-"""From sums over texts to the records of heads."""
+"""Records of heads from sums over texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sums import ON_PICTURE, Floats, LayerTally
 
 
 def records(tallies: Sequence[LayerTally], roles: Iterable[Role], axes: Sequence[Axis] = ()) -> tuple[HeadRecord, ...]:
-    """A record a head, by layer, then head; `axes` are what queries and keys ran over, where a look tells them."""
+    """Return a record for each head, by layer, then head; `axes` describe the queries and keys, if not empty."""
     listed = tuple(roles)
     return tuple(record for layer, tally in enumerate(tallies) for record in _layer(layer, tally, listed, axes))
 
@@ -26,7 +26,7 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
     able = tally.numbers["offset rows"]
     offsets = tally.numbers["offsets"] / np.maximum(able, 1)
     far = (offsets.shape[1] - 1) // 2
-    cross = tally.place["part"] == "cross"  # positions of two texts have neither distance nor offset
+    cross = tally.place["part"] == "cross"  # positions of two texts have no distance or offset
     ahead = bool(tally.numbers["ahead"] > 0) and not cross
     maps = rounded(_maps(tally), 5)
     beside = rounded(offsets, 6)
@@ -58,9 +58,10 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
 
 
 def rounded(numbers: Floats, digits: int) -> Any:
-    """Lists of Python's `round` of every number, a hundred times as fast.
+    """Round every number as Python's `round` does, a hundred times faster, and return lists.
 
-    A number that lies near the middle of two, where the last bit of a product could turn it, is left to `round` itself.
+    A number near the middle of two, where the last bit of a product could change the result, is passed to `round`
+    itself.
 
     >>> rounded(np.array([[0.15, 2 / 3], [2.675, -1e-9]]), 2)
     [[0.15, 0.67], [2.67, -0.0]]
@@ -73,7 +74,7 @@ def rounded(numbers: Floats, digits: int) -> Any:
 
 
 def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
-    """Return the score of each head in a role; nothing where no query was scored."""
+    """Yield the score of each head in a role; heads without a scored query are left out."""
     sums = tally.roles.get(role.name)
     if sums is None:
         return
@@ -93,7 +94,7 @@ def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
 
 
 def _extras(tally: LayerTally, h: int) -> dict[str, float]:
-    """Return numbers that not every call has."""
+    """Return the numbers that only some calls have."""
     if ON_PICTURE not in tally.numbers:
         return {}
     rows = tally.numbers[f"{ON_PICTURE}, rows"]
@@ -101,7 +102,7 @@ def _extras(tally: LayerTally, h: int) -> dict[str, float]:
 
 
 def _maps(tally: LayerTally) -> Floats:
-    """(H, X, Y): the mean map, of those of most texts' size; of equals the larger."""
+    """Return the mean map (H, X, Y) of the size that most texts have; the larger size on ties."""
     sizes = [name.removeprefix("map rows ") for name in tally.numbers if name.startswith("map rows ")]
     size = max(sizes, key=lambda s: (int(tally.numbers[f"map rows {s}"].sum()), tuple(map(int, s.split()))))
     rows = tally.numbers[f"map rows {size}"]

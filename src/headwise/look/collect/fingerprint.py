@@ -1,4 +1,4 @@
-"""What tells one look at many texts from another: sums of different ones must not be added to each other."""
+"""Fingerprints of runs over many texts: sums are only added if their fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..roles.catalog import ROLES
 from .text import version
 
 CHUNK = 1 << 26
-"""Bytes of a weight that are on the CPU at a time."""
+"""The bytes of a weight that are on the CPU at a time."""
 
 VOLATILE = ("name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""What a configuration says of where a model came from, not of what it computes; the dtype is that of the weights."""
+"""Config keys about the origin of a model instead of its computation; the dtype is read from the weights."""
 
 
 def fingerprint(
@@ -32,10 +32,10 @@ def fingerprint(
     first: Sequence[int],
     model: str = "",
 ) -> str:
-    """What sums may be added to each other: of one model, one version, one set of roles, words and readings, one text
-    that begins the corpus.
+    """Return the SHA-256 of what two runs must share before their sums may be added.
 
-    Thresholds are not in it: they are held against the sums at the end. `model` is what `of_model` gives.
+    It covers the model, version, roles, words, readings and first text of the corpus. Thresholds are not included: they
+    are compared with the sums at the end. `model` is the result of `of_model`.
     """
     listed = [sorted(getattr(words, one.name)) for one in fields(words)]
     roles = [[role.name, role.formula, role.reads, sorted(role.over)] for role in ROLES]
@@ -47,16 +47,16 @@ def fingerprint(
 
 
 def _of_passage(passage: Passage) -> list[Any]:
-    """Return what a passage holds; lists and tuples of the same numbers are the same."""
+    """Return the contents of a passage; a list and a tuple of the same numbers give the same result."""
     links = {name: [[int(key) for key in keys] for keys in rows] for name, rows in passage.links.items()}
     classes = {name: [int(place) for place in places] for name, places in passage.classes.items()}
     return [[int(i) for i in passage.ids], links, classes, passage.text]
 
 
 def of_model(model: nn.Module) -> str:
-    """Return the SHA-256 of a model's configuration and of the bytes of its weights, wherever they are.
+    """Return the SHA-256 of a model's configuration and of the bytes of its weights, on any device.
 
-    Of a model that is split over processes, the part that this one has.
+    For a model that is divided over processes it covers the part of this process.
 
     >>> same, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     >>> of_model(same) == of_model(same), of_model(same) == of_model(other)
@@ -68,7 +68,7 @@ def of_model(model: nn.Module) -> str:
         if isinstance(here, Tensor):
             digest.update(json.dumps([name, str(here.dtype), [*here.shape]]).encode())
             if here.layout == torch.strided and not here.is_meta:
-                with suppress(RuntimeError, TypeError):  # a quantised weight may have no bytes to read: its name counts
+                with suppress(RuntimeError, TypeError):  # a quantized weight may have no bytes; its name is included
                     _add(digest, here)
     return digest.hexdigest()
 
@@ -79,7 +79,7 @@ def _add(digest: Any, weight: Tensor) -> None:
 
 
 def _config_of(model: nn.Module) -> Any:
-    """Return the configuration as a dictionary, without what is volatile; None where there is none."""
+    """Return the configuration as a dictionary without volatile keys, or None if there is none."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     return _stable(to_dict()) if callable(to_dict) else None
 
@@ -92,5 +92,5 @@ def _stable(value: Any) -> Any:
 
 
 def _kind(value: object) -> str:
-    """Stands for what JSON has no word for: its address is another each time."""
+    """Return the type's name for a value that JSON cannot store; its repr may contain an address that changes."""
     return type(value).__name__

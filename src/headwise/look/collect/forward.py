@@ -1,4 +1,4 @@
-"""The forward passes of a look: passages in, sums of every attention call out."""
+"""The forward passes of a measurement: passages in, sums of every attention call out."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .sums import ON_PICTURE, LayerTally
 OnProgress = Callable[[int, int], object]
 
 SHORT = 1024
-"""Most queries of a call whose vectors are kept: the weights among them come from whole rows, which cost time."""
+"""The most queries of a call whose vectors are kept: the weights among them need whole rows, which take time."""
 
 
 @dataclass
 class Steps:
-    """Tells the user's callback how far the passes have come."""
+    """The progress of the passes, reported to the user's callback."""
 
     tell: OnProgress | None
     passes: int
@@ -41,11 +41,11 @@ class Steps:
     done: int = 0
 
     def expect(self, modules: int) -> None:
-        """A pass begins in which so many modules will be called once (those of shared layers more often)."""
+        """Set the total for a pass that calls `modules` modules once each (more often if layers are shared)."""
         self.total = modules * self.passes
 
     def step(self) -> None:
-        """An attention call was measured."""
+        """Count one measured attention call and report it."""
         self.done += 1
         self.total = max(self.total, self.done)
         if self.tell is not None:
@@ -54,19 +54,19 @@ class Steps:
 
 @dataclass
 class Reader:
-    """One model, read passage by passage.
+    """A model, measured passage by passage.
 
     Attributes:
-        model: in eval mode.
-        facts: what it says of its ids.
-        words: the ids by what they are.
-        roles: what is looked for.
-        sizes: of the maps; a large one of 0 cells makes none.
-        steps: of the progress.
-        tallies: what was summed so far, by attention call.
+        model: the model in eval mode.
+        facts: the facts about its token ids.
+        words: the classes of ids.
+        roles: the roles to score.
+        sizes: the sizes of the maps; a large size of 0 makes none.
+        steps: the progress.
+        tallies: the sums so far, by attention call.
         maps: the large maps of the last text.
-        neurons: queries, keys and values of its first tokens, kept with the large maps where it is short.
-        source: what the main pass reads, where that is more than one text.
+        neurons: the queries, keys and values of its first tokens, kept with the large maps if the text is short.
+        source: the input of the main pass, if that is more than one text.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class Reader:
 
     @property
     def kind(self) -> str:
-        """What the model is, by where its queries may look."""
+        """The kind of the model, by the keys that its queries may attend to."""
         parts = {tally.place["part"] for tally in self.tallies}
         if "cross" in parts:
             return "encoder-decoder"
@@ -92,16 +92,16 @@ class Reader:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """What the calls on the main text, pictures and sound ran over; none where that is one text alone."""
+        """The axes of the calls on the main text, pictures and sound; empty if the input is one text only."""
         plain = self.source is None or not (self.source.call or self.source.own)
         return () if plain or self.source is None else tuple(self.source.axes)
 
     def read(self, passages: Sequence[Passage], reads: str, usual: Mapping[str, int] | None = None) -> None:
-        """One forward pass over passages of one length, for the roles that read such."""
+        """Run one forward pass over passages of equal length, for the roles that read this kind."""
         self.pass_over(Source.of_rows(self.model, passages, self.facts, self.source), reads, usual)
 
     def pass_over(self, source: Source, reads: str, usual: Mapping[str, int] | None = None) -> None:
-        """One forward pass over what a source reads."""
+        """Run one forward pass over the input of a source."""
         roles = [role for role in self.roles if role.reads == reads]
         scenes: dict[object, CallTokens] = {}
         uniform, again, pair = Uniform(), Counter[str](), inputs.is_pair(self.model)
@@ -142,12 +142,12 @@ class Reader:
             try:
                 source.run()
             except Exception as error:
-                if seen.seen == 0 and not source.call:  # not one call: the fault is none of what was measured
+                if seen.seen == 0 and not source.call:  # no call was reached: not an error of the measurement
                     inputs.check_reads_nothing_else(self.model, error)
                 raise
 
     def _of_text(self, call: AttentionCall, scene: CallTokens, roles: Sequence[Role], tally: LayerTally) -> None:
-        """The roles of a text, where a text holds pictures: of the queries that are no patches."""
+        """Add the roles of text for a text that contains pictures: only queries that are not patches count."""
         words = torch.tensor([cell == NOWHERE for cell in scene.axes[0].cells], device="cpu")[None]
         among = keep(words[:, None, :, None].to(call.query.device))
         alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
@@ -159,7 +159,7 @@ class Reader:
         tally.add({ON_PICTURE: (mass * count).sum(0), f"{ON_PICTURE}, rows": count.sum(0)})
 
     def _tally(self, call: AttentionCall, view: View, part: str, reads: str) -> tuple[LayerTally, bool]:
-        """The sums of a module's call, and whether the pass over the main text comes to it for the first time."""
+        """Return the sums of a module's call, and whether this is its first call in the pass over the main text."""
         about = (call.module, view.again)
         tally = next((one for one in self.tallies if (one.place["module"], one.place["call"]) == about), None)
         if tally is None:
@@ -178,7 +178,7 @@ def _scene(view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str
 
 
 def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:
-    """Random tokens repeated, begun (and, where the model looks ahead, ended) as the text was."""
+    """Return passages of repeated random tokens that begin (and, if the model looks ahead, end) like the text."""
     if repeats.vocabulary is not None:
         inputs.check_fits(repeats.vocabulary, facts.vocabulary, None)
     marks = {*facts.special.values(), *facts.apart, *words.delimiters}
@@ -192,9 +192,9 @@ def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead:
 
 
 def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
-    """Passages of equal length together, so that nothing is padded; at most `most` tokens at once, or one passage.
+    """Yield batches of passages of equal length, without padding; at most `most` tokens, or one passage.
 
-    Passages wait until their batch is full, at most 256 of them; the order within a batch is that of reading.
+    Passages wait until their batch is full, at most 256 of them; a batch keeps the order of the input.
     """
     waiting: dict[int, list[Passage]] = {}
     count = 0

@@ -1,4 +1,4 @@
-"""One attention call, reduced to sums as it happens: those of its heads, and those of uniform attention."""
+"""Reduction of an attention call to sums during the forward pass, together with the sums of uniform attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sums import MOST_SHOWN, LayerTally
 
 @dataclass(frozen=True)
 class MapSizes:
-    """Cells a side of the two maps; the large one is a multiple of the small one, so the one pools into the other."""
+    """The cells per side of the two maps; the large size is a multiple of the small one, to pool it."""
 
     small: int
     large: int
@@ -29,7 +29,7 @@ class MapSizes:
 
 @dataclass
 class Uniform:
-    """What uniform attention would get under a mask: measured once for each mask that holds no tensor.
+    """The statistics of uniform attention under a mask, computed once for each mask that holds no tensor.
 
     One instance serves one pass; features and targets are those of a scene.
     """
@@ -39,7 +39,7 @@ class Uniform:
     def of(
         self, call: AttentionCall, scene: CallTokens, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> RowStatistics:
-        """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
+        """Return the statistics of zero queries and keys, one head, under the mask of the call."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
         mask = forbidden(call)
         constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
@@ -56,7 +56,7 @@ class Uniform:
 
 
 def looks_ahead(call: AttentionCall) -> bool | None:
-    """Return whether some query may attend a later position, asked of two rows; None in cross-attention (T != S)."""
+    """Return whether a query may attend to a later position, tested on two rows; None in cross-attention (T != S)."""
     T, S = call.query.shape[2], call.key.shape[2]
     if T != S:
         return None
@@ -71,7 +71,7 @@ def looks_ahead(call: AttentionCall) -> bool | None:
 def measure(
     call: AttentionCall, scene: CallTokens, roles: Sequence[Role], pool: int, uniform: Uniform
 ) -> tuple[Tensor | None, CallStatistics]:
-    """One pass over the call's rows: the attention's own output where it came along, and what the roles asked for."""
+    """Return the attention output, if the call has values, and the row statistics for the roles, from one pass."""
     features, targets = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
     options: StatisticsOptions = {
         **call.scoring,
@@ -90,7 +90,7 @@ def measure(
 
 
 def check_finite(got: CallStatistics, model: nn.Module) -> None:
-    """Raise ValueError where numbers of a pass are not finite."""
+    """Raise ValueError if the statistics of a pass are not finite."""
     call = got.call
     if not bool(got.rows.entropy.isfinite().all()):
         raise ValueError(
@@ -100,7 +100,7 @@ def check_finite(got: CallStatistics, model: nn.Module) -> None:
 
 
 def _asks(scene: CallTokens, roles: Sequence[Role]) -> StatisticsRequest:
-    """Return what all roles together have the pass sum."""
+    """Return the features and targets that all roles together need from the pass."""
     asks = [role.measure.asks(role.name, scene) for role in roles]
     return StatisticsRequest(
         {name: one for ask in asks for name, one in ask.features.items()},
@@ -109,7 +109,7 @@ def _asks(scene: CallTokens, roles: Sequence[Role]) -> StatisticsRequest:
 
 
 def add_roles(got: CallStatistics, roles: Sequence[Role], tally: LayerTally) -> None:
-    """The sums of each role, text by text, with the evidence of the heads that are above its threshold."""
+    """Add the sums of each role, text by text, with the evidence of the heads above its threshold."""
     heads = tally.heads
     for role in roles:
         sums = role.measure.read(role.name, got)
@@ -127,7 +127,7 @@ def add_roles(got: CallStatistics, roles: Sequence[Role], tally: LayerTally) -> 
 
 
 def _add_evidence(got: CallStatistics, role: Role, above: Tensor, tally: LayerTally) -> None:
-    """For each text and head, the queries of largest weight among those that show the role."""
+    """Add, for each text and head, the queries with the largest weights among those that show the role."""
     hits = role.measure.hits(role.name, got)
     weights = got.weights_on(hits)
     best = weights.topk(min(MOST_SHOWN, weights.shape[-1]), dim=-1)
@@ -140,7 +140,7 @@ def _add_evidence(got: CallStatistics, role: Role, above: Tensor, tally: LayerTa
 
 
 def add_numbers(got: CallStatistics, tally: LayerTally, size: int) -> None:
-    """What every head has: entropy and the like, the masses of offsets, the pooled map."""
+    """Add the numbers that every head has: entropy, largest weight, distance, offset masses and the pooled map."""
     rows = got.rows
     (B, T), S = got.scene.queries.shape, got.scene.keys.shape[1]
     ahead = bool((got.uniform.offsets[..., FAR + 1 :] > 0).any())
@@ -164,7 +164,7 @@ def add_numbers(got: CallStatistics, tally: LayerTally, size: int) -> None:
 
 
 def pooled(rows: RowStatistics, b: int, size: int) -> tuple[Tensor, Tensor]:
-    """Of each head, the map at `size` cells a side, as sums over queries (H, X, Y), and their number (H, X, 1)."""
+    """Return each head's map at `size` cells per side, as sums over queries (H, X, Y), and their number (H, X, 1)."""
     large, weight = rows.pooled[b].double(), rows.pooled_rows[b, :, :, None].double()
     _, R, C = large.shape
     down, across = (_bins(n, min(n, size), large.device) for n in (R, C))
@@ -172,12 +172,12 @@ def pooled(rows: RowStatistics, b: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def quantised(weights: Tensor) -> list[HeadMap]:
-    """Return the maps of heads (H, X, Y), a byte a cell, as `HeadMap` defines it."""
+    """Return the maps of heads (H, X, Y) with one byte per cell, in the encoding of `HeadMap`."""
     levels = (255 * weights.clamp(0, 1).sqrt()).round().to(torch.uint8).cpu()
     return [HeadMap(one.shape[0], one.shape[1], one.numpy().tobytes()) for one in levels]
 
 
 def _bins(n: int, size: int, device: torch.device) -> Tensor:
-    """(n, size) one-hot: index i falls into bin i * size // n."""
+    """Return (n, size) one-hot rows: index i falls into bin i * size // n."""
     bins = torch.arange(n, device=device) * size // max(n, 1)
     return (bins[:, None] == torch.arange(size, device=device)).double()

@@ -1,4 +1,4 @@
-"""The sums of a look on the disk: one file, whole or absent, of numbers alone (no pickles)."""
+"""The saved sums of a run: one file of numbers only (no pickles), replaced atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def save(path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally], done: int, length: int) -> None:
-    """Write the sums of `done` texts; what stood there before stays until the new file is whole."""
+    """Write the sums of `done` texts; an earlier file is replaced once the new one is complete."""
     put(pack(about, tallies, done, length, write=np.savez_compressed), path)
 
 
@@ -49,17 +49,17 @@ def pack(about: str, tallies: Sequence[LayerTally], done: int = 0, length: int =
 
 
 def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], int, int]:
-    """Return the sums, how many texts they are of, and how many tokens.
+    """Return the sums, the number of texts and the number of tokens from a file.
 
     Raises:
-        ValueError: the file is no such state, or one of another model, version or options.
+        ValueError: the file is not such a state, or belongs to another model, version or options.
     """
     where = Path(path)
     try:
         if not where.is_file():
             raise ValueError("it is no regular file")
         content = where.read_bytes()
-        if not content.startswith(b"PK"):  # else numpy says what it says of pickles
+        if not content.startswith(b"PK"):  # else numpy's error would be about pickles
             raise ValueError("it holds something else")
         return unpack(content, about)
     except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile, EOFError) as error:
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], in
 
 
 def unpack(content: bytes, about: str) -> tuple[list[LayerTally], int, int]:
-    """Return what `pack` was given; raise one of several errors where the bytes are no such sums."""
+    """Return the arguments of `pack`; raise one of several errors if the bytes are no such sums."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         head = json.loads(bytes(arrays["head"]))
         if head["format"] != FORMAT:

@@ -1,4 +1,4 @@
-"""From a model and ids to records: a few forward passes, each attention call reduced to numbers as it happens."""
+"""Records from a model and ids: a few forward passes, each attention call reduced to numbers immediately."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .forward import OnProgress, Reader, Steps, batches, numbered, random_copies
 from .reduce import MapSizes
 
 LARGE_MAP = 128
-"""Most cells a side of the large maps."""
+"""The most cells per side of the large maps."""
 
 LARGE_PICTURE = 320
-"""The same where there are pictures or sound: 16 x 16 patches and some tokens are a cell each."""
+"""The same limit for pictures and sound, where each of 16 x 16 patches and some tokens has its own cell."""
 
 BATCH = 4096
-"""Most tokens of one forward pass over several passages."""
+"""The most tokens of one forward pass over several passages."""
 
 Ids: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]"
 
 REPEATS = Repeats()
-"""The repeated random tokens that `at` reads by default."""
+"""The repeated random tokens that `at` uses by default."""
 
 
 def at(
@@ -53,37 +53,39 @@ def at(
     readings: Mapping[str, Sequence[Passage]] | None = None,
     progress: OnProgress | None = None,
 ) -> Look:
-    """Look at every attention head of a model while it reads a text.
+    """Measure every attention head of a model on a text.
 
-    Two forward passes, without gradients and with dropout off: the text, and random tokens repeated (for
-    duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers at once, in O(T)
-    memory; no attention matrix exists at any time. The model is left as it was. Of 512 to 16,384 tokens what the passes
-    free stays with the process until the end, which sets glibc's malloc for good (see docs/look.md, what it costs).
+    Two forward passes run without gradients and without dropout: one over the text, one over repeated random tokens
+    (for duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers immediately, in
+    O(T) memory; no attention matrix is ever stored. The model is not changed. For long texts, glibc malloc settings
+    can save time (see docs/look.md, "What it costs").
 
     Args:
-        model: any module made of `headwise.MultiHeadAttention`, or of what `headwise.nn.replace` put in the place of
-            `torch.nn.MultiheadAttention`, called as ``model(ids)``; or a transformers model, once `headwise.hf` is
-            imported. Wrapped ones (adapters, data parallelism, compiled) are read as what they wrap.
-        ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included. Or what a
-            processor or tokenizer gives, a mapping of tensors by name: ``pixel_values``, ``input_features``,
-            ``input_values``, ``input_ids``, ``token_type_ids``, ``decoder_input_ids`` or ``labels``, and what else the
-            model takes.
-        tokens: the T tokens as text; the ids' digits by default. Of two texts a mapping, by the names of the ids.
-        delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
-        name: of the model, for the table; what the model calls itself by default.
-        map_size: most cells a side of the map in each record.
-        full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side, and the vectors of the
-            first 64 tokens, of texts of at most 1,024 (`Look.neurons`).
-        repeats: how the random tokens are made; None skips that pass.
-        readings: what else the model reads, for the roles that ask for it: ``"sentences"`` that are annotated (see
-            `headwise.look.annotate`), texts with ``"needles"`` in them.
+        model: any module made of `headwise.MultiHeadAttention`, or of the modules that `headwise.nn.replace` creates
+            from `torch.nn.MultiheadAttention`, called as ``model(ids)``; or a transformers model, once `headwise.hf` is
+            imported. Wrappers (adapters, data parallelism, compiled) are removed first.
+        ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included. Or the output
+            of a processor or tokenizer, a mapping of tensors by name: ``pixel_values``, ``input_features``,
+            ``input_values``, ``input_ids``, ``token_type_ids``, ``decoder_input_ids`` or ``labels``, and other inputs
+            of the model.
+        tokens: the T tokens as text; the default is the digits of the ids. For two texts a mapping, by the names of the
+            ids.
+        delimiters: ids that count as delimiters; the default is those whose token is one of ``. , ; : ! ?`` or a
+            newline.
+        name: the name of the model in the table; the default is its `name_or_path` or its class.
+        map_size: the most cells per side of the map in each record.
+        full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells per side (320 for pictures and
+            sound), and for texts of at most 1,024 tokens the vectors of the first 64 (`Look.neurons`).
+        repeats: the settings of the random tokens; None skips that pass.
+        readings: additional passages, for the roles that need them: annotated ``"sentences"`` (see
+            `headwise.look.annotate`), or texts with ``"needles"``.
         progress: called as ``progress(done, total)`` after each attention call.
 
     Raises:
-        TypeError: `model` holds no attention that headwise can see, or ids that are no integers.
-        ValueError: ids for a model that reads no text, or one split over processes; no token, several texts, padding,
-            ids the model does not know, more tokens than it has positions, an input it does not take, layers that
-            attend within windows of a picture, or scores that are not finite.
+        TypeError: `model` has no attention that headwise supports, or the ids are not integers.
+        ValueError: ids for a model that takes no text, or a model that is divided over processes; no token, several
+            texts, padding, ids outside the vocabulary, more tokens than the model has positions, an input that it does
+            not take, layers that attend within windows of a picture, or scores that are not finite.
 
     Example:
         >>> import torch, headwise
@@ -104,7 +106,7 @@ def at(
     row = rows[0] or rows[1]
     words = inputs.vocabulary(row, named, delimiters, facts)
     others = inputs.checked_readings(readings, facts)
-    if not rows[0]:  # nothing but what it looks at, or listens to, tells the model what to read
+    if not rows[0]:  # only pictures or sound: no ids to repeat
         repeats = None
     passes = 1 + (repeats is not None) + len(others)
     reader = Reader(
@@ -125,7 +127,7 @@ def at(
 def _read(
     model: nn.Module, ids: Ids | Mapping[str, Any], tokens: Any
 ) -> tuple[Source | None, tuple[list[int], list[int]], tuple[str, ...], inputs.IdFacts]:
-    """Of one text no source, but its row; of what a processor gives a source, and the rows of its texts."""
+    """Return the source (None for one plain text), the ids of its texts, their tokens, and the facts about the ids."""
     if isinstance(ids, Mapping):
         source, rows = source_of(model, ids, tokens)
         facts = inputs.IdFacts.of(model, rows[0] or rows[1] or [0])
@@ -138,13 +140,13 @@ def _read(
 
 
 def _sizes(source: Source | None, map_size: int, full_maps: bool) -> MapSizes:
-    """Of the maps: those over patches keep a cell a patch, as far as there are not too many."""
+    """Return the sizes of the maps; maps over patches have a cell for each patch, up to a limit."""
     large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
     return MapSizes(map_size, map_size * max(1, large // map_size) if full_maps else 0)
 
 
 def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:
-    """Return what a reader has summed, as a look: `rest` are the fields that depend on what was read."""
+    """Return the sums of a reader as a look; `rest` are the fields that depend on the input."""
     return Look(
         model=name or inputs.model_name(reader.model),
         num_layers=len(reader.tallies),
@@ -164,9 +166,9 @@ def read_more(
     readings: Mapping[str, Sequence[Passage]],
     mine: Callable[[Sequence[Passage]], bool] = bool,
 ) -> Sequence[Passage]:
-    """What the roles read beside the texts: random tokens repeated (returned), and passages by the kind of reading.
+    """Run the additional passes: repeated random tokens (returned), and passages by the kind of reading.
 
-    Of several processes each reads the batches that are `mine`.
+    Each of several processes runs only the batches for which `mine` is true.
     """
     drawn: Sequence[Passage] = ()
     if repeats is not None:
@@ -182,7 +184,7 @@ def read_more(
 
 
 def _read_copies(reader: Reader, drawn: Sequence[Passage]) -> None:
-    """Read random tokens; a model that does not say how many positions it takes may take fewer."""
+    """Run the pass over random tokens; a model whose config has no number of positions may fail here."""
     try:
         reader.read(drawn, COPIES)
     except IndexError as error:
@@ -194,7 +196,7 @@ def _read_copies(reader: Reader, drawn: Sequence[Passage]) -> None:
 
 
 def version() -> str:
-    """Return the version of headwise that runs."""
+    """Return the installed version of headwise."""
     try:
         return metadata.version("headwise")
     except metadata.PackageNotFoundError:  # run from a source tree that was not installed

@@ -1,4 +1,4 @@
-"""Looks at a model while it trains, and leaves the training as it was: modes, gradients, every random number."""
+"""Measurements during training that do not change the training: modes, gradients and random numbers stay the same."""
 
 from __future__ import annotations
 
@@ -29,40 +29,39 @@ from ..roles.call_tokens import Passage
 from .text import REPEATS, Ids, at
 
 SHARE = 0.02
-"""Of the training time, how much the measurements may take."""
+"""The largest share of the training time that measurements may take."""
 
 
 @runtime_checkable
 class Writer(Protocol):
-    """What TensorBoard's SummaryWriter is to a watch."""
+    """The interface of TensorBoard's SummaryWriter that a watch uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one number."""
 
 
 class Watch:
-    """Scores of every head by step, in any training loop: call `step` once an update.
+    """Scores of every head by step, in any training loop: call `step` once per update.
 
-    A measurement is `headwise.look.at` on a fixed text and fixed random tokens. The model, its modes, its gradients and
-    all random numbers are afterwards as they were before: the same run without a watch gives the same weights, bit by
-    bit.
+    A measurement is `headwise.look.at` on a fixed text and fixed random tokens. It restores the modes, gradients and
+    all random numbers: the same run without a watch gives the same weights, bit for bit.
 
     Args:
-        model: the model that trains.
-        ids: the text to look at, as `headwise.look.at` takes it.
-        every: measure at each step that is a multiple of it. By default as often as `share` allows.
-        share: of the time spent training, how much measurements may take; the first one is made at once. One that was
-            held up, by a machine that slept or was stopped, counts as the median does.
-        path: a file of JSON Lines to which each measurement is appended. One that is there is continued, and of its
-            points those from the first step on are dropped: a run that begins again at a checkpoint.
+        model: the model in training.
+        ids: the text to measure, as for `headwise.look.at`.
+        every: measure at each multiple of this step. The default is as often as `share` allows.
+        share: the largest share of the training time that measurements may take; the first one runs immediately. Costs
+            are estimated by the median, so one delayed measurement (a suspended machine) has no effect.
+        path: a file of JSON Lines to which each measurement is appended. An existing file is continued; its points from
+            the first new step on are dropped, as for a run that restarts at a checkpoint.
         tensorboard: a SummaryWriter, or the folder for one.
-        delimiters, repeats, readings: as `headwise.look.at` takes them.
+        delimiters, repeats, readings: as for `headwise.look.at`.
 
     Raises:
-        TypeError, ValueError: arguments of another kind; at the first measurement, what `headwise.look.at` raises.
-            Later ones become warnings, for no measurement is worth a training run.
+        TypeError, ValueError: arguments of the wrong kind; at the first measurement, the errors of `headwise.look.at`.
+            Later errors become warnings, so that a measurement never ends a training run.
         OSError: the file cannot be written.
-        MissingExtra: a folder for TensorBoard, which is not installed.
+        MissingExtra: a folder for TensorBoard is given, and tensorboard is not installed.
 
     Example:
         >>> import torch, headwise
@@ -114,11 +113,11 @@ class Watch:
         self.writer: Any = _writer(tensorboard)
 
     def step(self, step: int | None = None, **numbers: Any) -> Point | None:
-        """After an update: measures if it is time to.
+        """Count an update, and measure if a measurement is due.
 
         Args:
-            step: its number; one more than the last by default.
-            numbers: what to keep beside the scores, such as ``loss=``.
+            step: the number of the step; the default is one more than the last.
+            numbers: numbers to store with the scores, such as ``loss=``.
 
         Returns:
             The measurement, or None.
@@ -127,17 +126,17 @@ class Watch:
         self.started = time.perf_counter() if self.started is None else self.started
         if self.every is not None:
             due = number % self.every == 0
-        else:  # this one and all before it fit into the share
+        else:  # this measurement and all earlier ones fit into the share
             trained = time.perf_counter() - self.started - self.spent
             due = not self.costs or (len(self.costs) + 1) * self.cost <= self.share * trained
         return self._measure(number, numbers) if due else None
 
     def measure(self, step: int | None = None, **numbers: Any) -> Point | None:
-        """Measure now, whatever the time: at the end of a run, say. None where that failed, with a warning."""
+        """Measure now, for example at the end of a run. Return None, with a warning, if that failed."""
         return self._measure(self._number(step), numbers)
 
     def close(self) -> None:
-        """Closes the writer of TensorBoard, where the watch opened it."""
+        """Close the writer of TensorBoard if the watch opened it."""
         if self._opened and self.writer is not None:
             self.writer.close()
             self.writer = None
@@ -169,11 +168,11 @@ class Watch:
             point = None
         self.costs.append(time.perf_counter() - began)
         self.spent += self.costs[-1]
-        self.cost = statistics.median(self.costs)  # not the mean: one may be held up for minutes
+        self.cost = statistics.median(self.costs)  # not the mean: one may be delayed for minutes
         return point
 
     def _keep(self, point: Point, seen: Look) -> None:
-        """In the curve, in the file, in TensorBoard."""
+        """Add a point to the curve, the file and TensorBoard."""
         before = tuple(one for one in self.curve.points if one.step < point.step)
         thresholds = {name: score.threshold for head in seen.heads for name, score in head.scores.items()}
         whole = replace(self.curve, model=self.curve.model or seen.model, points=(*before, point))
@@ -193,15 +192,15 @@ class Watch:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Random numbers go on afterwards as if nothing had been drawn, and autocast keeps nothing of what is computed.
+    """Restore the states of all random generators at exit, and run without autocast's cache of casts.
 
-    In torch 2.10 weights that autocast casts without gradients would otherwise stay in its cache, and get no gradient
-    from the next forward in the same block.
+    In torch 2.10 weights that autocast casts without gradients would otherwise stay in its cache and get no gradient
+    from the next forward pass in the same block.
     """
     weight = next(model.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # else the training's own work, still under way, would count as ours
+        torch.cuda.synchronize(device)  # else pending training kernels would count as measurement time
     states = random.getstate(), np.random.get_state()
     kind = device.type
     try:
@@ -223,7 +222,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _continued(path: str | None) -> Curve:
-    """The curve in the file, without what a killed run left half-written; an empty one where there is no file."""
+    """Return the curve in the file, without an incomplete last line; an empty curve if there is no file."""
     if path is None or not os.path.exists(path) or not os.path.getsize(path):
         return Curve("")
     earlier = curve.read_curve(path)

@@ -1,7 +1,7 @@
-"""A look at many texts, shared by processes: each reads a part of the batches, the first has the sums of all.
+"""A run over many texts with several processes: each reads some of the batches, the first has all sums.
 
-All see every text and make the same batches, so what passes through the model together, and with it every bit, does
-not depend on how many processes there are; the sums are whole numbers, so neither does their order.
+All processes iterate over every text and form the same batches, so the number of processes does not change a bit of a
+forward pass; the sums are integers, so their order does not matter either.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ DIGEST = 32
 
 @dataclass
 class Shared:
-    """One reader of several, and how far they are together.
+    """One process's reader and the shared progress of all processes.
 
     Attributes:
-        reader: this process's; between two blocks that of the first process alone has sums, where a state is kept.
-        processes: which one this is.
-        about: the fingerprint of the look, which is the same in all.
-        state: the file that the first process keeps, if any.
+        reader: the reader of this process; if a state is kept, only the first process has sums between two blocks.
+        processes: the group, and the rank of this process.
+        about: the fingerprint of the run, which is the same in all processes.
+        state: the file in which the first process saves the sums, if any.
         progress: called by the first process.
-        done: texts read by all.
-        length: tokens in them.
-        saves: whether the first process keeps a state, so that it needs all sums after each block.
-        loads: tokens that each process has passed through the model.
+        done: the number of texts read by all processes.
+        length: the number of tokens in them.
+        saves: whether the first process saves a state and so needs all sums after each block.
+        loads: the number of tokens that each process has passed through the model.
     """
 
     reader: Reader
@@ -60,11 +60,11 @@ class Shared:
         self.loads = [0] * self.processes.size
 
     def begin(self) -> None:
-        """Go on where a state stops; it may be of another number of processes.
+        """Continue from a saved state, which may come from another number of processes.
 
         Raises:
-            ValueError: processes that look at different things, or a file that is no state of this look.
-            OSError: no state can be written there.
+            ValueError: the processes measure different things, or the file is not a state of this run.
+            OSError: the state cannot be written.
         """
 
         def join(abouts: Iterator[bytes]) -> bytes:
@@ -83,7 +83,7 @@ class Shared:
         self.done, self.length, self.saves = json.loads(self.processes.exchange(self.about.encode, join))
 
     def block(self, texts: Callable[[], list[list[int]]], batch: int) -> bool:
-        """Read the next texts, each process its batches; False where there are none left, and all sums are together."""
+        """Read the next texts, each process its batches; return False at the end, when all sums are merged."""
         rows: list[list[int]] = []
 
         def work() -> bytes:
@@ -108,12 +108,12 @@ class Shared:
         layers = json.loads(self.processes.exchange(work, join))
         self.done += len(rows)
         self.length += _length(rows)
-        if not rows and not self.processes.first:  # it may have read nothing, and knows the layers all the same
+        if not rows and not self.processes.first:  # a process without a batch also needs the layers
             self.reader.tallies = [LayerTally(place, heads) for place, heads in layers]
         return bool(rows)
 
     def finish(self, more: Callable[[], object]) -> None:
-        """What is read beside the texts, of which each process reads what is `mine`; then all have the same sums."""
+        """Run `more`, in which each process reads the batches that are `mine`; then share the sums with all."""
 
         def work() -> bytes:
             more()
@@ -128,13 +128,13 @@ class Shared:
             self.reader.tallies = unpack(sums, self.about)[0]
 
     def mine(self, passages: Sequence[Passage]) -> bool:
-        """Whether this process reads a batch: the one that has read the fewest tokens does. Asked of each batch."""
+        """Return whether this process reads a batch: the one with the fewest tokens does. Call it for each batch."""
         rank = self.loads.index(min(self.loads))
         self.loads[rank] += _length([passage.ids for passage in passages])
         return rank == self.processes.rank
 
     def _handed_over(self) -> bytes:
-        """This process's sums, which it then has no more; the first keeps its own."""
+        """Return the sums of this process and reset them; the first process keeps its sums."""
         if self.processes.first:
             return b""
         packed = pack(self.about, self.reader.tallies)
@@ -142,7 +142,7 @@ class Shared:
         return packed
 
     def _merge(self, parts: Iterator[bytes]) -> None:
-        """Add what the others handed over to the sums of the first process."""
+        """Add the sums of the other processes to those of the first."""
         ours = next(parts)[:DIGEST]
         for rank, part in enumerate(parts, 1):
             if part[:DIGEST] != ours:
@@ -159,9 +159,9 @@ class Shared:
 
 
 def check_whole(model: nn.Module, processes: Processes) -> None:
-    """Raise ValueError where processes that are to share texts have the model's weights only together.
+    """Raise ValueError if the processes that share texts each hold only a part of the model's weights.
 
-    Their forward passes wait for each other, so all of them must read the same.
+    Their forward passes wait for each other, so all of them must read the same texts.
     """
     distributed: Any = sys.modules.get("torch.distributed.tensor")  # not imported: nothing is split
     if processes.size == 1 or distributed is None:

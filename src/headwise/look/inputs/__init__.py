@@ -1,1 +1,1 @@
-"""What is run through the model: token ids, texts, media, repeated tokens, needles."""
+"""Inputs of the model: token ids, texts, media, repeated tokens, needles."""

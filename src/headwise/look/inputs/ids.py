@@ -1,7 +1,7 @@
-"""What goes into a look: ids checked against the model, and how the model wants to be called.
+"""Token ids checked against the model, and the arguments of the model's forward pass.
 
-Models are read by the names that are common to most: ``config.vocab_size``, ``config.max_position_embeddings``,
-``use_cache`` and the like, wherever they are there. No library of models is imported.
+The module reads attribute names that most models share: ``config.vocab_size``, ``config.max_position_embeddings``,
+``use_cache`` and others, where they exist. No model library is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXTRA_READINGS = ("sentences", "needles")
 
 
 def check_reads_text(model: object) -> None:
-    """Raise where the model is none, or its first input is no text.
+    """Raise an error if this is not a model, or its main input is not text.
 
     Raises:
         TypeError: not a module.
@@ -38,7 +38,7 @@ def check_reads_text(model: object) -> None:
 
 
 def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
-    """Raise ValueError where the model failed on ids alone, and says that it reads more than text."""
+    """Raise ValueError if the model failed on ids only and its `input_modalities` list more than text."""
     kinds = getattr(model, "input_modalities", "text")
     if not isinstance(kinds, str) and set(kinds) != {"text"}:
         what = f"takes {' and '.join(kinds)}, and does not run on ids alone ({type(error).__name__}: {error})"
@@ -53,7 +53,7 @@ def _no_text(model: nn.Module, what: str) -> str:
 
 
 def check_heads(module: object, call: AttentionCall) -> None:
-    """Raise ValueError where a module ran another number of query heads than it, or its config, says that it has."""
+    """Raise ValueError if a module ran a number of query heads that differs from its own or its config's."""
     config = getattr(module, "config", None)
     words = [_whole(module, "num_heads"), _whole(module, "num_attention_heads"), _whole(config, "num_attention_heads")]
     counts, heads = [word for word in words if word is not None], call.query.shape[1]
@@ -65,10 +65,10 @@ def check_heads(module: object, call: AttentionCall) -> None:
 
 
 def _whole(owner: object, name: str) -> int | None:
-    """Return an attribute that is a whole number; None for any other, and for one that cannot be read."""
+    """Return an attribute that is an int; None for other types, and if reading it fails."""
     try:
         value = getattr(owner, name, None)
-    except Exception:  # a config whose layers differ may raise of its own
+    except Exception:  # a config with different layers may raise its own errors
         return None
     return value if isinstance(value, int) else None
 
@@ -77,8 +77,8 @@ def as_row(ids: object) -> list[int]:
     """Return the ids of one text from a tensor (T,) or (1, T), an array, or a list of ints.
 
     Raises:
-        TypeError: not integers.
-        ValueError: no token, or more than one text.
+        TypeError: the ids are not integers.
+        ValueError: there is no token, or more than one text.
     """
     try:
         row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
@@ -102,7 +102,7 @@ def as_row(ids: object) -> list[int]:
 
 
 def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None) -> None:
-    """Raise ValueError where an id is none of the model's, or the text is longer than its positions."""
+    """Raise ValueError if an id is outside the vocabulary, or the text is longer than the model's positions."""
     if vocabulary is not None:
         wrong = [(place, i) for place, i in enumerate(ids) if not 0 <= i < vocabulary]
         if wrong:
@@ -117,7 +117,7 @@ def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None
 
 
 def check_options(name: object, map_size: object, full_maps: object, repeats: object, progress: object) -> None:
-    """What else `look.at` takes; raises TypeError or ValueError."""
+    """Check the other arguments of `look.at`; raise TypeError or ValueError."""
     check_told(name, progress)
     check_counts(0, map_size=map_size)
     if map_size == 0:
@@ -128,7 +128,7 @@ def check_options(name: object, map_size: object, full_maps: object, repeats: ob
 
 
 def check_told(name: object, progress: object) -> None:
-    """The name of the model, and what is told of the work; raises TypeError."""
+    """Check the name of the model and the progress callback; raise TypeError."""
     if name is not None:
         check_texts(name=name)
     if progress is not None and not callable(progress):
@@ -136,7 +136,7 @@ def check_told(name: object, progress: object) -> None:
 
 
 def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[Passage]]:
-    """Return what else the model reads; raise TypeError or ValueError."""
+    """Return the additional readings, checked; raise TypeError or ValueError."""
     if readings is None:
         return {}
     if not isinstance(readings, Mapping):
@@ -155,7 +155,7 @@ def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[
 
 
 def _check_places(reads: str, passage: Passage) -> None:
-    """Raise where links or classes are no lists of places (TypeError), or name places outside the passage."""
+    """Raise TypeError if links or classes are not lists of positions, ValueError for positions out of range."""
     T, places = len(passage.ids), dict[str, list[int]]()
     for name, linked in _items(reads, "links", passage.links):
         if isinstance(linked, (str, bytes)) or not isinstance(linked, Sequence):
@@ -178,14 +178,14 @@ def _check_places(reads: str, passage: Passage) -> None:
 
 
 def _items(reads: str, what: str, named: object) -> list[tuple[str, Any]]:
-    """The entries of a passage's links or classes, each with its name as errors say it; TypeError for no dict."""
+    """Return a passage's links or classes, each with its name for errors; raise TypeError if not a dict."""
     if not isinstance(named, Mapping):
         raise TypeError(f"readings[{reads!r}]: {what} of a passage are a dict, name -> places; got {shown(named)}")
     return [(f"{what}[{name!r}]", places) for name, places in named.items()]
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the model's configuration of its text part, an empty object where it has none."""
+    """Return the config of the model's text part; None if the model has no config."""
     config = getattr(model, "config", None)
     nested = getattr(config, "get_text_config", None)
     return nested() if callable(nested) else config
@@ -193,15 +193,15 @@ def text_config(model: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class IdFacts:
-    """What a model says of its ids, and what a text begins and ends with.
+    """The facts about a model's ids, and the first and last id of a text.
 
     Attributes:
-        vocabulary: how many ids it knows: its config's word, else the rows of its first embedding; None without both.
-        positions: how many tokens it takes; None where it does not say.
-        special: the ids its config names, by ``bos``, ``eos``, ``pad``, ...
-        first: what the text began with.
-        last: what the text ended with.
-        apart: further ids that its config names: places of pictures and the like, which no random text may hold.
+        vocabulary: the number of ids: from the config, else the rows of the first embedding; None without both.
+        positions: the most tokens of a text; None if the config does not have it.
+        special: the special ids in the config, by ``bos``, ``eos``, ``pad``, ...
+        first: the first id of the text.
+        last: the last id of the text.
+        apart: all token ids that the config names: placeholders of pictures and others; random text excludes them.
     """
 
     vocabulary: int | None
@@ -213,7 +213,7 @@ class IdFacts:
 
     @classmethod
     def of(cls, model: nn.Module, ids: Sequence[int]) -> IdFacts:
-        """Read from the model's config, and from the text."""
+        """Read the facts from the model's config and the text."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
         config = text_config(model)
@@ -235,23 +235,23 @@ class IdFacts:
 
     @property
     def opener(self) -> int:
-        """What begins a text: what this one began with, unless that is no special id and the model has a BOS."""
+        """The id that begins a text: the first one of this text, unless that is not special and the model has a BOS."""
         return self.first if self.first in self.special.values() else self.special.get("bos", self.first)
 
     @property
     def start(self) -> int:
-        """What a decoder beside an encoder begins with."""
+        """The first id of the decoder in an encoder-decoder."""
         return self.special.get("decoder_start", self.opener)
 
 
 def model_name(model: nn.Module) -> str:
-    """Return what the model calls itself: the path or name it was loaded from, or its class."""
+    """Return the path or name from which the model was loaded, or its class."""
     name = getattr(getattr(model, "config", None), "name_or_path", None)
     return name if isinstance(name, str) and name else type(model).__name__
 
 
 def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
-    """Return the tokens as text, one an id; the ids' digits where the caller names none."""
+    """Return the tokens as text, one per id; the digits of the ids if `tokens` is None."""
     if tokens is None:
         return tuple(str(i) for i in ids)
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
@@ -264,7 +264,7 @@ def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
 def vocabulary(
     ids: Sequence[int], tokens: Sequence[str], delimiters: Collection[int] | None, facts: IdFacts
 ) -> Vocabulary:
-    """What the ids are: delimiters as the caller says, or those whose text is a punctuation mark or a line's end."""
+    """Return the classes of the ids: delimiters are those of the caller, or punctuation marks and newlines."""
     pairs = list(zip(ids, tokens, strict=True))
     if delimiters is not None:
         chosen = frozenset(whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters))
@@ -284,14 +284,14 @@ def vocabulary(
 
 
 def is_pair(model: nn.Module) -> bool:
-    """Return whether a model is an encoder-decoder, by what its forward takes."""
+    """Return whether a model is an encoder-decoder, by the parameters of its `forward`."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:
-    """Return what the model reads: the ids, and for an encoder-decoder those of its decoder.
+    """Return the inputs of the model: the ids, and for an encoder-decoder those of its decoder.
 
-    The decoder reads the same ids behind its start, one fewer than the encoder: so its length tells which is which.
+    The decoder reads the start id and then the same ids, one fewer in total than the encoder: the length identifies it.
     """
     if not is_pair(model):
         return (ids_BT,)
@@ -300,7 +300,7 @@ def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]
 
 
 def by_name(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model is called with; pixels go by the name that it has for its one input, where it takes no other."""
+    """Return the keyword arguments of a model; pixels take its only required name if it has no `pixel_values`."""
     takes = inspect.signature(model.forward).parameters.values()
     required = [one.name for one in takes if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     known = any(one.name == "pixel_values" or one.kind is one.VAR_KEYWORD for one in takes)
@@ -309,14 +309,14 @@ def by_name(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lean(model: nn.Module) -> dict[str, Any]:
-    """Options of a lean forward: where the model lets us, no cache is filled and only the last logits are made."""
+    """Return options for a cheaper forward pass, if the model has them: no cache, and only the last logits."""
     wanted: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
     named = inspect.signature(model.forward).parameters
     return {name: value for name, value in wanted.items() if name in named}
 
 
 def run(model: nn.Module, rows: tuple[Tensor, ...]) -> None:
-    """One lean forward pass over texts."""
+    """Run one cheap forward pass over texts."""
     options = lean(model)
     if len(rows) > 1:
         options["decoder_input_ids"] = rows[1]

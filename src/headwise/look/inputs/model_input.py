@@ -1,4 +1,4 @@
-"""What one forward pass of a look reads, and what stands at the queries and keys of each of its calls."""
+"""The input of one forward pass, and the tokens or patches at the queries and keys of each attention call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import ids as inputs
 from .ids import IdFacts
 
 CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
-"""How modules of cross-attention are named."""
+"""Names of cross-attention modules."""
 
 PIXELS = "pixel_values"
 SOUNDS = ("input_features", "input_values")
@@ -28,11 +28,11 @@ GRIDS = "image_grid_thw"
 
 
 def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
-    """``"encoder"``, ``"decoder"`` or ``"cross"``.
+    """Return the part of a call: ``"encoder"``, ``"decoder"`` or ``"cross"``.
 
-    By name, where the model is a `pair`, an encoder-decoder: the last words of the module tell cross-attention,
-    "decoder" or "encoder" in its path the rest. Other models' parts are told by where their queries may look. What
-    torch's own decoder layers call ``multihead_attn`` is their cross-attention.
+    In an encoder-decoder (`pair`) the last two names of the module identify cross-attention, and "decoder" or "encoder"
+    in its path the other parts. In other models the mask decides. In torch's own decoder layers ``multihead_attn`` is
+    the cross-attention.
     """
     path = call.module.split(".")
     of_torch = path[-1] == "multihead_attn" and isinstance(_around(model, call.module), nn.TransformerDecoderLayer)
@@ -47,7 +47,7 @@ def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
 
 @dataclass(frozen=True)
 class View:
-    """What stands behind a call: ids (B, T) and (B, S), -1 where none are known; two axes, by number; the texts."""
+    """The input of a call: ids (B, T) and (B, S), -1 if unknown; its two axes, by number; and its passages."""
 
     queries: Tensor
     keys: Tensor
@@ -61,16 +61,16 @@ class View:
 
 @dataclass
 class Source:
-    """What one forward pass reads.
+    """The input of one forward pass.
 
     Attributes:
-        model: that reads it.
-        texts: ids (B, T) that its text part reads, and those of its decoder; None where it has no such part.
+        model: the model that runs.
+        texts: ids (B, T) of its text part, and those of its decoder; None without such a part.
         passages: one for each row of the texts; without texts, one for each picture or sound.
-        call: what else it is called with, by name.
+        call: the other arguments of the model, by name.
         names: the tokens of the two texts.
-        own: whether the decoder's text is another than the encoder's.
-        axes: what calls ran over so far.
+        own: whether the decoder's text differs from the encoder's.
+        axes: the axes of the calls so far.
     """
 
     model: nn.Module
@@ -84,17 +84,17 @@ class Source:
 
     @classmethod
     def of_rows(cls, model: nn.Module, passages: Sequence[Passage], facts: IdFacts, like: Source | None) -> Source:
-        """Of texts of one length; a model of two towers, whose text holds no picture, keeps the inputs of `like`."""
+        """Return the source of texts of equal length; a two-tower model also gets the media of `like`."""
         rows = inputs.rows(model, _as_ids(model, [passage.ids for passage in passages]), facts)
         call = {} if like is None or like.image_id() is not None else like.beside()
         return cls(model, (rows[0], rows[1] if len(rows) > 1 else None), passages, call)
 
     def beside(self) -> dict[str, Any]:
-        """Return what is read beside text."""
+        """Return the inputs that are not text: pictures and sound."""
         return {name: self.call[name] for name in (PIXELS, GRIDS, *SOUNDS) if name in self.call}
 
     def run(self) -> None:
-        """One lean forward pass, as `inputs.lean` says."""
+        """Run one cheap forward pass with the options of `inputs.lean`."""
         ids, target = self.texts
         rows = tuple(row for row in (ids, target) if row is not None)
         if not self.call:
@@ -106,13 +106,13 @@ class Source:
             options["decoder_input_ids"] = target
         self.model(**options)
 
-    # -- what stands where ---------------------------------------------------------------------------------------------
+    # -- views of calls ------------------------------------------------------------------------------------------------
 
     def view(self, call: AttentionCall, part: str, again: int) -> View:
-        """Return what stands behind a call.
+        """Return the tokens or patches at the queries and keys of a call.
 
         Raises:
-            ValueError: it does not keep a text, or a picture, in one row.
+            ValueError: the model does not keep each text, or each picture, in one row.
         """
         T, S = call.query.shape[2], call.key.shape[2]
         config = _config(self.model, call.module)
@@ -126,7 +126,7 @@ class Source:
         return self._view(call, self._text(text, T), self._memory(call, S), text, again)
 
     def _view(self, call: AttentionCall, queries: int, keys: int | None, text: int, again: int) -> View:
-        """Of a call in which a row is a text."""
+        """Return the view of a call in which a row is a text."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
         if len(self.passages) != B:
             raise ValueError(
@@ -143,7 +143,7 @@ class Source:
         return View(ids[0], ids[1], over, there, tuple(self.passages), moved, known, again)
 
     def _of_pictures(self, call: AttentionCall, config: Any, again: int) -> View:
-        """Of a call of the part that reads pictures: a row a picture, or a call a picture."""
+        """Return the view of a call in the part for pictures: one row per picture, or one call per picture."""
         (B, _, T, _), pixels = call.query.shape, self.call[PIXELS]
         side = _side(config)
         count = pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1] if pixels.ndim == 5 else 1
@@ -171,7 +171,7 @@ class Source:
         return View(blank, blank, (number, number), (axis, axis), passages, (0, 0), False, again)
 
     def _hears(self, config: Any, part: str) -> bool:
-        """Return whether a call is of the part that reads sound."""
+        """Return whether a call belongs to the part for sound."""
         if not any(name in self.call for name in SOUNDS):
             return False
         if self.texts[0] is None:
@@ -179,7 +179,7 @@ class Source:
         return _whole(config, "num_mel_bins") > 0 and part == "encoder"
 
     def _sound(self, config: Any, T: int) -> int:
-        """Return the axis of frames; of a spectrogram that is cut into patches, the axis of those."""
+        """Return the number of the axis of frames, or of the patches of a spectrogram."""
         strides = [_whole(config, name) for name in ("frequency_stride", "time_stride")]
         x = next(self.call[name] for name in SOUNDS if name in self.call)
         if all(strides) and x.ndim == 3:
@@ -189,7 +189,7 @@ class Source:
         return self._number((axes.SOUND, T), Axis(axes.SOUND, T))
 
     def _text(self, which: int, T: int) -> int:
-        """Return the axis of a text; where a call is of another length, its places are no tokens that we know."""
+        """Return the number of the axis of a text; if the call has another length, its positions have no tokens."""
         ids, names = self.texts[which], self.names[which]
         if ids is None or ids.shape[1] != T:
             return self._number((axes.TEXT, which, T), Axis(axes.TEXT, T))
@@ -198,7 +198,7 @@ class Source:
         return self._number((axes.TEXT, which, T), axis)
 
     def _memory(self, call: AttentionCall, S: int) -> int:
-        """Return the axis of the keys of cross-attention: the encoder's text, or what an encoder ran over before."""
+        """Return the axis number of cross-attention's keys: the encoder's text, or an axis of equal length."""
         if self.texts[0] is not None and self.texts[0].shape[1] == S:
             return self._text(0, S)
         other = [n for n, axis in enumerate(self.axes) if axis.kind != axes.TEXT and axis.length == S]
@@ -211,7 +211,7 @@ class Source:
         return self.numbers[key]
 
     def grids(self) -> list[tuple[int, ...]]:
-        """(frames, rows, columns) of patches of each picture."""
+        """Return (frames, rows, columns) of the patches of each picture."""
         if GRIDS in self.call:
             return [tuple(int(n) for n in row) for row in self.call[GRIDS].tolist()]
         pixels = self.call.get(PIXELS)
@@ -223,7 +223,7 @@ class Source:
         return [one] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
 
     def image_id(self) -> int | None:
-        """Return the id that stands in a text where a patch of a picture is."""
+        """Return the token id that stands for a patch of a picture."""
         config = getattr(self.model, "config", None)
         for name in ("image_token_id", "image_token_index"):
             value = getattr(config, name, None)
@@ -232,7 +232,7 @@ class Source:
         return None
 
     def pictures(self) -> tuple[Picture, ...]:
-        """Return what is behind the patches and frames, as the model got it; none where it is no picture."""
+        """Return the pictures and sounds as the model received them; empty if a picture cannot be restored."""
         pixels, made = self.call.get(PIXELS), []
         if pixels is not None and pixels.ndim in (4, 5):
             made = [picture_of(one) for one in pixels.flatten(0, pixels.ndim - 4)]
@@ -257,20 +257,20 @@ def _sees(config: Any) -> bool:
 
 
 def _side(config: Any) -> tuple[int, int]:
-    """Height and width of a patch."""
+    """Return height and width of a patch."""
     size = config.patch_size
     pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
     return int(pair[0]), int(pair[-1])
 
 
 def _whole(config: Any, name: str) -> int:
-    """Return a number of a config; 0 where it has none."""
+    """Return an int of a config; 0 if it is missing."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else 0
 
 
 def _around(model: nn.Module, name: str) -> nn.Module:
-    """The module that a module is a part of."""
+    """Return the parent of a module."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
@@ -279,7 +279,7 @@ def _own_config(module: nn.Module) -> Any:
 
 
 def _config(model: nn.Module, name: str) -> Any:
-    """Return the config nearest to a module: its own, or that of what it is in; without any, the model itself."""
+    """Return the config of a module or of its nearest parent that has one; without any, the model itself."""
     while True:
         config = _own_config(model.get_submodule(name))
         if config is not None or not name:
@@ -288,6 +288,6 @@ def _config(model: nn.Module, name: str) -> Any:
 
 
 def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """(B, T) long on the model's device."""
+    """Return the ids as (B, T) long on the model's device."""
     weight = next(model.parameters(), None)
     return torch.tensor([list(row) for row in rows], dtype=torch.long, device=None if weight is None else weight.device)

@@ -1,4 +1,4 @@
-"""Texts with a needle in them: what a retrieval head has to find again."""
+"""Texts that contain a needle, which a retrieval head must find again."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def needles(
     around: int = 121,
     seed: int = 0,
 ) -> list[Passage]:
-    """Passages of a text, each with a needle at some depth that stands once more at its end.
+    """Return passages of a text, each with a needle at some depth and a copy of it at the end.
 
-    A needle is `length` distinct tokens that the passage does not contain. At the end it is repeated; each of its
-    tokens there is linked to the one that follows in the needle: a head that has its largest weight there retrieves
-    it (Wu et al. 2024, arXiv 2404.15574, where the model generates the needle; here it is given, token by token).
-    Depths are spread evenly, so that no fixed distance leads to all needles.
+    A needle is `length` distinct tokens that the passage does not contain. In the copy, each token is linked to the
+    needle's token that follows: a head that has its largest weight there retrieves it (Wu et al. 2024, arXiv
+    2404.15574, where the model generates the needle; here it is given, token by token). Depths are spread evenly, so
+    that no fixed distance leads to all needles.
 
     Args:
-        ids: the token ids of a text; taken again from its start where it is short.
+        ids: the token ids of a text; a short text is repeated.
         vocabulary: the ids from which needles are drawn.
-        count: how many passages.
-        length: tokens of a needle.
-        around: tokens of the text around it.
-        seed: of the draw.
+        count: the number of passages.
+        length: the number of tokens of a needle.
+        around: the number of tokens of the text around it.
+        seed: the seed of the draw.
 
     Raises:
-        TypeError: ids or counts that are no integers.
-        ValueError: no text, or fewer ids to draw from than a needle has tokens.
+        TypeError: the ids or counts are not integers.
+        ValueError: there is no text, or fewer ids to draw from than a needle has tokens.
 
     Example:
         >>> [passage] = needles(range(9), range(50, 99), count=1, length=3, around=9)

@@ -1,4 +1,4 @@
-"""What to do where the numbers of a model are NaN or infinite."""
+"""Advice for errors about NaN or infinite numbers of a model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import nn
 
 
 def spoilt(model: nn.Module) -> str | None:
-    """Of the first weight that holds NaN or infinity, the words that say so; None where all are finite."""
+    """Return words about the first weight that contains NaN or infinity; None if all are finite."""
     for name, weight in model.named_parameters():
-        here = weight.to_local() if hasattr(weight, "to_local") else weight  # of a model that is split: no message
+        here = weight.to_local() if hasattr(weight, "to_local") else weight  # of a sharded model: no communication
         if here.is_floating_point() and here.itemsize > 1 and not bool(here.isfinite().all()):
             return f"its weight {name!r} holds NaN or infinity: download the checkpoint anew"
     return None
 
 
 def remedy(model: nn.Module, dtype: torch.dtype) -> str:
-    """For an error text: which weight is to blame, or which dtype is wider."""
+    """Return advice for an error text: the faulty weight, or a wider dtype."""
     wider = {torch.float64: "float64 is the widest there is", torch.float32: "load the model in float64"}
     return spoilt(model) or wider.get(dtype, "load the model in a wider dtype, such as float32")

@@ -1,4 +1,4 @@
-"""What a processor gives for a model, checked and made ready: texts, pictures and sound by name."""
+"""The output of a processor, checked and prepared for a model: texts, pictures and sound by name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Named = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 
 def source_of(model: nn.Module, read: Mapping[Any, Any], tokens: Named) -> tuple[Source, tuple[list[int], list[int]]]:
-    """Return what a model is called with, and the ids of its text and of its decoder's; empty where it reads none.
+    """Return the source of a model's input, and the ids of its text and of its decoder's text; empty if it has none.
 
     Raises:
-        TypeError: something that is no number, or names that are no strings.
-        ValueError: nothing to read; a name that the model does not take; padding; numbers that are not finite.
+        TypeError: a value is not numeric, or a name is not a string.
+        ValueError: no input, a name that the model does not take, padding, or numbers that are not finite.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
@@ -58,7 +58,7 @@ def source_of(model: nn.Module, read: Mapping[Any, Any], tokens: Named) -> tuple
 
 
 def _checked(model: nn.Module, read: Mapping[Any, Any]) -> dict[str, Any]:
-    """Tensors by name, each one that the model takes; None is left out."""
+    """Return tensors by name, checked against the model's parameters; None is left out."""
     takes = inspect.signature(model.forward).parameters
     rule = f"{type(model).__name__} is called with what its processor gives"
     takes_any = any(one.kind == one.VAR_KEYWORD for one in takes.values())
@@ -108,7 +108,7 @@ def _tensor(name: str, value: object, rule: str) -> Tensor:
 
 
 def _target(model: nn.Module, values: dict[str, Any]) -> list[int]:
-    """Return what the decoder reads: its ids; or its labels behind its start; of sound or pictures alone its start."""
+    """Return the decoder's ids: given, or from the labels after the start id; only the start for sound or pictures."""
     labels = values.pop("labels", None)
     if "decoder_input_ids" in values:
         return inputs.as_row(values.pop("decoder_input_ids"))
@@ -136,7 +136,7 @@ def _names(tokens: Named, ids: Sequence[int], target: Sequence[int]) -> tuple[Se
 def _passages(
     ids: Sequence[int], target: Sequence[int], segments: Tensor | None, facts: IdFacts, call: Mapping[str, Any]
 ) -> list[Passage]:
-    """Return the texts as passages, with the classes of a pair of sentences; without texts, one a picture or sound."""
+    """Return the texts as passages, with classes for a sentence pair; or one passage per picture or sound."""
     if not ids and not target:
         first = next(call[name] for name in (PIXELS, *SOUNDS) if name in call)
         return [Passage((), text=n) for n in range(first.shape[0])]
@@ -156,7 +156,7 @@ def _row(ids: Sequence[int], weight: Tensor | None) -> Tensor | None:
 
 
 def _moved(value: Tensor, weight: Tensor | None) -> Tensor:
-    """On the model's device; floats in its dtype."""
+    """Return the value on the model's device; floats also get its dtype."""
     if weight is None:
         return value
     return value.to(weight.device, weight.dtype if value.is_floating_point() else None)

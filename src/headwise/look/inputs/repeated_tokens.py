@@ -1,8 +1,8 @@
-"""Random tokens, repeated: the text on which duplicate-token and induction heads show themselves.
+"""Random tokens, repeated: the input that identifies duplicate-token and induction heads.
 
-Random tokens carry no meaning and no grammar, so what a head does with their second copy it does because it is a copy.
-Each sequence has a period of its own: under one fixed period, a head that looks back at a fixed offset would pass for
-an induction head. Sinks are never measured here: repeated input weakens them (Gu et al. 2024, arXiv 2410.10781).
+Random tokens have no meaning and no grammar, so the attention pattern on the second copy depends only on the copy.
+Each sequence has its own period: with one fixed period, a head that attends at a fixed offset would pass for an
+induction head. Sinks are never measured here: repeated input weakens them (Gu et al. 2024, arXiv 2410.10781).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from ...shapes.arguments import check_counts, whole_numbers
 
 SHORTEST = 8
-"""Random tokens a sequence needs at the least; a model with fewer positions is not measured."""
+"""The fewest random tokens of a sequence; a model with fewer positions is not measured."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How the repeated random tokens are made.
+    """Settings of the repeated random tokens.
 
     Attributes:
-        sequences: how many, each with a period of its own where there are enough of them.
-        length: tokens of each, at most; a model with fewer positions gets as many as it takes.
-        seed: of the random tokens and periods.
-        vocabulary: the ids to draw from; None for all ids of the model but its special ones.
+        sequences: the number of sequences, each with its own period if there are enough periods.
+        length: the most tokens of each; a model with fewer positions gets as many as it takes.
+        seed: the seed of the random tokens and periods.
+        vocabulary: the ids to draw from; None for all ids of the model without its special ones.
     """
 
     sequences: int = 6
@@ -50,7 +50,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Repeated:
-    """One sequence: its ids, and the id that begins each copy."""
+    """One sequence: its ids, the drawn ids, and the id that begins each copy."""
 
     ids: list[int]
     drawn: frozenset[int]
@@ -60,10 +60,10 @@ class Repeated:
 def draw(
     repeats: Repeats, vocabulary: Sequence[int], length: int, *, before: Sequence[int] = (), after: Sequence[int] = ()
 ) -> list[Repeated]:
-    """Return the sequences, all of one length: `before`, random tokens again and again, `after`.
+    """Return the sequences, all of one length: `before`, copies of random tokens, `after`.
 
-    A period is drawn between a fifth and two fifths of the random part, so each sequence holds two copies and more;
-    its tokens are distinct, as long as the vocabulary has enough. Empty where fewer than `SHORTEST` tokens are left.
+    A period is between a fifth and two fifths of the random part, so each sequence has at least two copies; the tokens
+    of a period are distinct if the vocabulary has enough. Empty if fewer than `SHORTEST` random tokens fit.
 
     >>> [sequence] = draw(Repeats(sequences=1), range(10, 99), 11, before=[0])
     >>> sequence.ids[1:4] == sequence.ids[4:7] == sequence.ids[7:10], len(sequence.ids)
@@ -86,11 +86,11 @@ def draw(
 
 
 def targets(sequence: Repeated, *, ahead: bool) -> Mapping[str, list[list[int]]]:
-    """For each position the keys that a duplicate-token and an induction head would attend.
+    """Return the keys of each position that a duplicate-token head and an induction head would attend to.
 
-    duplicate: the other places that hold the same token; earlier ones, unless the model looks `ahead`.
-    induction: the places after those; none where the model looks ahead, for there the next copy can be read off.
-    The first token of a copy is left out of induction: what preceded it differs from copy to copy.
+    duplicate: the other positions of the same token; only earlier ones, unless the model looks `ahead`.
+    induction: the positions after those; none if the model looks ahead, because it can attend to the next copy
+    directly. The first token of a copy is left out of induction: the token before it differs between copies.
     """
     places: dict[int, list[int]] = {}
     for i, token in enumerate(sequence.ids):
@@ -107,7 +107,7 @@ def targets(sequence: Repeated, *, ahead: bool) -> Mapping[str, list[list[int]]]
 
 
 def as_tensors(sequences: Sequence[Repeated], *, ahead: bool) -> dict[str, Tensor]:
-    """Return the targets of a batch of sequences, (B, T, n) long each, -1 where there are fewer than n."""
+    """Return the targets of a batch of sequences, (B, T, n) long each, padded with -1."""
     lists = [targets(sequence, ahead=ahead) for sequence in sequences]
     tensors = {}
     for name in ("duplicate", "induction"):

@@ -1,1 +1,1 @@
-"""Measure a model with heads switched off: ablation, importance, similarity of heads."""
+"""Measurements with heads switched off: ablation, importance, similarity of heads."""

@@ -1,4 +1,4 @@
-"""Ablation: what the model loses without some heads, and what it then says instead."""
+"""Ablation: the loss without some heads, and the change of the predicted tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import rich.table
 
 PLACES, NAMES, BLOCK = 5, 3, 256
-"""How many places of a text a record names, tokens at each, and rows whose probabilities are in memory at once."""
+"""The most positions in a record, tokens for each of them, and rows whose probabilities are in memory together."""
 
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """The loss when one head alone is off, nats."""
+    """The loss with only this head off, in nats."""
 
     layer: int
     head: int
@@ -38,7 +38,7 @@ class HeadLoss:
 
 @dataclass(frozen=True)
 class TokenChange:
-    """A token that the model finds likelier or less likely without the heads: its probability before and after."""
+    """A token whose probability changes without the heads: its probability before and after."""
 
     id: int
     token: str
@@ -48,14 +48,14 @@ class TokenChange:
 
 @dataclass(frozen=True)
 class PlaceChange:
-    """A place at which the model says something else without the heads.
+    """A position at which the prediction changes without the heads.
 
     Attributes:
-        text: index of the text.
-        position: index of the token in it, behind which the change is.
+        text: the index of the text.
+        position: the index of the token after which the prediction changes.
         token: that token.
-        kl: KL(before || after) of the distribution of the next token, nats.
-        tokens: those whose probability changed most.
+        kl: KL(before || after) of the distribution of the next token, in nats.
+        tokens: the tokens whose probability changed most.
     """
 
     text: int
@@ -67,17 +67,17 @@ class PlaceChange:
 
 @dataclass(frozen=True)
 class Ablation(Tabled):
-    """What switching heads off did. Prints as a table, travels as JSON.
+    """The effect of switching heads off. It prints as a table and converts to JSON.
 
     Attributes:
-        model: what the model calls itself.
-        by: ``"zero"`` or ``"mean"``: what a head that is off gives.
-        tokens: how many tokens were read.
-        before: mean loss with all heads on, nats.
-        after: mean loss with all of `heads` off together, nats.
-        heads: the loss with each alone off.
-        kl: KL(before || after) of the next token, mean over the tokens, nats; None where the loss is not of words.
-        places: the places where it is largest.
+        model: the name of the model.
+        by: ``"zero"`` or ``"mean"``: the output of a head that is off.
+        tokens: the number of tokens read.
+        before: the mean loss with all heads on, in nats.
+        after: the mean loss with all of `heads` off together, in nats.
+        heads: the loss with each head off alone.
+        kl: KL(before || after) of the next token, mean over the tokens, in nats; None if the loss is not over words.
+        places: the positions with the largest KL.
     """
 
     model: str
@@ -90,15 +90,15 @@ class Ablation(Tabled):
     places: tuple[PlaceChange, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists."""
+        """Return plain dictionaries and lists."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self) -> rich.table.Table:
-        """Return the losses."""
+        """Return a table of the losses."""
         from rich.table import Table
         from rich.text import Text
 
@@ -113,7 +113,7 @@ class Ablation(Tabled):
         return table
 
     def places_table(self) -> rich.table.Table:
-        """Where the next token changed most: before and after, all heads off together."""
+        """Return a table of the positions where the next token changed most, with all heads off together."""
         from rich.table import Table
         from rich.text import Text
 
@@ -143,27 +143,28 @@ def ablate(
     name: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Ablation:
-    """Return what a model loses without some of its heads: the loss before and after, and how the next token changes.
+    """Measure the effect of switching heads off: the loss before and after, and the change of the next token.
 
-    Each head is switched off alone, and then all of them together. The model is at rest (dropout off) and left as it
-    was.
+    Each head is switched off alone, and then all of them together. The model runs in eval mode (dropout off) and is not
+    changed.
 
     Args:
-        model: What `headwise.nn.probe` takes and ``model(ids)`` runs, with logits of the next token as output.
+        model: A model that `headwise.nn.probe` accepts and ``model(ids)`` runs, with logits of the next token as
+            output.
         ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts.
         heads: Pairs (layer, head), numbered as in `headwise.look.at`.
-        by: ``"zero"``: a head that is off gives 0; ``"mean"``: it gives its mean over all tokens of all texts.
+        by: ``"zero"``: a head that is off outputs 0; ``"mean"``: it outputs its mean over all tokens of all texts.
         loss: ``(output, ids) -> (B,)``, the loss of each row, instead of that of `importance`.
-        mask_id: For encoders: the id of the mask token. 15 % of the words are masked, and the loss is theirs.
-        seed: Of which words are masked.
-        decode: An id as text, for the record.
-        name: Of the model in the record.
+        mask_id: For encoders: the id of the mask token. 15 % of the words are masked and give the loss.
+        seed: The seed of the choice of masked words.
+        decode: Returns an id as text, for the record.
+        name: The name of the model in the record.
         progress: Called as ``progress(done, total)``.
 
     Raises:
-        TypeError: no model, or ids that are no integers.
-        ValueError: a head that is not there, or named twice; an unknown `by`; ids that do not fit; an encoder without
-            `mask_id` or `loss`; no logits.
+        TypeError: not a model, or ids that are not integers.
+        ValueError: a head that does not exist or is named twice; an unknown `by`; ids that do not fit; an encoder
+            without `mask_id` or `loss`; no logits.
 
     Example:
         >>> import headwise
@@ -217,14 +218,14 @@ def _changes(
     by: str,
     decode: Callable[[int], str],
 ) -> tuple[float, tuple[PlaceChange, ...]]:
-    """Return the mean KL, and the places where it is largest."""
+    """Return the mean KL and the positions where it is largest."""
     total, count, places = 0.0, 0, []
     gates = gates_of(base, [heads])
     with resting(model):
         for number, text in enumerate(texts):
             length = text.labels.shape[1]
             logits = []
-            for gated in ({}, gates):  # both through the probe, so that they differ by the heads alone
+            for gated in ({}, gates):  # both through the probe, so that they differ only by the heads
                 with probe(model, off(gated, base.mean if by == "mean" else None)):
                     logits.append(logits_of(text.output(model), length)[0])
             before, after = logits
@@ -238,7 +239,7 @@ def _changes(
 
 
 def divergence(before: Tensor, after: Tensor) -> Tensor:
-    """(T,) KL of the distributions whose logits are given, (T, vocabulary) each; nats."""
+    """Return the KL (T,) between the distributions of two sets of logits, (T, vocabulary) each, in nats."""
     rows = []
     for b, a in zip(before.split(BLOCK), after.split(BLOCK), strict=True):
         log_b, log_a = (x.float().log_softmax(-1) for x in (b, a))

@@ -1,4 +1,4 @@
-"""Switch heads off and see what the model loses: many ablations side by side, each a row of one batch."""
+"""Switching heads off: many ablations side by side, each as one row of a batch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..inputs.nonfinite import remedy
 from .losses import Reading
 
 ROWS, TOKENS, NUMBERS = 32, 8192, 1 << 26
-"""The most rows of a batch of ablations, tokens in it, and logits that it makes."""
+"""The most rows of a batch of ablations, tokens in it, and logits of it."""
 
 WAYS = ("zero", "mean")
-"""What a head that is switched off gives: nothing, or its mean over all tokens of all texts."""
+"""The output of a head that is off: zero, or its mean over all tokens of all texts."""
 
 LayerHead = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Site:
-    """A call of attention in a forward pass; `call`: how often its module had been called before."""
+    """An attention call in a forward pass; `call` counts the earlier calls of its module."""
 
     module: str
     call: int
@@ -37,7 +37,7 @@ class Site:
 
 @dataclass
 class Survey:
-    """What a first reading of all texts, nothing ablated, tells: the calls, the losses, the heads' mean outputs."""
+    """The result of a first pass over all texts without ablation: the calls, losses and mean head outputs."""
 
     sites: list[Site] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Survey:
 
     @property
     def loss(self) -> float:
-        """Mean over the texts."""
+        """The mean over the texts."""
         return sum(self.losses) / len(self.losses)
 
     @property
@@ -56,15 +56,15 @@ class Survey:
         return [(site.layer, head) for site in self.sites for head in range(site.num_heads)]
 
     def mean(self, layer: int) -> Tensor:
-        """(H, 1, V) float32: what each head of a layer gives in the mean over all tokens of all texts."""
+        """Return the mean output of each head of a layer over all tokens of all texts, (H, 1, V) float32."""
         return (self.sums[layer] / self.rows[layer])[:, None]
 
     def check(self, heads: Iterable[Sequence[int]]) -> list[LayerHead]:
-        """Return the pairs (layer, head), once it is sure that the model has each.
+        """Return the pairs (layer, head), after checking that the model has each of them.
 
         Raises:
-            TypeError: no pairs of whole numbers.
-            ValueError: none, one twice, or one that is not there.
+            TypeError: not pairs of whole numbers.
+            ValueError: no pair, a pair named twice, or a head that does not exist.
         """
         rule = "heads are pairs (layer, head)"
         try:
@@ -87,7 +87,7 @@ class Survey:
 
 @contextmanager
 def learning(model: nn.Module) -> Iterator[None]:
-    """The model at rest, but with gradients."""
+    """Put the model in eval mode, but with gradients."""
     with resting(model), torch.enable_grad():
         yield
 
@@ -95,7 +95,7 @@ def learning(model: nn.Module) -> Iterator[None]:
 def survey(
     model: nn.Module, texts: Sequence[Reading], also: Callable[[AttentionCall, Tensor], object] | None = None
 ) -> Survey:
-    """Read all texts once; `also` sees each call with its output."""
+    """Read all texts once without ablation; `also` is called with each call and its output."""
     result = Survey()
 
     def each(call: AttentionCall) -> Tensor:
@@ -127,7 +127,7 @@ def survey(
 
 
 def gates_of(base: Survey, groups: Sequence[Sequence[LayerHead]]) -> dict[int, Tensor]:
-    """layer -> (rows, H) bool, a row a group, False where its heads are off; layers of none are left out."""
+    """Return layer -> (rows, H) bool: one row per group, False for its heads; other layers are left out."""
     sizes = {site.layer: site.num_heads for site in base.sites}
     gates: dict[int, Tensor] = {}
     for row, group in enumerate(groups):
@@ -140,7 +140,7 @@ def gates_of(base: Survey, groups: Sequence[Sequence[LayerHead]]) -> dict[int, T
 def off(
     gates: Mapping[int, Tensor], means: Callable[[int], Tensor] | None = None
 ) -> Callable[[AttentionCall], Tensor | None]:
-    """What a probe answers so that heads are off: `gates` is layer -> (rows, H) bool, False where a head is off."""
+    """Return a probe function that switches heads off: `gates` is layer -> (rows, H) bool, False for off."""
 
     def each(call: AttentionCall) -> Tensor | None:
         gate = gates.get(call.order)
@@ -161,7 +161,7 @@ def rises(
     by: str,
     step: Callable[[int], object] = lambda heads: None,
 ) -> list[float]:
-    """By how much the loss rises when each group of heads is off, in the mean over the texts."""
+    """Return the rise of the loss when each group of heads is off, as the mean over the texts."""
     means = base.mean if by == "mean" else None
     risen = [0.0] * len(groups)
     with resting(model):

@@ -1,4 +1,4 @@
-"""How much each head matters: four criteria, all taken through the probe, and how far they agree."""
+"""Importance of heads: four criteria, all computed through the probe, and their agreement."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from .losses import Loss, Reading
 if TYPE_CHECKING:
     import rich.table
 CRITERIA = ("gradient", "zero", "mean", "contribution")
-"""What `importance` can measure, in the order of its records."""
+"""The criteria of `importance`, in the order of its records."""
 
 
 @dataclass(frozen=True)
 class HeadImportance:
-    """What one head matters by each criterion; None where it was not measured.
+    """The importance of one head by each criterion; None if it was not measured.
 
     Attributes:
         module: qualified name of the attention module.
-        call: how often that module had been called before in the same forward (0 unless layers share it).
-        layer: running index of the attention call in the forward, from 0.
+        call: the number of earlier calls of that module in the same forward pass (0 unless layers share it).
+        layer: index of the attention call in the forward pass, from 0.
         head: index of the query head, from 0.
-        group: index of the key-value head that it reads.
+        group: index of its key-value head.
         gradient: |dL / dxi| of a gate xi on the head, mean over the texts, divided by the l2 norm of its layer.
-        gradient_raw: the same, not divided.
-        zero: by how much the loss rises when the head gives 0, nats.
-        mean: by how much the loss rises when the head gives its mean, nats.
-        contribution: norm of what its key-value group writes through the output projection, mean over tokens.
+        gradient_raw: the same without the division.
+        zero: the rise of the loss when the head outputs 0, in nats.
+        mean: the rise of the loss when the head outputs its mean, in nats.
+        contribution: norm of the output of its key-value group after the output projection, mean over tokens.
     """
 
     module: str
@@ -59,7 +59,7 @@ class HeadImportance:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Spearman's rank correlation of two criteria over all heads; None where one of them is the same for all."""
+    """Spearman's rank correlation of two criteria over all heads; None if one of them is constant."""
 
     first: str
     second: str
@@ -68,17 +68,17 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Importance(Tabled):
-    """How much each head of a model matters. Prints as a table, travels as JSON.
+    """The importance of each head of a model. It prints as a table and converts to JSON.
 
     Attributes:
-        model: what the model calls itself.
-        texts: how many texts were read.
-        tokens: how many tokens they have.
-        loss: mean loss of the texts with all heads on, nats.
+        model: the name of the model.
+        texts: the number of texts.
+        tokens: the number of their tokens.
+        loss: the mean loss of the texts with all heads on, in nats.
         by: the criteria that were measured.
-        heads: a record a head, in the order of the forward pass.
-        agreements: how far each two criteria rank the heads alike.
-        seconds: how long it took.
+        heads: one record per head, in the order of the forward pass.
+        agreements: the rank correlation of each pair of criteria.
+        seconds: the duration of the measurement.
     """
 
     model: str
@@ -91,11 +91,11 @@ class Importance(Tabled):
     seconds: float
 
     def scores(self, by: str) -> list[list[float]]:
-        """``[layer][head]`` of one criterion, such as a pruner ranks by.
+        """Return one criterion as ``[layer][head]``, for example for a pruner.
 
         Raises:
-            TypeError: no text.
-            ValueError: it was not measured.
+            TypeError: `by` is not a string.
+            ValueError: the criterion was not measured.
         """
         check_texts(by=by)
         if by not in self.by and not (by == "gradient_raw" and "gradient" in self.by):
@@ -106,15 +106,15 @@ class Importance(Tabled):
         return layers
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists."""
+        """Return plain dictionaries and lists."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
-        """Return the heads that matter most by a criterion (the first by default), at most so many."""
+        """Return a table of the `most` most important heads by a criterion (the first by default)."""
         from rich.table import Table
         from rich.text import Text
 
@@ -149,37 +149,38 @@ def importance(
     name: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Importance:
-    r"""Return how much each attention head of a model matters for the loss on some texts.
+    r"""Return the importance of each attention head of a model for the loss on some texts.
 
-    - ``"gradient"``: $I_h = E_x |\partial L(x) / \partial \xi_h|$ at $\xi = 1$, a gate on the head's output: how the
-      loss answers to the head, to first order, without removing it. One backward pass a text gives all heads. The
-      absolute value is taken a text, then the mean; divided by the l2 norm of the layer (Michel et al. 2019, arXiv
+    - ``"gradient"``: $I_h = E_x |\partial L(x) / \partial \xi_h|$ at $\xi = 1$, a gate on the head's output: the
+      first-order effect of the head on the loss, without its removal. One backward pass per text covers all heads. The
+      absolute value is taken per text, before the mean; divided by the l2 norm of the layer (Michel et al. 2019, arXiv
       1905.10650).
-    - ``"zero"``, ``"mean"``: the loss without the head, less the loss with it; the head then gives 0, or its mean over
-      all tokens of all texts, which leaves what is the same everywhere. Many heads run side by side as rows of a batch.
-    - ``"contribution"``: $\lVert W_O^{(g)} a_g \rVert_2$ of each key-value group, mean over tokens: what the group
-      writes (Puzzletron takes the sum over tokens, which ranks alike). All heads of a group have its number.
+    - ``"zero"``, ``"mean"``: the loss without the head minus the loss with it; the head then outputs 0, or its mean
+      over all tokens of all texts, which keeps its constant part. Many heads run side by side as rows of a batch.
+    - ``"contribution"``: $\lVert W_O^{(g)} a_g \rVert_2$ of each key-value group, mean over tokens: the output of the
+      group (Puzzletron takes the sum over tokens, which gives the same ranking). All heads of a group have its number.
 
-    The model is at rest (dropout off) and left as it was; no gradient is left on its weights.
+    The model runs in eval mode (dropout off) and is not changed; no gradient remains on its weights.
 
     Args:
-        model: What `headwise.nn.probe` takes and ``model(ids)`` runs, with logits of the next token as output.
-        ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts. Or what a processor gives of a picture, a
-            sound, or two texts: a mapping of tensors by name. A decoder's loss is then on its text; of a model that
-            classifies, it is the cross entropy with what the whole model says itself.
+        model: A model that `headwise.nn.probe` accepts and ``model(ids)`` runs, with logits of the next token as
+            output.
+        ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts. Or a processor's output for a picture, a
+            sound, or two texts: a mapping of tensors by name. The loss of a decoder is then on its text; that of a
+            classifier is the cross entropy with the prediction of the unchanged model.
         by: One or more of the criteria.
-        loss: ``(output, ids) -> (B,)``, the loss of each row, instead of cross entropy with the next token; of a
-            classifier it is that with the classes it chooses itself, of an encoder without a head the drift of its
-            embedding, 1 - cosine of the mean-pooled states (whose slope is that of the embedding at length 1).
-        mask_id: For encoders: the id of the mask token. 15 % of the words are masked, and the loss is theirs.
-        seed: Of which words are masked.
-        name: Of the model in the record.
+        loss: ``(output, ids) -> (B,)``, the loss of each row. The default is cross entropy with the next token; for a
+            classifier, cross entropy with its own predicted classes; for an encoder without a head, the drift of its
+            embedding, 1 - cosine of the mean-pooled states (with the gradients of the embedding at length 1).
+        mask_id: For encoders: the id of the mask token. 15 % of the words are masked and give the loss.
+        seed: The seed of the choice of masked words.
+        name: The name of the model in the record.
         progress: Called as ``progress(done, total)``.
 
     Raises:
-        TypeError: no model, or ids that are no integers.
+        TypeError: not a model, or ids that are not integers.
         ValueError: an unknown criterion; ids that do not fit; an encoder of words without `mask_id` or `loss`; no
-            logits; or ``"contribution"`` where no module reads the heads side by side.
+            logits; or ``"contribution"`` if no module takes the concatenated heads as input.
 
     Example:
         >>> import headwise
@@ -212,7 +213,7 @@ def importance(
 
 
 def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
-    """Return a record of each head, layer by layer."""
+    """Return a record for each head, layer by layer."""
     return tuple(
         HeadImportance(
             site.module,
@@ -228,7 +229,7 @@ def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
 
 
 def _criteria(by: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the criteria in their order; ValueError for one that is none."""
+    """Return the criteria in their fixed order; raise ValueError for an unknown one."""
     wanted: list[object] = [by] if isinstance(by, str) else [*by] if isinstance(by, (Sequence, Set)) else []
     unknown = [name for name in wanted if not isinstance(name, str) or name not in CRITERIA]
     if unknown or not wanted:
@@ -242,7 +243,7 @@ Columns = dict[str, list[list[float]]]
 def _measured(
     model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object]
 ) -> tuple[Survey, Columns]:
-    """Return what was asked for, ``[layer][head]`` a criterion."""
+    """Return the survey, and for each criterion its values as ``[layer][head]``."""
     columns: Columns = {}
     contributions = Contributions.of(model, texts[0]) if "contribution" in names else None
     base = survey(model, texts, contributions)
@@ -268,7 +269,7 @@ def _measured(
 
 
 def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple[list[list[float]], list[list[float]]]:
-    """``[layer][head]``, E |dL / dxi| as it is, and divided by the l2 norm of each layer (0 where that is 0)."""
+    """Return E |dL / dxi| as ``[layer][head]``: raw, and divided by the l2 norm of each layer (0 for norm 0)."""
     total = [torch.zeros(site.num_heads, device="cpu") for site in base.sites]
     for text in texts:
         gates: list[Tensor] = []
@@ -295,20 +296,20 @@ def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple
 
 @dataclass(eq=False)
 class Contributions:
-    """Adds up the norms of what each key-value group writes through its output projection."""
+    """The sums of the norms of each key-value group's output after its output projection."""
 
     projections: dict[str, nn.Module]
     sums: dict[int, Tensor]
 
     @classmethod
     def of(cls, model: nn.Module, text: Reading) -> Contributions:
-        """For a model whose output projections are found on a text."""
+        """Create the sums for a model; one forward pass on a text finds its output projections."""
         with learning(model):
             names = output_projections(model, lambda model: text.output(model))
         return cls({module: model.get_submodule(name) for module, name in names.items()}, {})
 
     def __call__(self, call: AttentionCall, heads: Tensor) -> None:
-        """One call, with its output (1, H, T, V)."""
+        """Add one call, with its output (1, H, T, V)."""
         projection = self.projections.get(call.module)
         if projection is None:
             raise ValueError(
@@ -326,13 +327,13 @@ class Contributions:
         self.sums[call.order] = self.sums.get(call.order, torch.zeros(groups, device="cpu")) + torch.stack(norms)
 
     def mean(self, layer: int, heads: int, base: Survey) -> list[float]:
-        """Of each head: its group's norm, mean over the tokens."""
+        """Return for each head the norm of its group, as the mean over the tokens."""
         groups: list[float] = (self.sums[layer] / base.rows[layer]).tolist()
         return [groups[head * len(groups) // heads] for head in range(heads)]
 
 
 def agreements(columns: dict[str, list[float]]) -> tuple[Agreement, ...]:
-    """Spearman's rank correlation of each two columns."""
+    """Return Spearman's rank correlation of each pair of columns."""
     names = [*columns]
     return tuple(
         Agreement(first, second, spearman(columns[first], columns[second]))
@@ -342,7 +343,7 @@ def agreements(columns: dict[str, list[float]]) -> tuple[Agreement, ...]:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Pearson's correlation of the ranks, ties at their mean rank; None where one side is constant."""
+    """Return Pearson's correlation of the ranks, ties at their mean rank; None if one side is constant."""
     x, y = (ranks(values) for values in (a, b))
     x, y = x - x.mean(), y - y.mean()
     size = float(x.norm() * y.norm())
@@ -350,7 +351,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def ranks(values: Sequence[float]) -> Tensor:
-    """(n,) float64, from 0; equal values share their mean rank."""
+    """Return the ranks (n,) float64, from 0; equal values share their mean rank."""
     column = torch.tensor(values, dtype=torch.float64, device="cpu")
     ordered = column.sort().values
     first, past = torch.searchsorted(ordered, column), torch.searchsorted(ordered, column, right=True)

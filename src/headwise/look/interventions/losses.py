@@ -1,4 +1,4 @@
-"""One text as a model reads it, what it ought to say there, and by how much it misses that."""
+"""One text for a model, its labels, and the loss on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 IGNORED, FEW = -100, 8
 TEXTS = ("input_ids", "decoder_input_ids")
 MASKED = 0.15
-"""Share of the words that are masked for an encoder, as in its training (Devlin et al. 2019)."""
+"""The share of words that are masked for an encoder, as in its training (Devlin et al. 2019)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +34,13 @@ class Reading:
     """One text for one model, or one picture or sound.
 
     Attributes:
-        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder; none where `call` has all.
-        labels: (1, T') long: the id that the logits at each place ought to name; -100 where none is counted.
-        vocabulary: how many ids the model knows, where it says so.
-        loss: the user's, instead of cross entropy with the labels; or None.
-        call: what the model is called with, by name, where that is more than a text.
-        classes: whether the logits are of classes, and the labels those that the whole model chooses.
-        embedded: (1, M) the embedding that the whole model gives, from which the loss is the drift; or None.
+        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder; empty if `call` has all.
+        labels: (1, T') long: the correct id for the logits at each position; -100 at positions without a loss.
+        vocabulary: the number of ids of the model, or 1 if unknown.
+        loss: the user's function, instead of cross entropy with the labels; or None.
+        call: the model's arguments by name, if they are more than a text.
+        classes: whether the logits are of classes, and the labels are the predictions of the unchanged model.
+        embedded: (1, M) the embedding of the unchanged model, from which the loss is the drift; or None.
     """
 
     inputs: tuple[Tensor, ...]
@@ -52,7 +52,7 @@ class Reading:
     embedded: Tensor | None = None
 
     def output(self, model: nn.Module, rows: int = 1) -> Any:
-        """Return what the model gives for the text, read `rows` times side by side."""
+        """Return the output of the model for the text, repeated in `rows` rows."""
         named = inspect.signature(model.forward).parameters
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
         call = inputs.by_name(model, self.call)
@@ -63,7 +63,7 @@ class Reading:
         return model(*read[:1], **options)
 
     def losses(self, model: nn.Module, rows: int = 1) -> Tensor:
-        """(rows,) float32: the mean loss of each row; gradients flow."""
+        """Return the mean loss of each row, (rows,) float32, with gradients."""
         output = self.output(model, rows)
         if self.loss is not None:
             return checked_losses(self.loss(output, self.inputs[0].expand(rows, -1)), rows)
@@ -72,49 +72,49 @@ class Reading:
         return self.cross_entropy(logits_of(output, self.labels.shape[1], classes=self.classes or bool(self.call)))
 
     def scalars(self, model: nn.Module) -> list[Tensor]:
-        """What gates are derived from: the loss; or, for it is least with all heads on, components of the embedding."""
+        """Return scalars to differentiate: the loss, or embedding components (the drift's gradient is 0)."""
         if self.embedded is not None and self.loss is None:
             return along_directions(embedding(self.output(model)))
         return [self.losses(model).sum()]
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
-        """(B,): mean over the places that count, nats a token; logits are (B, T', vocabulary)."""
+        """Return the mean cross entropy (B,) over the counted positions, in nats; logits are (B, T', vocabulary)."""
         counted = self.labels[0] != IGNORED
         rows = [nn.functional.cross_entropy(row[counted].float(), self.labels[0, counted]) for row in logits]
         return torch.stack(rows)
 
     @property
     def width(self) -> int:
-        """How many tokens a row has; of a picture or a sound, how many numbers the longest axis of its tensor."""
+        """The number of tokens of a row; for a picture or sound, the longest axis of its tensor."""
         return max([ids.shape[1] for ids in self.inputs] + [max(x.shape[1:], default=1) for x in self.call.values()])
 
     @property
     def tokens(self) -> int:
-        """How many tokens of text are read: the encoder's, or those of a decoder that has a text alone."""
+        """The number of tokens of text: the encoder's, or the decoder's if only the decoder reads a text."""
         ids = [*self.inputs, *(self.call[name] for name in TEXTS if name in self.call)]
         return ids[0].shape[1] if ids else 0
 
     @property
     def many(self) -> bool:
-        """Whether copies of it can be read side by side.
+        """True if copies of it can run in one batch.
 
-        Classifiers look for each row's last token by the padding id, and where there is none take one row.
+        Classifiers find the last token of each row by the padding id; without one they take only one row.
         """
         return not self.classes and all(x.shape[0] == 1 for x in self.call.values())
 
     @property
     def names_words(self) -> bool:
-        """Whether the loss is of the words that the model names."""
+        """True if the loss is over words that the model predicts."""
         return self.loss is None and not self.classes and self.embedded is None
 
 
 def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
-    """Return the logits (B, T, vocabulary) in what a model gives: itself, its ``logits``, or the first of a tuple.
+    """Return the logits (B, T, vocabulary) of an output: itself, its ``logits``, or the first of a tuple.
 
-    With `classes` they may be (B, number of classes), one place for a whole text, picture or sound.
+    With `classes` they may be (B, number of classes): one position for a whole text, picture or sound.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no logits.
     """
     logits = logits_in(output)
     if classes and isinstance(logits, Tensor) and logits.ndim == 2:
@@ -129,16 +129,16 @@ def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
 
 
 def logits_in(output: Any) -> Any:
-    """Return what stands where a model gives its logits: itself, its ``logits``, or the first of a tuple."""
+    """Return the value in place of the logits: the output itself, its ``logits``, or the first of a tuple."""
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     return logits[0] if isinstance(logits, tuple) and logits else logits
 
 
 def checked_losses(losses: object, rows: int) -> Tensor:
-    """Return what a loss of the user's gave: a number for each row.
+    """Return the result of the user's loss, if it is one float for each row.
 
     Raises:
-        ValueError: something else.
+        ValueError: it is not.
     """
     if not isinstance(losses, Tensor) or losses.shape != (rows,) or not losses.is_floating_point():
         raise ValueError(
@@ -149,11 +149,11 @@ def checked_losses(losses: object, rows: int) -> Tensor:
 
 
 def texts_of(ids: object) -> list[list[int]]:
-    """Return one text or several, each checked as one: ids (T,) or (N, T), or a list of texts.
+    """Return one text or several as lists of ids: ids (T,) or (N, T), or a list of texts.
 
     Raises:
-        TypeError: not integers.
-        ValueError: no text, or an empty one.
+        TypeError: the ids are not integers.
+        ValueError: there is no text, or an empty one.
     """
     rows: Any = [*ids] if getattr(ids, "ndim", 0) == 2 else ids  # type: ignore[misc]
     first = rows[0] if isinstance(rows, Sequence) and not isinstance(rows, str) and rows else None
@@ -165,14 +165,14 @@ def texts_of(ids: object) -> list[list[int]]:
 def readings(
     model: nn.Module, texts: Sequence[Sequence[int]], *, loss: Loss | None, mask_id: int | None, seed: int
 ) -> list[Reading]:
-    """Return the texts as the model reads them.
+    """Return a reading of each text.
 
-    An encoder-decoder's decoder says the text again; a decoder's logits name the next token; for an encoder, with a
-    `mask_id`, 15 % of the words (at least one, never the first and last token) are masked and to be named. A classifier
-    is to choose the classes that it chooses with all heads, an encoder without a head to give the same embedding.
+    The decoder of an encoder-decoder repeats the text; a decoder predicts the next token; for an encoder with a
+    `mask_id`, 15 % of the words (at least one, never the first or last token) are masked and predicted. A classifier
+    must predict the same classes as with all heads, an encoder without a head must give the same embedding.
 
     Raises:
-        TypeError: no module, a loss that cannot be called, or a `mask_id` or `seed` that is no integer.
+        TypeError: not a module, a loss that is not callable, or a `mask_id` or `seed` that is not an integer.
         ValueError: ids or lengths that do not fit the model; a text too short; an encoder without `mask_id` or `loss`.
     """
     inputs.check_reads_text(model)
@@ -204,9 +204,9 @@ def readings(
 def _said(
     model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None, generator: random.Random
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return what the model reads, and the labels of its logits."""
+    """Return the inputs of the model, and the labels of its logits."""
     rows = inputs.rows(model, ids, facts)
-    if len(rows) > 1:  # the decoder reads its start, then the text
+    if len(rows) > 1:  # the decoder reads its start id, then the text
         return rows, ids[:, : rows[1].shape[1]]
     labels = torch.full_like(ids, IGNORED)
     if mask_id is None:
@@ -221,11 +221,11 @@ def _said(
 
 
 def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) -> Kind:
-    """Return what the model gives of a text.
+    """Return the kind of the model's output for a text.
 
     Raises:
-        ValueError: it names words and a token sees those after it, so that to name the next one is no task, and there
-            is no `mask_id`.
+        ValueError: the model predicts words, tokens attend to later ones (so the next token is no valid label), and
+            there is no `mask_id`.
     """
     if inputs.is_pair(model):
         return "words"
@@ -249,7 +249,7 @@ def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) ->
 
 
 def _as_whole(model: nn.Module, ids: Tensor, kind: Kind) -> Reading:
-    """Return a text with what the whole model makes of it: classes to choose again, or the embedding to give again."""
+    """Return a text with the result of the unchanged model: its classes as labels, or its embedding."""
     text = Reading((ids,), torch.zeros(1, 0, dtype=torch.long, device=ids.device))
     with resting(model), probe(model, lambda call: None):
         output = text.output(model)

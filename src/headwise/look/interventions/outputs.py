@@ -1,4 +1,4 @@
-"""What a loss is measured on where a model names no words: its classes, or the embedding of the text."""
+"""Targets of the loss for models that predict no words: their classes, or the embedding of the text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 Kind = Literal["words", "classes", "embedding"]
 DIRECTIONS = 16
-"""Directions along which the change of an embedding is measured; all of them where it is no wider than that."""
+"""The most directions along which the change of an embedding is measured."""
 
 
 def kind_of(output: Any, tokens: int, vocabulary: int | None, *, is_encoder: bool) -> Kind:
-    """Return which of the three a model gives of a text of so many tokens; ``"words"`` also for what is none of them.
+    """Return the kind of output of a model on one text; ``"words"`` also for an output of no known kind.
 
     Args:
-        output: What the model gave of one text.
-        tokens: How many tokens the text has.
-        vocabulary: How many ids the model knows; None where it does not say.
-        is_encoder: Whether a token sees those after it. The last states of a decoder are no embedding of a text.
+        output: The output of the model on one text.
+        tokens: The number of tokens of the text.
+        vocabulary: The number of ids of the model; None if unknown.
+        is_encoder: Whether tokens attend to later ones. The last states of a decoder are no embedding of a text.
     """
     logits, states = part_of(output, "logits"), part_of(output, "last_hidden_state")
     if isinstance(logits, Tensor) and logits.is_floating_point():
@@ -32,31 +32,32 @@ def kind_of(output: Any, tokens: int, vocabulary: int | None, *, is_encoder: boo
 
 
 def part_of(output: Any, name: str) -> Any:
-    """Return what stands in an output under a name; None where nothing does, as in a plain tensor."""
+    """Return the value under a name in an output; None if it has none, as in a plain tensor."""
     return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
 
 
 def as_classes(logits: Tensor) -> Tensor:
-    """Logits (..., C) of at least two classes. A single number z, as rerankers give it, is yes or no with 0 and z."""
+    """Return logits (..., C) of at least two classes; a single z, as of rerankers, becomes the pair 0 and z."""
     return nn.functional.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
 
 
 def embedding(output: Any) -> Tensor:
-    """(B, M) float32: the last states, mean over the tokens, at length 1."""
+    """Return the embeddings (B, M) float32: the last states, mean over the tokens, at length 1."""
     states: Tensor = part_of(output, "last_hidden_state")
     return nn.functional.normalize(states.float().mean(1), dim=-1)
 
 
 def drift(one: Tensor, other: Tensor) -> Tensor:
-    """(B,): 1 - cosine of embeddings of length 1, by their difference, which loses no digits where they are alike."""
+    """Return 1 - cosine (B,) of embeddings of length 1, from their difference: precise if they are nearly equal."""
     return (one - other).square().sum(-1) / 2
 
 
 def along_directions(embedded: Tensor) -> list[Tensor]:
-    r"""Scalars whose gradients tell how fast an embedding (1, M) changes: $\sum_k |\nabla s_k|^2 \approx |\nabla e|^2$.
+    r"""Return scalars whose gradients give the rate of change of an embedding (1, M).
 
-    They are the components along orthogonal directions, scaled so that the sum is right in the mean over all choices of
-    directions; it is exact where there are M of them. The drift itself has gradient 0 where nothing is switched off.
+    $\sum_k |\nabla s_k|^2 \approx |\nabla e|^2$: the scalars are components along random orthogonal directions, scaled
+    so that the sum is right on average over the directions, and exact for M of them. They replace the drift, whose
+    gradient is 0 with all heads on.
     """
     width = embedded.shape[-1]
     count = min(width, DIRECTIONS)

@@ -1,4 +1,4 @@
-"""Heads that do the same: how far their patterns and their outputs lie apart, and which lie together."""
+"""Redundant heads: the distances between their patterns and between their outputs, and clusters of close heads."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from ..inputs.ids import check_told, model_name
 from .losses import Reading, texts_of
 
 SMOOTHING = 0.999
-"""What of a row is kept before rows are compared; the rest is spread over all keys (Clark et al. 2019)."""
+"""The share of a row that remains before rows are compared; the rest is spread over all keys (Clark et al. 2019)."""
 
 ROWS, NUMBERS = 128, 1 << 23
-"""Query rows that are compared, evenly spaced; and the most weights that are in memory at once."""
+"""The number of query rows that are compared, evenly spaced; and the most weights in memory together."""
 
 LEAST = 4
-"""Tokens that the debiased CKA needs."""
+"""The fewest tokens that the debiased CKA needs."""
 
 Distances = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class SimilarHead:
-    """A head and the one that is nearest to it, by their patterns or their outputs; distances are 0 to 1.
+    """A head and its nearest heads, by patterns and by outputs; distances are 0 to 1.
 
     Attributes:
         layer, head: the head.
-        pattern: distance of the patterns of the head and the nearest one: Jensen-Shannon, bits, mean over rows.
-        pattern_of: that nearest head, (layer, head); None where no other attends as many queries and keys.
-        output: distance of the outputs of the head and the nearest one: 1 - CKA.
-        output_of: that nearest head; None where no other has as many queries and keys, or they are fewer than 4 tokens.
+        pattern: distance to the nearest head by patterns: Jensen-Shannon, bits, mean over rows.
+        pattern_of: that nearest head, (layer, head); None if no other head has as many queries and keys.
+        output: distance to the nearest head by outputs: 1 - CKA.
+        output_of: that nearest head; None if no other has as many queries and keys, or for fewer than 4 tokens.
     """
 
     layer: int
@@ -55,16 +55,16 @@ class SimilarHead:
 
 @dataclass(frozen=True)
 class Redundancy:
-    """Which heads of a model do the same on a text.
+    """The redundant heads of a model on a text.
 
     Attributes:
-        model: what the model calls itself.
-        tokens: how many tokens were read.
-        rows: how many query rows the patterns were compared at.
+        model: the name of the model.
+        tokens: the number of tokens.
+        rows: the number of query rows at which patterns were compared.
         threshold: the largest mean distance at which two clusters were joined.
-        heads: each head with its nearest.
-        patterns: clusters of at least two heads whose patterns are alike, largest first.
-        outputs: clusters whose outputs are alike.
+        heads: each head with its nearest heads.
+        patterns: clusters of at least two heads with similar patterns, largest first.
+        outputs: clusters of at least two heads with similar outputs.
     """
 
     model: str
@@ -76,11 +76,11 @@ class Redundancy:
     outputs: tuple[tuple[tuple[int, int], ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists."""
+        """Return plain dictionaries and lists."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
 
@@ -93,28 +93,29 @@ def redundancy(
     name: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Redundancy:
-    """Return which heads do the same on a text: by where they look, and by what they give.
+    """Find redundant heads on a text, by their patterns and by their outputs.
 
     - Patterns: the Jensen-Shannon divergence of the rows of two heads, in bits, mean over the rows; each row is
       smoothed with 0.001 of uniform weight (Clark et al. 2019, arXiv 1906.04341, who sum over rows, in nats). A sink
       column counts as a key.
-    - Outputs: 1 - CKA of the heads' outputs over the tokens: 0 where one is the other turned, scaled and shifted. CKA
-      is linear and debiased, so that heads with nothing in common are 1 apart even on short texts (Kornblith et al.
-      2019, arXiv 1905.00414; Nguyen et al. 2021, arXiv 2010.15327).
+    - Outputs: 1 - CKA of the heads' outputs over the tokens: 0 if one is a rotation, scaling and shift of the other.
+      CKA is linear and debiased, so that unrelated heads have distance 1 even on short texts (Kornblith et al. 2019,
+      arXiv 1905.00414; Nguyen et al. 2021, arXiv 2010.15327).
 
     Heads are clustered by average linkage: two clusters are joined while the mean distance between them is at most
-    `threshold`. Only heads with as many queries and keys are compared: not self-attention with cross-attention.
+    `threshold`. Only heads with equal numbers of queries and keys are compared: not self-attention with
+    cross-attention.
 
     Args:
-        model: What `headwise.nn.probe` takes and ``model(ids)`` runs.
-        ids: One text, (T,) or (1, T), or what a processor gives of a picture, a sound or two texts.
+        model: A model that `headwise.nn.probe` accepts and ``model(ids)`` runs.
+        ids: One text, (T,) or (1, T), or a processor's output for a picture, a sound or two texts.
         threshold: From 0 (equal) to 1.
-        rows: How many query rows the patterns are compared at, evenly spaced over the text; a short one has all.
-        name: Of the model in the record.
+        rows: The number of query rows at which patterns are compared, evenly spaced over the text; short texts use all.
+        name: The name of the model in the record.
         progress: Called as ``progress(done, total)``.
 
     Raises:
-        TypeError: no model, or ids that are no integers.
+        TypeError: not a model, or ids that are not integers.
         ValueError: several texts, fewer than 4 tokens, ids that do not fit, or a threshold outside 0 to 1.
 
     Example:
@@ -159,7 +160,7 @@ def redundancy(
 def _compared(
     calls: Sequence[tuple[AttentionCall, Tensor]], rows: int, threshold: float
 ) -> tuple[list[SimilarHead], list[Any], list[Any]]:
-    """Of calls with as many queries and keys, and their outputs: each head with its nearest, and both clusterings."""
+    """Return each head with its nearest heads, and both clusterings; all calls have equal query and key counts."""
     here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
     outputs = [out for _, out in calls]
     distances = (
@@ -180,7 +181,7 @@ def _no_loss(output: Any, ids: Tensor) -> Tensor:
 
 
 def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, Tensor]]]:
-    """Return the calls on a text with their outputs (H, T, V), those of as many queries and keys together."""
+    """Return the calls on a text with their outputs (H, T, V), grouped by their numbers of queries and keys."""
     kinds: dict[tuple[int, int], list[tuple[AttentionCall, Tensor]]] = {}
 
     def each(call: AttentionCall) -> Tensor:
@@ -195,9 +196,9 @@ def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, 
 
 @torch.no_grad()
 def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Distances:
-    """(N, N): the Jensen-Shannon divergence of each two heads of the calls, bits, mean over (at most) `rows` rows.
+    """Return the Jensen-Shannon divergence (N, N) of all pairs of heads, in bits, mean over at most `rows` rows.
 
-    The calls have as many queries and keys. A block of rows of all heads is in memory at a time.
+    The calls have equal numbers of queries and keys. Only a block of rows of all heads is in memory.
     """
     (_, _, T, _), S = calls[0].query.shape, calls[0].key.shape[2]
     heads = sum(call.query.shape[1] for call in calls)
@@ -209,7 +210,7 @@ def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Dista
     )
     for block in places.split(max(1, NUMBERS // (heads * columns))):
         P = torch.cat([_rows(call, block, columns) for call in calls])
-        real = P.sum(-1) > 0.5  # of a row that may attend nothing there is nothing to compare
+        real = P.sum(-1) > 0.5  # a row without any allowed key has no distribution to compare
         P = SMOOTHING * P + (1 - SMOOTHING) / columns
         entropy = -torch.xlogy(P, P).sum(-1)
         for head in range(heads):
@@ -223,7 +224,7 @@ def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Dista
 
 
 def _rows(call: AttentionCall, rows: Tensor, columns: int) -> Tensor:
-    """(H, rows, columns): the weights of some rows; a further column has what went to the sinks."""
+    """Return the weights of some rows, (H, rows, columns); an additional column has the mass of the sinks."""
     P = weights(call.query, call.key, rows=rows.to(call.query.device), **call.scoring)[0]
     if columns == P.shape[-1]:
         return P
@@ -233,14 +234,15 @@ def _rows(call: AttentionCall, rows: Tensor, columns: int) -> Tensor:
 
 @torch.no_grad()
 def output_distances(outs: Sequence[Tensor]) -> Distances:
-    """(N, N): 1 - CKA, linear and debiased, of each two heads; outs are (H, T, V) each, with one T.
+    """Return 1 - CKA (N, N), linear and debiased, of all pairs of heads; outs are (H, T, V) each, with equal T.
 
     CKA(X, Y) = HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)); HSIC is the unbiased estimate, from K = X X^T and L = Y Y^T
-    without their diagonals: (tr KL + 1'K1 1'L1 / ((n - 1)(n - 2)) - 2 / (n - 2) 1'KL1) / (n (n - 3)). Neither is made.
+    without their diagonals: (tr KL + 1'K1 1'L1 / ((n - 1)(n - 2)) - 2 / (n - 2) 1'KL1) / (n (n - 3)). K and L are never
+    stored.
     """
     width = max(out.shape[-1] for out in outs)
     X = torch.cat([nn.functional.pad(out, (0, width - out.shape[-1])) for out in outs]).double()
-    X = X - X.mean(1, keepdim=True)  # leaves HSIC as it is, and its terms small
+    X = X - X.mean(1, keepdim=True)  # does not change HSIC and keeps its terms small
     n = X.shape[1]
     size = X.square().sum(-1)  # (N, n): the diagonals
     row = (X @ X.sum(1).unsqueeze(-1)).squeeze(-1) - size  # (N, n): K 1
@@ -257,7 +259,7 @@ def output_distances(outs: Sequence[Tensor]) -> Distances:
 
 
 def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tuple[Any, Any]]:
-    """Of each head the least distance, and to which other head it is."""
+    """Return for each head the smallest distance, and the other head at that distance."""
     if len(places) < 2:
         return [(None, None)] * len(places)
     others = distances + np.where(np.eye(len(places), dtype=bool), np.inf, 0.0)
@@ -265,13 +267,13 @@ def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tu
 
 
 def linked(distances: Distances, threshold: float) -> list[list[int]]:
-    """Clusters by average linkage: every merge at a mean distance of at most `threshold`; in order of first members.
+    """Return clusters by average linkage up to a mean distance of `threshold`, sorted by their first members.
 
-    By chains of nearest neighbours, in O(n^2): what merges at a height is the same as by the closest pair first.
+    The nearest-neighbor chain algorithm takes O(n^2) and gives the same merges as merging the closest pair first.
     """
     gap = distances.astype(float) + np.where(np.eye(len(distances), dtype=bool), np.inf, 0.0)
     members = {n: [n] for n in range(len(gap))}
-    groups = {n: n for n in members}  # a head -> the head that stands for its cluster
+    groups = {n: n for n in members}  # a head -> the representative of its cluster
     chain: list[int] = []
     while len(members) > 1:
         chain = chain or [next(iter(members))]

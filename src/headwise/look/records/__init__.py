@@ -1,1 +1,1 @@
-"""The records of a look: scores, maps and evidence of each head, as plain data."""
+"""Records of a look: scores, maps and evidence of each head, as plain data."""

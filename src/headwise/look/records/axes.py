@@ -1,7 +1,7 @@
-"""What stands at the places of an axis of a map: tokens, patches of a picture, frames of a sound.
+"""Axes of maps: the tokens, the patches of a picture, or the frames of a sound at the positions of an axis.
 
-Read from a model's configuration by the names that are common to most (``patch_size``, ``num_register_tokens``,
-``spatial_merge_size``, ...) and from the sizes of its inputs. No library of models is imported.
+The module reads config names that most models share (``patch_size``, ``num_register_tokens``,
+``spatial_merge_size``, ...) and the sizes of the inputs. No model library is imported.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ...shapes.arguments import check_counts, check_texts, shown
 from .schema import Inside, each, entries, fields_of, listed, one_error
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
-"""Kinds of axes. Of the last, some places are tokens and some are patches."""
+"""The kinds of axes. In the last kind, some positions are tokens and some are patches."""
 
 KINDS = (TEXT, PICTURE, SOUND, MIXED)
 NOWHERE = (-1, -1, -1)
 CLS, REGISTERS = "[CLS]", "registers"
 MOST_APART = 64
-"""Most tokens before the patches that are taken for tokens of the model's own ([CLS], registers)."""
+"""The most positions before the patches that count as the model's own tokens ([CLS], registers)."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Axis:
 
     Attributes:
         kind: one of `KINDS`.
-        length: how many places.
-        names: of tokens, the text of each place; empty for others.
-        cells: picture, row and column of each place, (-1, -1, -1) where none; empty where no place is a patch.
+        length: the number of positions.
+        names: the text of each token; empty for other kinds.
+        cells: picture, row and column of each position, (-1, -1, -1) if it is no patch; empty without patches.
         grids: rows and columns of each picture.
-        apart: places that are no patches and no tokens of a text, by what they are: ``"[CLS]"``, ``"registers"``.
-        label: what the axis is called, where a look has several of a kind.
+        apart: positions that are neither patches nor text tokens, by name: ``"[CLS]"``, ``"registers"``.
+        label: the name of the axis, if a look has several of a kind.
 
     >>> over_patches((2, 3), 8).cells[2:5]     # two places come before the patches
     ((0, 0, 0), (0, 0, 1), (0, 0, 2))
@@ -68,7 +68,7 @@ class Axis:
         self._check_places()
 
     def _check_places(self) -> None:
-        """Raise ValueError where a grid is empty, or a cell or a place lies outside."""
+        """Raise ValueError if a grid is empty, or a cell or a position is out of range."""
         for grid in self.grids:
             if min(grid) < 1:
                 raise ValueError(f"an axis's grids have a row and a column at least; got {grid}")
@@ -87,16 +87,16 @@ class Axis:
 
     @property
     def known(self) -> bool:
-        """Whether it is known which place is which patch."""
+        """True if the patch of each position is known."""
         return bool(self.cells)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, strings and numbers."""
+        """Return plain lists, strings and numbers."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
-        """Return the axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the axis from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
         with one_error("an axis is", data):
             values = fields_of(cls, data)
             values["names"] = entries("names", data["names"])
@@ -107,7 +107,7 @@ class Axis:
 
 
 def _fits(value: object, size: int | None) -> bool:
-    """Whether a value is a tuple of so many whole numbers (None: any number of them), or, of size 0, a string."""
+    """Return whether a value is a tuple of `size` ints (None: any number of them), or for size 0 a string."""
     if size == 0:
         return isinstance(value, str)
     return isinstance(value, tuple) and len(value) == (size or len(value)) and all(type(n) is int for n in value)
@@ -129,9 +129,9 @@ def in_blocks(rows: int, columns: int, side: int, picture: int = 0) -> list[tupl
 
 
 def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis:
-    """Return the axis of an encoder of one picture: tokens of the model's own, then the patches row after row.
+    """Return the axis of an encoder of one picture: the model's own tokens, then the patches row by row.
 
-    Where the places are not so many more than the patches, or fewer, which place is which patch is not known.
+    If there are fewer positions than patches, or too many more, the patches have no known positions.
     """
     rows, columns = grid
     before = length - rows * columns
@@ -150,7 +150,7 @@ def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis
 
 
 def upside_down(axis: Axis) -> Axis:
-    """The axis of a spectrogram cut into patches: the first row is that of the lowest tones, and is drawn lowest."""
+    """Return the axis of a spectrogram in patches, flipped so that its first row (lowest tones) is at the bottom."""
     cells = tuple(
         cell if cell == NOWHERE else (cell[0], axis.grids[0][0] - 1 - cell[1], cell[2]) for cell in axis.cells
     )
@@ -158,7 +158,7 @@ def upside_down(axis: Axis) -> Axis:
 
 
 def in_text(ids: Sequence[int], names: Sequence[str], image: int | None, grids: Sequence[tuple[int, ...]]) -> Axis:
-    """The axis of a text; places whose id is `image` are patches of pictures of these (frames, rows, columns)."""
+    """Return the axis of a text; positions with the id `image` are patches of pictures of (frames, rows, columns)."""
     places = [place for place, i in enumerate(ids) if i == image]
     if not places:
         return Axis(TEXT, len(ids), names=tuple(names))
@@ -173,7 +173,7 @@ def in_text(ids: Sequence[int], names: Sequence[str], image: int | None, grids: 
 def _laid(
     places: int, grids: Sequence[tuple[int, ...]]
 ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]] | None:
-    """The cells of so many places over pictures of these grids, each made smaller by one whole number; None if none."""
+    """Return cells and grids of so many positions; all grids are divided by one integer. None if nothing fits."""
     patches = sum(t * r * c for t, r, c in grids)
     for side in range(1, 17):
         fits = all(r % side == 0 and c % side == 0 for _, r, c in grids)

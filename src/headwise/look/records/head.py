@@ -1,6 +1,6 @@
-"""The record of one attention head, and its large map: plain frozen data that travels as JSON.
+"""The record of one attention head, and its large map: plain frozen data that converts to JSON.
 
-Nothing here holds a tensor, so a record can be compared, stored and sent. Every number is a Python float, int or None;
+The records hold no tensors, so they can be compared, stored and sent. Every number is a Python float, int or None;
 None means "not measured", never "zero".
 """
 
@@ -20,27 +20,27 @@ NO_ROLE = "-"
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """One head: what it did on the texts, and what it scored in each role.
+    """One head: its statistics on the texts, and its score in each role.
 
     Attributes:
         module: qualified name of the attention module.
-        call: how often that module had been called before in the same forward (0 unless layers share it).
-        layer: running index of the attention call in the forward, from 0.
+        call: the number of earlier calls of that module in the same forward pass (0 unless layers share it).
+        layer: index of the attention call in the forward pass, from 0.
         head: index of the query head, from 0.
-        part: ``"encoder"``, ``"decoder"`` or ``"cross"``: by where the queries of the call may look.
+        part: ``"encoder"``, ``"decoder"`` or ``"cross"``, by the keys that the queries of the call may attend to.
         entropy: mean entropy of a row, in nats.
         largest: mean of the largest weight of a row.
-        distance: mean distance between a query and the keys it attends, in tokens; None in cross-attention, whose
-            positions are of two texts.
-        offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend it; empty in
+        distance: mean distance between a query and its keys, weighted by attention, in tokens; None in
+            cross-attention, whose positions are of two texts.
+        offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend to it; empty in
             cross-attention.
-        ahead: mean mass on the key 1, 2, ... k positions ahead, as ``offsets``; empty where no query may attend any.
-        scores: by role, what the head scored; a role that was not measured is missing.
-        map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
+        ahead: mean mass on the key 1, 2, ... k positions ahead, as ``offsets``; empty if no query may look ahead.
+        scores: the score in each role; roles that were not measured are missing.
+        map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 if it attends to nothing.
         queries: number of queries of the call, of the longest text.
         keys: number of keys of the call, of the longest text.
-        extras: further numbers by name, such as importance by a criterion; see `Look.with_extras`.
-        over: which of the look's `axes` its queries and its keys run over; empty where the look has one text alone.
+        extras: additional numbers by name, such as importance by a criterion; see `Look.with_extras`.
+        over: the indices of its query and key axes in the look's `axes`; empty for a look at one text only.
     """
 
     module: str
@@ -62,39 +62,39 @@ class HeadRecord:
 
     @property
     def roles(self) -> tuple[Score, ...]:
-        """The scores of the roles that the head plays, strongest first: by how far they went beyond the threshold."""
+        """The scores of the roles that the head plays, sorted by strength."""
         played = [score for score in self.scores.values() if score.plays]
         return tuple(sorted(played, key=lambda score: (-score.strength, score.name)))
 
     @property
     def role(self) -> str:
-        """Name of the strongest role, ``"-"`` where the head plays none."""
+        """The name of the strongest role, ``"-"`` if the head plays none."""
         return max(self.roles, key=lambda score: score.strength).name if self.roles else NO_ROLE
 
     def score(self, name: str) -> Score | None:
-        """Return the score in a role by its name; None where it was not measured."""
+        """Return the score in a role by its name; None if it was not measured."""
         check_texts(name=name)
         return self.scores.get(name)
 
     def value(self, name: str) -> float | None:
-        """Return the value of a score; None where it was not measured."""
+        """Return the value of a score; None if it was not measured."""
         score = self.score(name)
         return None if score is None else score.value
 
     def mass_at(self, offset: int) -> float | None:
-        """Mean mass on the key at an offset from the query, negative before it; None where it was not measured."""
+        """Return the mean mass on the key at an offset, negative before the query; None if it was not measured."""
         check_counts(-MOST, offset=offset)
         masses, k = (self.ahead, offset - 1) if offset > 0 else (self.offsets, -offset)
         return masses[k] if k < len(masses) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers."""
+        """Return plain dictionaries, lists, strings and numbers."""
         data = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "scores"}
         return {**data, "scores": {name: score.to_list() for name, score in self.scores.items()}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        """Return the record that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the record from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
         with one_error("a head's record is", data):
             return cls._from_dict(data)
 
@@ -119,15 +119,15 @@ def _score(name: str, row: list[Any]) -> Score:
 
 @dataclass(frozen=True)
 class HeadMap:
-    """The large map of one head, a byte a cell.
+    """The large map of one head, one byte per cell.
 
-    A byte is ``round(255 * sqrt(weight))``: the root keeps small weights apart (1 / 128 becomes 23, not 2), and is
-    what a colour scale wants anyhow.
+    A byte is ``round(255 * sqrt(weight))``: the square root resolves small weights (1 / 128 becomes 23, not 2), and
+    suits a color scale.
 
     Attributes:
         rows: number of (pooled) queries.
         columns: number of (pooled) keys.
-        data: the bytes, row after row.
+        data: the bytes, row by row.
     """
 
     rows: int
@@ -145,7 +145,7 @@ class HeadMap:
             )
 
     def weights(self) -> tuple[tuple[float, ...], ...]:
-        """Return the weights, to within 0.004 near 1 and less below: half a step of a byte.
+        """Return the weights with an error of at most 0.004 near 1 and less below: half a step of a byte.
 
         >>> HeadMap(rows=1, columns=2, data=bytes([255, 0])).weights()
         ((1.0, 0.0),)
@@ -159,5 +159,5 @@ class HeadMap:
 
 
 def map_from_dict(data: dict[str, Any]) -> HeadMap:
-    """Return the large map that `Look.to_dict` wrote."""
+    """Return the large map from the output of `Look.to_dict`."""
     return HeadMap(data["rows"], data["columns"], base64.b64decode(data["data"], validate=True))

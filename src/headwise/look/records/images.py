@@ -1,4 +1,4 @@
-"""What lies behind the patches and frames of a look: the picture as the model got it, the sound as a spectrogram."""
+"""Images of the inputs: pictures as the model received them, and sound as a spectrogram."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ...shapes.arguments import check_counts, check_numbers, check_texts, shown
 from .schema import fields_of, one_error
 
 MOST_SIDE = 448
-"""Most pixels a side that are kept."""
+"""The most pixels per side that are kept."""
 
 BINS, FRAMES = 96, 400
-"""Rows and most columns of a spectrogram of ours."""
+"""The most rows and columns of a spectrogram computed from a waveform."""
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -31,10 +31,10 @@ class Picture:
 
     Attributes:
         kind: ``"picture"`` or ``"sound"``.
-        width: pixels.
-        height: pixels.
+        width: the width in pixels.
+        height: the height in pixels.
         data: a PNG file.
-        seconds: of a sound, how long it is, where that is known.
+        seconds: the duration of a sound, if known.
     """
 
     kind: str
@@ -52,20 +52,20 @@ class Picture:
             check_numbers(seconds=self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain strings and numbers."""
+        """Return plain strings and numbers."""
         return {**vars(self), "data": base64.b64encode(self.data).decode("ascii")}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Picture:
-        """Return the picture that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        """Return the picture from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
         with one_error("a picture is", data):
             return cls(**{**fields_of(cls, data), "data": base64.b64decode(data["data"], validate=True)})
 
 
 def picture_of(pixels_CHW: Tensor) -> Picture | None:
-    """Return the numbers that a model got as a picture: from the smallest of them, black, to the largest, white.
+    """Return a model's pixel values as a picture, with the smallest as black and the largest as white.
 
-    None where they are no picture: no 1 or 3 channels, or a number that is not finite.
+    None if they are not a picture: not 1 or 3 channels, or a number that is not finite.
 
     >>> picture_of(torch.tensor([[[0.0, 1.0]]])).width
     2
@@ -81,9 +81,9 @@ def picture_of(pixels_CHW: Tensor) -> Picture | None:
 
 
 def patched(flat: Tensor, grid: tuple[int, ...], side: int, patch: int) -> Tensor | None:
-    """(3, rows, columns) pixels of the first frame of a picture that comes as a row of numbers a patch, block by block.
+    """Return the first frame of a picture, (3, rows, columns), from one row of numbers per patch, block by block.
 
-    `flat` is (frames x rows x columns, channels x times x patch x patch), `grid` (frames, rows, columns); None where
+    `flat` is (frames x rows x columns, channels x times x patch x patch), `grid` (frames, rows, columns); None if
     they do not fit.
     """
     _, r, c = grid
@@ -94,7 +94,7 @@ def patched(flat: Tensor, grid: tuple[int, ...], side: int, patch: int) -> Tenso
 
 
 def sound_of(sound: Tensor) -> Picture | None:
-    """A waveform (N,), or what a model got in its place, (bins, frames), as a spectrogram; None for anything else."""
+    """Return a waveform (N,), or a model's input (bins, frames), as a spectrogram; None for anything else."""
     x = sound.detach().float().cpu()
     if not bool(x.isfinite().all()) or not x.numel():
         return None
@@ -113,7 +113,7 @@ def sound_of(sound: Tensor) -> Picture | None:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """From 0 to 255, over all that there is."""
+    """Return the values scaled to 0 to 255, from the smallest to the largest."""
     low, high = x.min(), x.max()
     return (255 * (x - low) / (high - low).clamp(min=1e-12)).round().to(torch.uint8)
 
@@ -124,13 +124,13 @@ def _drawn(kind: str, pixels: Tensor) -> Picture:
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """(height, width, 3) bytes as a PNG file.
+    r"""Return (height, width, 3) bytes as a PNG file.
 
     >>> png(np.zeros((1, 1, 3), np.uint8))[:4]
-    b'\\x89PNG'
+    b'\x89PNG'
     """
     height, width, _ = pixels.shape
-    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each begins with its filter: the byte above is taken off
+    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # first byte: PNG filter 2, which subtracts the row above
     flat = pixels.reshape(height, 3 * width)
     lines[:, 1:] = flat
     lines[1:, 1:] -= flat[:-1]

@@ -1,4 +1,4 @@
-"""What a look measured, without the ways to show it: the views read this."""
+"""The measured numbers of a look, without methods to show them; the views read this."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .schema import Inside, check_fields, each, entries, fields_of
 from .vectors import Neurons
 
 FORMAT = 2
-"""Version of the dictionary that `LookData.to_dict` writes and `Look.from_dict` reads."""
+"""The version of the dictionary that `LookData.to_dict` writes and `Look.from_dict` reads."""
 
 
 @dataclass(frozen=True)
 class LookData:
-    """The numbers of a `Look`, which adds the tables and figures, and documents the attributes."""
+    """The numbers of a `Look`, which adds tables and figures and documents the attributes."""
 
     model: str
     num_layers: int
@@ -53,7 +53,7 @@ class LookData:
         return tuple(head for _, head in sorted(played, key=lambda pair: -pair[0]))
 
     def head(self, layer: int, head: int) -> HeadRecord:
-        """Return the record of one head; IndexError where the model has none of these numbers."""
+        """Return the record of one head; raise IndexError if the model has no such head."""
         check_counts(layer=layer, head=head)
         for record in self.heads:
             if (record.layer, record.head) == (layer, head):
@@ -61,7 +61,7 @@ class LookData:
         raise IndexError(f"{self.title} has no head {layer}.{head}; layers and heads count from 0")
 
     def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers; ``maps``: whether large maps, neurons and pictures come."""
+        """Return plain dictionaries, lists, strings and numbers; `maps` includes large maps, neurons and pictures."""
         check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
         for one in fields(self):
@@ -83,23 +83,23 @@ class LookData:
         return json.dumps(self.to_dict(maps=maps), indent=indent, allow_nan=False)
 
     def about(self) -> dict[str, Any]:
-        """Return what was looked at, without the heads."""
+        """Return the fields that describe the measurement, without the heads."""
         names = ("model", "kind", "num_layers", "num_heads", "texts", "length", "version")
         return {name: getattr(self, name) for name in names}
 
     @property
     def title(self) -> str:
-        """Model, size, kind, and what was read."""
+        """Model, size, kind, and the number of texts and tokens."""
         texts = f"{self.texts:,} texts, " if self.texts != 1 else ""
         shape = f"{self.num_layers} layers x {self.num_heads} heads"
         return f"{self.model}: {shape}, {self.kind}, {texts}{self.length} tokens"
 
 
 def values_of(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the fields in what `LookData.to_dict` wrote, checked.
+    """Return the values of the fields from the output of `LookData.to_dict`, checked.
 
     Raises:
-        Damaged: what is wrong, with its place.
+        Damaged: a value is invalid; the message has its place.
     """
     values = fields_of(LookData, data)
     values["tokens"] = entries("tokens", data["tokens"])

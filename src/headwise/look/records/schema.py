@@ -1,4 +1,4 @@
-"""Whether what stands in a file is of the kinds that a record's fields have; where not, an error names the place."""
+"""Type checks of stored records: file values must match the types of a record's fields; errors have their place."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ NOT_NEGATIVE = frozenset(
     | {"entropy", "largest", "offsets", "ahead", "map", "value", "count", "text", "query", "key", "weight", "shape"}
     | {"step", "scores", "plays"}
 )
-"""Fields whose numbers, however deep they lie, are at least 0, but for rounding."""
+"""Fields whose numbers, at any depth, are at least 0, except for rounding."""
 
 ROUNDING = 1e-3
-"""How far below 0 a number may be: an entropy is a difference, and the mean of many small ones may end below 0."""
+"""The largest rounding error below 0: an entropy is a difference, and the mean of many small ones may be below 0."""
 
 WORDS = {
     ("LookData", "kind"): ("decoder", "encoder", "encoder-decoder", "encoder and decoder"),
     ("HeadRecord", "part"): ("encoder", "decoder", "cross"),
 }
-"""(record, field) -> what stands there."""
+"""(record, field) -> its allowed values."""
 
 
 KINDS: dict[Any, str] = {
     float: "a finite number", int: "a whole number", bool: "true or false", str: "a string", NoneType: "null",
     tuple: "a list", Mapping: "an object",
 }  # fmt: skip
-"""What an error calls the kinds of values."""
+"""The names of the types of values in errors."""
 
 
 class Damaged(ValueError):
-    """What does not fit where: ``heads[3].entropy``, and what is wrong there."""
+    """An invalid value and its place: ``heads[3].entropy``, and a description of the problem."""
 
     def __init__(self, place: str, what: str) -> None:
         self.place, self.what = place.removeprefix("."), what
@@ -59,9 +59,10 @@ def under(name: object) -> str:
 
 
 class Inside:
-    """While it is entered, what is wrong is told with its place, as `Damaged`.
+    """A context manager that raises each error inside it as `Damaged` with its place.
 
-    `names` lead there, and `value` is what stands there. No generator: files have many places.
+    `names` lead to the place, and `value` is the value there. It is a class instead of a generator for speed: files
+    have many places.
     """
 
     __slots__ = ("names", "value")
@@ -90,9 +91,9 @@ class Inside:
 
 @contextmanager
 def one_error(what: str, data: object, by: str = "to_dict") -> Iterator[None]:
-    """One ValueError for all that is wrong within: what is read from what, the place, and what stands there.
+    """Raise one ValueError for any invalid value inside: what is read, the place, and the value there.
 
-    Its context is the `Damaged`, by which one around it knows the place.
+    Its context is the `Damaged`, from which an outer `Inside` takes the place.
     """
     try:
         with Inside(data):
@@ -102,13 +103,13 @@ def one_error(what: str, data: object, by: str = "to_dict") -> Iterator[None]:
 
 
 def entries(name: str, data: Any) -> tuple[Any, ...]:
-    """Return the entries of the list that stands under a name."""
+    """Return the entries of the list under a name."""
     with Inside(data, name):
         return listed(data)
 
 
 def each(name: str, data: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
-    """Return what `read` makes of each entry of the list that stands under a name."""
+    """Return the results of `read` for each entry of the list under a name."""
     made = []
     for number, one in enumerate(entries(name, data)):
         with Inside(one, name, number):
@@ -117,7 +118,7 @@ def each(name: str, data: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
 
 
 def fields_of(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stands under the names of a record's fields; KeyError for one that is missing and has no default."""
+    """Return the values of a record's fields; raise KeyError for a missing one without a default."""
     if not isinstance(data, Mapping):
         raise TypeError("no object")
     names = (one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING)
@@ -130,7 +131,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def check_fields(cls: type, values: Mapping[str, Any]) -> None:
-    """Raise Damaged where a value is not what the field of that name is annotated to hold."""
+    """Raise Damaged if a value does not match the annotation of its field."""
     for name, value in values.items():
         hint = _hints(cls)[name]
         if not _fits(value, hint):
@@ -145,7 +146,7 @@ def check_fields(cls: type, values: Mapping[str, Any]) -> None:
 
 
 def _where(value: Any, hint: Any, fits: Callable[[Any, Any], bool]) -> tuple[str, Any, Any]:
-    """Return the place within a value that does not fit, what stands there, and what should."""
+    """Return the place of the first wrong part of a value, the part, and its expected type."""
     origin, inner = get_origin(hint), get_args(hint)
     parts: list[tuple[object, Any]] = []
     if origin is tuple and isinstance(value, tuple) and (Ellipsis in inner or len(value) == len(inner)):
@@ -161,7 +162,7 @@ def _where(value: Any, hint: Any, fits: Callable[[Any, Any], bool]) -> tuple[str
 
 
 def _called(hint: Any) -> str:
-    """Return what an error calls the values of a field."""
+    """Return the name of a field's type in errors."""
     if get_origin(hint) is UnionType:
         return " or ".join(map(_called, get_args(hint)))
     count = len(get_args(hint)) if get_origin(hint) is tuple and Ellipsis not in get_args(hint) else 0
@@ -170,7 +171,7 @@ def _called(hint: Any) -> str:
 
 
 def listed(value: Any) -> tuple[Any, ...]:
-    """Return a list as a tuple; TypeError for a string or a dict, of which `tuple` would make one, too."""
+    """Return a list as a tuple; raise TypeError for a string or a dict, which `tuple` would accept."""
     if not isinstance(value, (list, tuple)):
         raise TypeError("no list")
     return tuple(value)
@@ -181,7 +182,7 @@ def _not_negative(value: Any) -> bool:
         return value >= -ROUNDING
     if isinstance(value, Mapping):
         return all(map(_not_negative, value.values()))
-    if isinstance(value, tuple) and value and {*map(type, value)} <= NUMBERS:  # maps have many: no call for each
+    if isinstance(value, tuple) and value and {*map(type, value)} <= NUMBERS:  # fast path for maps
         return bool(min(value) >= -ROUNDING)
     return not isinstance(value, tuple) or all(map(_not_negative, value))
 
@@ -189,10 +190,10 @@ def _not_negative(value: Any) -> bool:
 def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is float:
-        return type(value) in NUMBERS and abs(value) <= LARGEST  # NaN is not
+        return type(value) in NUMBERS and abs(value) <= LARGEST  # NaN fails
     if hint is int:
         return type(value) is int and abs(value) <= LARGEST
-    if origin is tuple and inner[0] is float:  # maps have many: no call for each
+    if origin is tuple and inner[0] is float:  # fast path for maps, which have many numbers
         return (
             isinstance(value, tuple)
             and {*map(type, value)} <= NUMBERS

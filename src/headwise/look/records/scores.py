@@ -1,4 +1,4 @@
-"""What a head scored in a role, and on what evidence: plain frozen records."""
+"""The score of a head in a role, and its evidence: plain frozen records."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .schema import check_fields, each, listed, one_error
 
 @dataclass(frozen=True)
 class Evidence:
-    """One query whose largest weight lies where the role says.
+    """One query whose largest weight is on a key of the role.
 
     Attributes:
-        text: which of the texts, from 0.
+        text: the index of the text, from 0.
         query: position of the query in its text.
         key: position of the key.
         weight: the weight of the query on the key.
@@ -27,19 +27,19 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Score:
-    """What a head scored in one role.
+    """The score of a head in one role.
 
     Attributes:
         name: the role, such as ``"previous-token"``; `headwise.look.ROLES` has its formula and source.
         value: the score, from 0 to 1.
-        null: what chance gives by the role's control (uniform attention, shuffled targets, the best fixed offset);
-            None where the role has none.
-        threshold: what the value must exceed.
+        null: the chance level by the role's control (uniform attention, shuffled targets, the best fixed offset);
+            None if the role has no control.
+        threshold: the value must exceed this.
         count: number of queries that were scored.
         low, high: the 95 % interval of the value, from a bootstrap over texts; None with a single text.
-        plays: whether the head plays the role: by value, null and interval.
-        evidence: the queries that show it best, for the roles it plays.
-        detail: what the role leaves open, such as the offset; empty for most.
+        plays: whether the head plays the role: by value, null, interval and count.
+        evidence: the queries with the clearest evidence, for the roles it plays.
+        detail: the free part of the role, such as the offset; empty for most.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Score:
 
     @property
     def strength(self) -> float:
-        """How far the value went from the threshold towards 1: what roles of a head are ordered by."""
+        """The relative distance of the value from the threshold to 1; the roles of a head are sorted by it."""
         return (self.value - self.threshold) / (1 - self.threshold)
 
     def __str__(self) -> str:
         return f"{self.name}{f' ({self.detail})' if self.detail else ''} {self.value:.2f}"
 
     def to_list(self) -> list[Any]:
-        """Its fields in order but for the name, evidence as lists: short in JSON, where thousands may stand."""
+        """Return the fields in order without the name, evidence as lists: short in JSON with thousands of scores."""
         row: list[Any] = [self.value, self.null, self.threshold, self.count, self.low, self.high, self.plays]
         evidence = [[e.text, e.query, e.key, e.weight] for e in self.evidence]
         return [*row, evidence, self.detail] if evidence or self.detail else row
 
     @classmethod
     def from_list(cls, name: str, row: list[Any]) -> Score:
-        """Return the score that `to_list` wrote; ValueError where it is none."""
+        """Return the score from the output of `to_list`; raise ValueError if it is invalid."""
         with one_error("a score is", row, by="to_list"):
             value, null, threshold, count, low, high, plays, evidence, detail = [*listed(row), (), ""][:9]
             items = each("evidence", evidence, _evidence)

@@ -1,7 +1,7 @@
-"""Queries, keys and values of an attention call's first tokens, a byte a number: enough to show how one weight comes.
+"""Queries, keys and values of the first tokens of an attention call, one byte per number: enough to explain a weight.
 
-A page that shows ``q . k`` dimension by dimension needs the vectors themselves. Of 64 tokens that is 12 KB a head at 64
-dimensions; the errors (half a step of 1/127 of a row's largest) move a score by about a hundredth of its size.
+A page that shows ``q . k`` dimension by dimension needs the vectors themselves. For 64 tokens they take 12 KB per head
+at 64 dimensions; the rounding errors (half of 1/127 of a row's largest number) change a score by about 1 %.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ...shapes.arguments import check_counts
 from .schema import Inside, check_fields, entries, one_error
 
 TOKENS = 64
-"""Most tokens of a text whose vectors are kept."""
+"""The most tokens of a text whose vectors are kept."""
 
 SCORES = 1 << 23
-"""Most scores that are computed at once."""
+"""The most scores that are computed together."""
 
 
 @dataclass(frozen=True)
 class ByteVectors:
-    """Vectors, a byte a number.
+    """Vectors, one byte per number.
 
     Attributes:
         shape: heads, tokens, dimensions.
-        data: signed bytes, head after head, token after token.
-        steps: for each vector what a byte of 1 stands for, float32, little-endian.
+        data: signed bytes, by head, then token.
+        steps: for each vector the value of a byte of 1, float32, little-endian.
     """
 
     shape: tuple[int, int, int]
@@ -56,13 +56,13 @@ class ByteVectors:
         return np.frombuffer(self.data, np.int8).reshape(self.shape).astype(np.float32) * steps
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, the bytes as base64."""
+        """Return a dictionary for JSON, with the bytes as base64."""
         data, steps = (base64.b64encode(part).decode("ascii") for part in (self.data, self.steps))
         return {"shape": list(self.shape), "data": data, "steps": steps}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
-        """Return the rows that `to_dict` wrote."""
+        """Return the vectors from the output of `to_dict`."""
         with one_error("rows of bytes are", data):
             shape = entries("shape", data["shape"])
             check_fields(cls, {"shape": shape})
@@ -75,15 +75,15 @@ class Neurons:
     """One attention call on the first tokens of a text.
 
     Attributes:
-        layer: running index of the call in the forward, as `HeadRecord.layer`.
-        scale: what a product of query and key is multiplied by.
+        layer: index of the call in the forward pass, as `HeadRecord.layer`.
+        scale: the factor of the products of query and key.
         softcap: the limit of the scores, or None.
-        biased: whether the mask adds something to the scores, as ALiBi does.
+        biased: whether the mask adds to the scores, as in ALiBi.
         gated: whether the output is multiplied by a gate.
         sunk: whether sinks take a part of each row.
         query: (H, T, D).
-        key: (K, S, D); query head h reads head h // (H / K).
-        value: (K, S, V), or None where the call showed none.
+        key: (K, S, D); query head h uses key-value head h // (H / K).
+        value: (K, S, V), or None if the call has no values.
         weights: the weights, (H, T, S) bytes, each ``round(255 * sqrt(weight))`` as in `HeadMap`.
     """
 
@@ -109,7 +109,7 @@ class Neurons:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers."""
+        """Return plain dictionaries, lists, strings and numbers."""
         plain = {name: getattr(self, name) for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
         return {
             **plain,
@@ -121,7 +121,7 @@ class Neurons:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Neurons:
-        """Return what `to_dict` wrote; ValueError where it is none."""
+        """Return the record from the output of `to_dict`; raise ValueError if it is invalid."""
         with one_error("neurons are", data):
             parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
             check_fields(cls, parts)
@@ -132,13 +132,13 @@ class Neurons:
 
 
 def _decoded(data: dict[str, Any], name: str) -> bytes:
-    """Return the bytes that stand as base64 under a name."""
+    """Return the bytes from the base64 text under a name."""
     with Inside(data[name], name):
         return base64.b64decode(data[name], validate=True)
 
 
 def rows(vectors: Tensor) -> ByteVectors:
-    """(heads, tokens, dimensions) as bytes: each vector by its own largest number; NaN as 0.
+    """Return (heads, tokens, dimensions) as bytes: each vector is scaled by its own largest number; NaN becomes 0.
 
     >>> rows(torch.tensor([[[1.0, -0.5], [0.0, 0.0]]])).array().round(2).tolist()
     [[[1.0, -0.5], [0.0, 0.0]]]
@@ -153,7 +153,7 @@ def rows(vectors: Tensor) -> ByteVectors:
 def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     """Return the first tokens of a call's first text: at most `tokens` queries and keys.
 
-    The weights come from whole rows: what lies on later keys is missing from them.
+    The weights are computed over whole rows: the mass on later keys is missing from them.
 
     >>> import headwise
     >>> mha = headwise.MultiHeadAttention(12, 3)
@@ -166,7 +166,7 @@ def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     check_counts(1, tokens=tokens)
     T, S = call.query.shape[2], call.key.shape[2]
     H, first = call.query.shape[1], range(min(T, tokens))
-    some = max(1, SCORES // max(len(first) * S, 1))  # heads at once: a text of 128k tokens must cost no gigabytes
+    some = max(1, SCORES // max(len(first) * S, 1))  # heads per step: limits memory for texts of 128k tokens
     with torch.no_grad():
         parts = [
             weights(call.query[:1], call.key[:1], rows=list(first), heads=heads, **call.scoring)[0, :, :, :tokens]

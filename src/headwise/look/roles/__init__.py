@@ -1,1 +1,1 @@
-"""The roles of heads: their definitions, their measures, and the controls they are compared with."""
+"""Roles of heads: their definitions, their measures, and the controls for comparison."""

@@ -1,4 +1,4 @@
-"""What a model reads in one forward pass, and what stands behind the queries and keys of a call."""
+"""The input of one forward pass, and the tokens at the queries and keys of a call."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..records.axes import TEXT, Axis
 T = TypeVar("T")
 
 Links = Mapping[str, Sequence[Sequence[int]]]
-"""name -> for each token the positions of the tokens that it is linked to."""
+"""name -> for each token the positions of its linked tokens."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One text as the model reads it.
+    """One text for the model.
 
     Attributes:
         ids: the token ids, special ones included.
-        links: by name, for each token, positions of the tokens that a head of that role would attend.
+        links: by name, for each token, the positions of the tokens that a head of that role would attend to.
         classes: by name, the positions of the tokens of a class.
-        copies: how its ids repeat, for random tokens repeated.
-        text: which text this is, from 0; the bootstrap draws texts.
+        copies: the repetitions of its ids, for repeated random tokens.
+        text: the index of the text, from 0; the bootstrap draws texts.
     """
 
     ids: Sequence[int]
@@ -42,15 +42,15 @@ class Passage:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids by what they are: in what order a text stands does not matter here.
+    """Classes of token ids, independent of their positions in a text.
 
     Attributes:
-        delimiters: ids that separate clauses: ``. , ; : ! ?`` and line ends, or what the caller named.
-        punctuation: ids whose text is punctuation alone.
-        special: ids the model's configuration or tokenizer names: [CLS], [SEP], <s>, ...
+        delimiters: ids that separate clauses: ``. , ; : ! ?`` and newlines, or the caller's choice.
+        punctuation: ids whose text is only punctuation.
+        special: the special ids of the model's config or tokenizer: [CLS], [SEP], <s>, ...
         stops: ids whose text is ``.``.
         commas: ids whose text is ``,``.
-        separators: what ends a sentence for the model: [SEP].
+        separators: ids that end a sentence for the model: [SEP].
     """
 
     delimiters: frozenset[int] = frozenset()
@@ -64,10 +64,10 @@ class Vocabulary:
     def of(
         cls, names: Sequence[str], *, delimiters: Collection[int] | None = None, special: Collection[int] = ()
     ) -> Vocabulary:
-        """Return the vocabulary of a tokenizer, by what it calls its ids, in order.
+        """Return the vocabulary of a tokenizer from the tokens of its ids, in order.
 
         Raises:
-            TypeError: names that are no strings, or ids that are no integers.
+            TypeError: the names are not strings, or the ids are not integers.
 
         >>> Vocabulary.of(["<s>", "a", "\u0120.", "(", "\u010a"], special=[0])
         Vocabulary(delimiters=frozenset({2}), punctuation=frozenset({2, 3}), special=frozenset({0}))
@@ -87,7 +87,7 @@ class Vocabulary:
 
 
 def _ids(name: str, ids: Collection[int]) -> frozenset[int]:
-    """Return a collection of ids, whichever it is."""
+    """Return a collection of ids, of any type, as a frozenset."""
     return frozenset(whole_numbers(name, [*ids] if isinstance(ids, Set) else ids))
 
 
@@ -95,15 +95,15 @@ TEXTS = Axis(TEXT, 0)
 """The axis of any text."""
 
 FIRST, SECOND = "first sentence", "second sentence"
-"""Classes of the tokens of a pair of sentences."""
+"""The classes of the tokens in a pair of sentences."""
 
 MARKS = frozenset(".,;:!?\n")
 BLANKS = " \u0120\u2581"
-"""A blank, and how byte-level and sentence tokenizers write it."""
+"""A blank, and its marks in byte-level and SentencePiece tokenizers."""
 
 
 def is_punctuation(token: str) -> bool:
-    """Return whether a token's text is punctuation alone, blanks aside.
+    """Return whether a token's text is only punctuation, apart from blanks.
 
     >>> is_punctuation(" ("), is_punctuation("x)"), is_punctuation(" ")
     (True, False, False)
@@ -114,19 +114,20 @@ def is_punctuation(token: str) -> bool:
 
 @dataclass(frozen=True)
 class CallTokens:
-    """The tokens behind the queries (B, T) and keys (B, S) of a call.
+    """The tokens at the queries (B, T) and keys (B, S) of a call.
 
     Attributes:
         queries: (B, T) ids.
         keys: (B, S) ids.
-        ahead: whether a query may attend later positions; None in cross-attention, whose positions are of two texts.
-        words: the ids by what they are.
+        ahead: whether a query may attend to later positions; None in cross-attention, whose positions are of two texts.
+        words: the classes of ids.
         passages: the B texts.
-        moved: how many places the queries' and the keys' texts stand behind the passage: 1 in a decoder beside an
-            encoder, which begins with a start token of its own.
-        known: whether the queries and keys are the passages' tokens; a model may attend to something else.
-        usual: by link, how far before a query its links lie most often, over all passages (`usual_distance`).
-        axes: what stands at the places of queries and keys.
+        moved: the shifts of the queries' and the keys' texts relative to the passage: 1 in the decoder of an
+            encoder-decoder, which begins with its own start token.
+        known: whether the queries and keys are the passages' tokens; some models attend to other inputs.
+        usual: by link, the most frequent distance from a query back to its links, over all passages
+            (`usual_distances`).
+        axes: the axes of the queries and keys.
         among: (B, T) bool, the queries that count; None for all of them.
     """
 
@@ -143,7 +144,7 @@ class CallTokens:
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], T]) -> T:
-        """Return what `make` gives, made once for all layers of the forward."""
+        """Return the result of `make`, computed once for all layers of the forward pass."""
         if name not in self.kept:
             self.kept[name] = make()
         value: T = self.kept[name]
@@ -151,15 +152,15 @@ class CallTokens:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What queries and keys are."""
+        """The kinds of the query and key axes."""
         return frozenset(axis.kind for axis in self.axes)
 
     def count(self, rows: Tensor) -> Tensor:
-        """(B, 1): how many of these queries, (B, T) bool, count."""
+        """Return the number of the given queries, (B, T) bool, that count: (B, 1)."""
         return (rows if self.among is None else rows & self.among).sum(-1, keepdim=True).double()
 
     def of_class(self, name: str) -> Tensor:
-        """(B, S) bool: the places of a class, where the queries are the passages' tokens."""
+        """Return (B, S) bool: the positions of a class, if the queries are the passages' tokens."""
         chosen = torch.zeros(self.queries.shape, dtype=torch.bool, device="cpu")
         for b, passage in enumerate(self.passages if self.known else ()):
             chosen[b, [*passage.classes.get(name, ())]] = True
@@ -167,17 +168,17 @@ class CallTokens:
 
     @property
     def cross(self) -> bool:
-        """Whether this is cross-attention."""
+        """True for cross-attention."""
         return self.ahead is None
 
     def keys_in(self, ids: frozenset[int]) -> Tensor:
-        """(B, S) bool: which keys are among the ids; never the first, which is the sink's."""
+        """Return (B, S) bool: the keys whose ids are in `ids`, without the first key, which is often a sink."""
         chosen = torch.isin(self.keys, torch.tensor(sorted(ids), dtype=self.keys.dtype, device="cpu"))
         chosen[:, :1] = False
         return chosen
 
     def links(self, name: str) -> Tensor | None:
-        """(B, T, n) long, the keys of each query by a link's name, -1 where there are fewer; None without any."""
+        """Return the keys of each query by a link's name, (B, T, n) long, padded with -1; None without links."""
         return self.once(("links", name), lambda: self._links(name))
 
     def _links(self, name: str) -> Tensor | None:
@@ -197,9 +198,9 @@ class CallTokens:
 
 
 def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:
-    """By link: query minus key, the distance that most linked queries have; of equals the nearer, then the earlier.
+    """Return by link the most frequent distance, query minus key; on ties the nearer, then the backward one.
 
-    By ``"NAME, earlier"`` the same over earlier keys alone: what a model that looks back can see.
+    The entry ``"NAME, earlier"`` counts only earlier keys, for models whose queries only attend backward.
 
     >>> usual_distances([Passage([5, 6, 7], links={"object": [[1, 2], [2], [1]]})])
     {'object': -1, 'object, earlier': 1}

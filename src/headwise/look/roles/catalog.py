@@ -1,14 +1,14 @@
-"""What heads are called, as data: a role is a measure, a threshold, a control, and who says so.
+"""The catalog of head roles, as data: a role is a measure, a threshold, a control, and its source.
 
-A head plays a role if its value exceeds the threshold **and** what chance gives, twice over: the control is
-the value of uniform attention on the same tokens under the same mask, of the same head on shuffled links, or the
-baseline that the paper names. On a long text that second condition asks nothing of most roles: uniform attention gives
-every key next to nothing. On five tokens it gives the own token 0.46, and a head that does no more is not called
-anything. Where several texts were read, the lower end of the bootstrap interval has to stand above chance as well.
+A head plays a role if its value exceeds the threshold **and** twice the chance level. The control that gives this level
+is uniform attention on the same tokens under the same mask, the same head on shuffled links, or the baseline of the
+paper. On long texts the second condition is trivial for most roles, because uniform attention gives every key almost
+nothing. On five tokens it gives the own token 0.46, and a head with no more than that plays no role. With several
+texts, the lower end of the bootstrap interval must also exceed chance.
 
-A new role is one entry of `ROLES`: it says itself what has to be measured, and on what the model has to read.
+To add a role, add one entry to `ROLES`: it defines its measure and the input that the model must read.
 
-A[i, j] below is the weight of query i on key j; means are over the queries that may attend that key.
+A[i, j] below is the weight of query i on key j; means are over the queries that may attend to that key.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .measures import FAR, AtOffset, BandShare, Measure, OfRows, OnKeys, OnLinks
 from .text_measures import CLARK_KEYS, FEW_KEYS
 
 TIMES_CHANCE = 2.0
-"""How many times the control's value a role must exceed, unless it says otherwise."""
+"""The factor of the control's value that a role must exceed, unless the role sets its own."""
 
 SEVERAL = 4
-"""Queries that a role of places or marks asks for: of a full stop that ends a text one query decides, its own."""
+"""The fewest queries of a role of positions or marks: a full stop at the end of a text has only its own query."""
 
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
-"""What the model reads: the texts; random tokens repeated; annotated sentences; texts with a needle in them."""
+"""The kinds of input: texts, repeated random tokens, annotated sentences, texts with a needle."""
 
 WORDS = frozenset({axes.TEXT})
 LINE = WORDS | {axes.SOUND}
-"""What has one order of places: tokens, and the frames of a sound."""
+"""Axes with one order of positions: tokens, and the frames of a sound."""
 
 PATCHES = frozenset({axes.PICTURE, axes.MIXED})
 ALL = frozenset(axes.KINDS)
@@ -48,21 +48,21 @@ _OURS = "; the threshold is ours"
 
 @dataclass(frozen=True)
 class Role:
-    """One role.
+    """The definition of one role.
 
     Attributes:
-        name: what the table shows.
-        formula: how the value comes from the attention matrix A.
+        name: the name in tables.
+        formula: the value as a formula of the attention matrix A.
         threshold: the value that a head must exceed.
-        source: where the formula and threshold come from.
-        control: what the null is.
-        measure: how the value is taken from a call.
-        reads: what the model reads for it: ``"text"``, ``"copies"``, ``"sentences"`` or ``"needles"``.
-        times: how many times the null the value must exceed.
-        plus: by how much beyond that.
-        least: how many queries must have been scored.
-        over: what queries and keys have to be: kinds of `headwise.look.Axis`. Of an axis of text and pictures, the
-            queries that are text count for a role of text.
+        source: the source of the formula and threshold.
+        control: a description of the null.
+        measure: computes the value of a call.
+        reads: the kind of input: ``"text"``, ``"copies"``, ``"sentences"`` or ``"needles"``.
+        times: the factor of the null that the value must exceed.
+        plus: a margin added to that product.
+        least: the fewest queries that must have been scored.
+        over: the allowed kinds of the query and key axes: kinds of `headwise.look.Axis`. On an axis of text and
+            pictures, a role of text counts only the queries that are text.
     """
 
     name: str
@@ -93,7 +93,7 @@ _UNIFORM = "uniform attention under the same mask"
 
 
 def _at(offset: int, name: str, source: str) -> Role:
-    """Return the role of attending one place, seen from the query."""
+    """Return the role of attending to one position relative to the query."""
     place = f"i{offset:+}" if offset else "i"
     over = LINE if offset else LINE | {axes.PICTURE}
     # in a text hardly longer, a sink on its first token would pass for an offset
@@ -102,7 +102,7 @@ def _at(offset: int, name: str, source: str) -> Role:
 
 
 def _neighbour(name: str, rows: int, columns: int) -> Role:
-    """Return the role of attending the next patch in one direction."""
+    """Return the role of attending to the next patch in one direction."""
     formula = f"pictures: mean_i A[i, j] on the patch {_SHIFTS[rows, columns]} of patch i"
     control = f"{_UNIFORM}; the same head on shuffled links"
     measure = OnLinks(placed.shifted((rows, columns)))
@@ -167,7 +167,7 @@ _RELATIONS = """
     acl:relcl advcl xcomp ccomp
 """
 RELATIONS = tuple(_RELATIONS.split())
-"""Relations of Universal Dependencies that have roles of their own, in both directions."""
+"""Relations of Universal Dependencies that have their own roles, in both directions."""
 
 
 def _relation(name: str, what: str) -> Role:

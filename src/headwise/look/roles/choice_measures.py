@@ -1,4 +1,4 @@
-"""Roles of a choice: whether the key that a query attends most, among some, is one that it is linked to."""
+"""Measures of a choice: whether the key with the largest weight of a query, among candidates, is one of its links."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .measures import NOTHING, CallStatistics, ScoreSums, StatisticsRequest
 
 @dataclass(frozen=True)
 class Argmax:
-    """Share of the linked queries whose largest weight lies on a link (Clark et al.'s accuracy).
+    """Share of the linked queries whose largest weight is on a link (Clark et al.'s accuracy).
 
-    The choice is among the candidates, links of their own name; without any, among all keys but the query's own and
-    special tokens. Null: the share that is right by the baseline, links of their own name with one key each; without
-    any, by one fixed offset, the best over all texts that were read. Against: a choice among the candidates at random;
-    without any, the choice of another query, drawn from those that may attend the link too, so that a head which
-    attends a word from everywhere gains nothing.
+    The choice is among the candidates, links of that name; without a name, among all keys except the query's own and
+    special tokens. Null: the share that the baseline gets right, links of that name with one key each; without a name,
+    one fixed offset, the best over all texts that were read. Against: a random choice among the candidates; without
+    candidates, the choice of another query, drawn from those that may attend to the link too, so that a head which
+    attends to a word from everywhere gains nothing.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Argmax:
     baseline: str = ""
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Nothing of the pass: the largest keys are chosen apart."""
+        """Return no request: the top keys are computed separately."""
         return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """Return how often the best key is a link."""
+        """Return the sums of the queries whose best key is a link."""
         links = got.scene.links(self.name)
         if got.scene.cross or links is None:
             return None
@@ -53,7 +53,7 @@ class Argmax:
         return ScoreSums(right, count, null, elsewhere.double().sum(-1))
 
     def _baseline(self, links: Tensor, scene: CallTokens) -> Tensor:
-        """(B, T) bool: which queries the baseline gets right."""
+        """Return (B, T) bool: the queries that the baseline gets right."""
         if self.baseline:
             chosen = scene.links(self.baseline)
             if chosen is None:
@@ -64,14 +64,14 @@ class Argmax:
         return ((back == usual) & (links >= 0)).any(-1)
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the best key among the candidates, where it is a link."""
+        """Return the best key among the candidates if it is a link, else -1."""
         links, best = got.scene.links(self.name), self._best(got)
         if links is None:
             return torch.full_like(best, -1)
         return torch.where((best[..., None] == links[:, None]).any(-1), best, -1)
 
     def _best(self, got: CallStatistics) -> Tensor:
-        """(B, H, T) long: the candidate of greatest weight, -1 where there is none; one for all relations."""
+        """Return the candidate with the largest weight, (B, H, T) long, else -1; shared by all relations."""
         return got.once(("best", self.candidates), lambda: self._choose(got))
 
     def _choose(self, got: CallStatistics) -> Tensor:

@@ -1,8 +1,8 @@
-"""How a score is taken from an attention call: a few kinds, each of which says what the one pass has to sum for it.
+"""Measures: each computes a score from an attention call, and requests the sums that it needs from the one pass.
 
-Every kind answers two questions. `asks`: which features of keys and which sparse targets `headwise.statistics` has to
-sum. `read`: from the statistics of the call, the sum of the score over the queries, how many queries that is, and the
-same sum for what chance gives. Sums and counts, not means, so that texts merge exactly.
+Every measure has two main methods. `asks` returns the features of keys and the sparse targets that
+`headwise.statistics` must sum. `read` returns, from the statistics of the call, the sum of the score over the queries,
+the number of these queries, and the same sum for the chance level. Sums and counts instead of means merge exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .call_tokens import CallTokens
 from .controls import shuffled
 
 FAR = 8
-"""How many places before the query, and after it, have a mass of their own."""
+"""The largest offset, before and after the query, that has its own mass."""
 
 OFFSETS = (*range(0, -FAR - 1, -1), *range(1, FAR + 1))
 
@@ -32,7 +32,7 @@ _COLUMNS = {offset: column for column, offset in enumerate(OFFSETS)}
 
 
 class StatisticsRequest(NamedTuple):
-    """What a pass has to sum: features (B, S) of keys and targets (B, T, n) of queries, by name."""
+    """The sums that a pass must compute: features (B, S) of keys and targets (B, T, n) of queries, by name."""
 
     features: Mapping[str, Tensor]
     targets: Mapping[str, Tensor]
@@ -42,20 +42,20 @@ NOTHING = StatisticsRequest({}, {})
 
 
 def forbidden(call: AttentionCall) -> Mask | None:
-    """Return what the call's mask forbids to every head; None where nothing is."""
+    """Return the call's mask of keys that no head may attend to, without biases; None without a mask."""
     B, H = call.query.shape[:2]
     return None if call.mask is None else call.mask.sized(B, H).forbids()
 
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """What a pass gave.
+    """The statistics of one attention call.
 
     Attributes:
         call: the call itself.
-        scene: the tokens behind it.
+        scene: its tokens.
         rows: its statistics, (B, H).
-        uniform: those of uniform attention on the same tokens under the same mask, (B, 1).
+        uniform: the statistics of uniform attention on the same tokens under the same mask, (B, 1).
     """
 
     call: AttentionCall
@@ -65,7 +65,7 @@ class CallStatistics:
     kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` gives, made once for all roles."""
+        """Return the result of `make`, computed once for all roles."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
@@ -77,7 +77,7 @@ class CallStatistics:
 
     @cached_property
     def able(self) -> Tensor:
-        """(B|1, n): how many queries may attend the key at each of `OFFSETS`, in self-attention."""
+        """The number of queries that may attend to the key at each of `OFFSETS`, (B|1, n), in self-attention."""
         call, T = self.call, self.rows.entropy.shape[2]
         i = torch.arange(T, device=call.query.device)[:, None]
         j = i + torch.tensor(OFFSETS, device=i.device)
@@ -86,13 +86,13 @@ class CallStatistics:
         return seen.sum(2)[:, 0].double().cpu()
 
     def allowed(self, i: Tensor, j: Tensor) -> Tensor:
-        """(B|1, H|1, R, C) bool: whether some head may attend key j from query i; i and j broadcast to that shape."""
+        """Return whether a head may attend to key j from query i, (B|1, H|1, R, C) bool; i and j broadcast to that."""
         mask, T, S = forbidden(self.call), self.call.query.shape[2], self.call.key.shape[2]
         seen = None if mask is None else mask.at(i, j, T, S)[0]
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=i.device) if seen is None else seen
 
     def seeing(self, links: Tensor) -> Tensor:
-        """(B|1, 1): how many queries may attend a key that they are linked to; links are (B|1, T, n), -1 for none."""
+        """Return the number of queries that may attend to a link, (B|1, 1); links are (B|1, T, n), padded with -1."""
         links = links.to(self.call.query.device)
         rows = torch.arange(links.shape[1], device=links.device)[None, None, :, None]
         seen = self.allowed(rows, links.clamp(min=0)[:, None]) & (links >= 0)[:, None]
@@ -100,22 +100,23 @@ class CallStatistics:
 
     @cached_property
     def distance(self) -> Tensor:
-        """(B, H, T): how far before the query its largest weight lies; meaningless where the row is empty."""
+        """The distance from the query back to its largest weight, (B, H, T); not meaningful for empty rows."""
         return torch.arange(self.rows.largest_key.shape[2], device="cpu") - self.largest_key
 
     @cached_property
     def largest_key(self) -> Tensor:
-        """(B, H, T) long, -1 where the row is empty."""
+        """The key of each row's largest weight, (B, H, T) long, -1 for empty rows."""
         return self.rows.largest_key.cpu()
 
     def largest_where(self, chosen: Tensor) -> Tensor:
-        """(B, H, T) long: the key of a query's largest weight where it is chosen, (B, H, T) bool; -1 elsewhere."""
+        """Return the key of the largest weight of each chosen query, (B, H, T) bool; else -1: (B, H, T) long."""
         return torch.where(chosen, self.largest_key, -1)
 
     def weights_on(self, keys: Tensor) -> Tensor:
-        """(B, H, T): what each query gives to one key, (B, H, T) long; 0 where that is -1.
+        """Return the weight of each query on one key, (B, H, T); 0 where the key, (B, H, T) long, is -1.
 
-        The largest weight of the row is known, and two weights of a row differ by what their scores differ by.
+        The largest weight of the row is known, and the ratio of two weights of a row follows from the difference of
+        scores.
         """
         largest = self.rows.largest.cpu()
         if bool(((keys == self.largest_key) | (keys < 0)).all()):
@@ -124,7 +125,7 @@ class CallStatistics:
         return torch.where(keys >= 0, largest * apart.exp().to(largest.dtype), 0.0)
 
     def _scores(self, keys: Tensor) -> Tensor:
-        """(B, H, T): the score of each query on one key, softcap and biases included."""
+        """Return the score of each query on one key, (B, H, T), softcap and biases included."""
         call, (T, S) = self.call, (self.call.query.shape[2], self.call.key.shape[2])
         scoring = Scoring.of(call.query, call.key, call.mask, call.scale, call.softcap, call.sinks)
         keys, group = keys.to(call.query.device), call.query.shape[1] // call.key.shape[1]
@@ -137,10 +138,10 @@ class CallStatistics:
 
 @dataclass(frozen=True)
 class ScoreSums:
-    """Of each text and head: sums over queries, and how many queries; a width of 1 stands for all heads.
+    """Sums over queries, and the number of queries, by text and head; a width of 1 stands for all heads.
 
-    `null` and `against` are what chance gives by two controls, of which the larger counts; None where there is none.
-    `detail` tells by head what the role leaves open, on this text.
+    `null` and `against` are the chance levels of two controls, of which the larger counts; None without a control.
+    `detail` returns the free part of the role for a text and a head.
     """
 
     total: Tensor
@@ -152,51 +153,51 @@ class ScoreSums:
 
 @runtime_checkable
 class Measure(Protocol):
-    """One kind of score."""
+    """The interface of a measure."""
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return what the pass has to sum for the role of this name."""
+        """Return the sums that the pass must compute for the role of this name."""
         ...
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """Return the score's sums on this call; None where it says nothing about the call."""
+        """Return the score's sums on this call; None if the measure does not apply to it."""
         ...
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """(B, H, T) long: the key of each query that shows the role; -1 of the other queries."""
+        """Return the key of each query that shows the role, (B, H, T) long; -1 for other queries."""
         ...
 
 
 @dataclass(frozen=True)
 class AtOffset:
-    """Mean of A[i, i + offset] over the queries that may attend that key; null: uniform attention."""
+    """Mean of A[i, i + offset] over the queries that may attend to that key; null: uniform attention."""
 
     offset: int
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Offsets are always summed."""
+        """Return no request: offsets are always summed."""
         return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """In self-attention alone: positions of two texts have no distance."""
+        """Return the mass at the offset; None for cross-attention, where positions of two texts have no distance."""
         if got.scene.cross:
             return None
         mass, level, count = _offset(got, self.offset)
         return ScoreSums(mass * count, count, level * count)
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the largest weight, where it lies at the offset."""
+        """Return the key of the largest weight if it is at the offset."""
         return got.largest_where(got.distance == -self.offset)
 
 
 @dataclass(frozen=True)
 class BandShare:
-    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 where one offset exceeds half; null: uniform attention."""
+    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 if one offset exceeds half; null: uniform attention."""
 
     reach: int
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Offsets are always summed."""
+        """Return no request: offsets are always summed."""
         return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
@@ -210,12 +211,12 @@ class BandShare:
         return ScoreSums(total, got.uniform.rows.double().cpu(), null)
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the largest weight, where it lies in the band."""
+        """Return the key of the largest weight if it is in the band."""
         return got.largest_where(got.distance.abs() <= self.reach)
 
 
 def _offset(got: CallStatistics, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
+    """Return the mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
     mass, level = (masses[..., _COLUMNS[offset]] for masses in got.offsets)
     return mass, level, got.able[:, _COLUMNS[offset], None].expand_as(level)
 
@@ -230,17 +231,17 @@ class OnKeys:
         return scene.once(name, lambda: self.keys(scene))
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return one feature."""
+        """Return one feature: the keys of the class."""
         chosen = self._keys(name, scene)
         return StatisticsRequest({name: chosen}, {}) if bool(chosen.any()) else NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """Return the feature's mass."""
+        """Return the mass on the keys of the class."""
         if name not in got.rows.features:
             return None
         mass, level = (s.features[name].double().cpu() for s in (got.rows, got.uniform))
         rows, keys = got.rows.rows.double().cpu(), self._keys(name, got.scene)
-        before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # queries that see none
+        before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # before all such keys
         count = torch.where(keys.any(-1, keepdim=True), (rows - before).clamp(min=0), 0.0)
         if got.scene.among is not None:
             seeing = torch.arange(got.scene.among.shape[1], device="cpu") >= before
@@ -248,7 +249,7 @@ class OnKeys:
         return ScoreSums(mass * rows, count, level * rows)
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the largest weight, where it lies on such a key."""
+        """Return the key of the largest weight if it is in the class."""
         chosen, keys = self._keys(name, got.scene)[:, None], got.largest_key
         return got.largest_where(chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)))
 
@@ -258,14 +259,14 @@ class OnLinks:
     """Mean of the sum of A[i, j] over the keys j that query i is linked to.
 
     Null: the larger of uniform attention and the same head's mass on `against`: by default on shuffled links (for each
-    link another key, drawn from those that the query may attend by its position); None asks uniform attention alone.
+    link another key, drawn from those that the query may attend to by position); with None only uniform attention.
     """
 
     links: Callable[[CallTokens], Tensor | None] = field(compare=False)
     against: Callable[[Tensor, CallTokens], Tensor] | None = field(default=shuffled, compare=False)
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return the links, and those they are held against."""
+        """Return the links and the control's links as targets."""
         return scene.once(("asks", name), lambda: self._asks(name, scene))
 
     def _asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
@@ -279,7 +280,7 @@ class OnLinks:
         return scene.once(name, lambda: self.links(scene))
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """Return the mass on links, over the queries with one that they may attend."""
+        """Return the mass on links, over the queries that may attend to a link."""
         if name not in got.rows.targets:
             return None
         links = self._links(name, got.scene)
@@ -294,44 +295,44 @@ class OnLinks:
         return ScoreSums(total, count, null, mean * count)
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the largest weight, where it lies on a link."""
+        """Return the key of the largest weight if it is a link."""
         links = self._links(name, got.scene)
         assert links is not None
         return got.largest_where((got.largest_key[..., None] == links[:, None]).any(-1))
 
 
 def _mass(rows: RowStatistics, name: str) -> Tensor:
-    """(B, H): the mass on links, a mean over `_having`."""
+    """Return the mass on links (B, H), a mean over the queries of `_having`."""
     return rows.targets[name].double().cpu()
 
 
 def _having(rows: RowStatistics, links: Tensor) -> Tensor:
-    """(B, H): how many queries have a link and may attend anything."""
+    """Return the number of queries (B, H) that have a link and may attend to any key."""
     return ((links >= 0).any(-1)[:, None] & (rows.keys > 0).cpu()).sum(-1)
 
 
 def _against(name: str) -> str:
-    """Return what the links that a role is held against are called in the pass."""
+    """Return the name of the control's links in the pass."""
     return f"{name}, against"
 
 
 @dataclass(frozen=True)
 class OfRows:
-    """A score made of the statistics themselves."""
+    """A score computed from the row statistics directly."""
 
     sums: Callable[[CallStatistics], ScoreSums | None] = field(compare=False)
     where: Callable[[CallStatistics], Tensor] | None = field(default=None, compare=False)
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Nothing beyond what every pass gives."""
+        """Return no request: the statistics of every pass are enough."""
         return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """Return the function's answer."""
+        """Return the result of `sums`."""
         return self.sums(got)
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the largest weight, where the function says; nowhere without one."""
+        """Return the key of the largest weight where `where` is true; -1 everywhere without `where`."""
         if self.where is None:
             return torch.full(got.largest_key.shape, -1, device="cpu")
         return got.largest_where(self.where(got))

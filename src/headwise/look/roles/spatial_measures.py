@@ -1,4 +1,4 @@
-"""What roles measure over pictures and pairs of sentences: neighbours in two dimensions, tokens of the model's own."""
+"""Measures of roles over pictures and sentence pairs: neighbors in two dimensions, and the model's own tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Shift = tuple[int, int]
 
 AROUND: tuple[Shift, ...] = tuple((r, c) for r in (-1, 0, 1) for c in (-1, 0, 1))
 NEAR = 1
-"""How far apart two patches of a row are at most to be neighbours."""
+"""The largest distance of neighbors in a row or column."""
 
 
 def shifted(shift: Shift) -> Callable[[CallTokens], Tensor | None]:
-    """Links of a patch to the patch so many rows and columns on, in the same picture."""
+    """Return a function for the links of each patch to the patch at a shift, in the same picture."""
 
     def links(scene: CallTokens) -> Tensor | None:
         return scene.once(("shifted", shift), lambda: _linked(scene, lambda p, r, c: [(p, r + shift[0], c + shift[1])]))
@@ -33,7 +33,7 @@ def shifted(shift: Shift) -> Callable[[CallTokens], Tensor | None]:
 
 
 def in_line(which: int) -> Callable[[CallTokens], Tensor | None]:
-    """Links of a patch to those of its row (0) or column (1), itself and its neighbours left out."""
+    """Return a function for the links of each patch to its row (0) or column (1), without itself and its neighbors."""
 
     def cells(p: int, r: int, c: int, grid: Shift) -> list[tuple[int, int, int]]:
         own = (r, c)[1 - which]
@@ -48,7 +48,7 @@ def in_line(which: int) -> Callable[[CallTokens], Tensor | None]:
 
 
 def to_apart(name: str) -> Callable[[CallTokens], Tensor | None]:
-    """Links of each patch to the places of that name: [CLS], registers."""
+    """Return a function for the links of each patch to the positions of that name: [CLS], registers."""
 
     def links(scene: CallTokens) -> Tensor | None:
         places = scene.axes[1].apart.get(name, ())
@@ -58,7 +58,7 @@ def to_apart(name: str) -> Callable[[CallTokens], Tensor | None]:
 
 
 def _linked(scene: CallTokens, wanted: Callable[[int, int, int], object]) -> Tensor | None:
-    """(1, T, n): of each place that is a patch, the places that stand for what is `wanted`; None without patches."""
+    """Return the positions of the `wanted` cells for each patch, (1, T, n), padded with -1; None without patches."""
     queries, keys = scene.axes
     if not queries.known or not keys.known:
         return None
@@ -75,7 +75,7 @@ def _linked(scene: CallTokens, wanted: Callable[[int, int, int], object]) -> Ten
 
 @dataclass(frozen=True)
 class NeighbourShare:
-    """Mean of the sum of A[i, j] over the patches around i, 0 where one direction exceeds half; null: uniform."""
+    """Mean of the sum of A[i, j] over the patches around i, 0 if one direction exceeds half; null: uniform."""
 
     shifts: tuple[Shift, ...] = AROUND
 
@@ -84,11 +84,11 @@ class NeighbourShare:
         return {name: links for name, links in named.items() if links is not None and bool((links >= 0).any())}
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return a target for each direction."""
+        """Return one target per direction."""
         return StatisticsRequest({}, self._links(scene))
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """Return the masses of the directions, each over the patches that have such a neighbour."""
+        """Return the masses of the directions, each over the patches that have such a neighbor."""
         links = self._links(got.scene)
         if not links:
             return None
@@ -103,7 +103,7 @@ class NeighbourShare:
         return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the largest weight, where it lies around the patch."""
+        """Return the key of the largest weight if it is around the patch."""
         hit = torch.zeros(got.largest_key.shape, dtype=torch.bool, device="cpu")
         for places in self._links(got.scene).values():
             hit |= got.largest_key == places[:, None, :, 0]
@@ -112,20 +112,20 @@ class NeighbourShare:
 
 @dataclass(frozen=True)
 class FromTo:
-    """Mean of the sum of A[i, j] over keys j of one class, of the queries i of another; null: uniform attention.
+    """Mean of the sum of A[i, j] over keys j of one class, for queries i of another; null: uniform attention.
 
-    A pass of its own over these queries: all others may attend nothing in it, and so count for nothing.
+    It runs its own pass, in which all other queries attend to nothing and so do not count.
     """
 
     queries: Callable[[CallTokens], Tensor] = field(compare=False)
     keys: Callable[[CallTokens], Tensor] = field(compare=False)
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Nothing of the pass over all queries."""
+        """Return no request: `read` runs its own pass."""
         return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
-        """Return the mass of the keys under a mask that leaves these queries alone."""
+        """Return the mass of the keys under a mask that keeps only these queries."""
         if got.scene.cross:
             return None
         rows, keys = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
@@ -136,14 +136,14 @@ class FromTo:
         return ScoreSums(mass * count, count[:, :1], level[:, :1] * count[:, :1])
 
     def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the largest weight of such a query, where it lies on such a key."""
+        """Return the key of the largest weight if query and key are in their classes."""
         rows, keys = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
         chosen, best = keys[:, None].expand(*got.largest_key.shape[:2], -1), got.largest_key
         return got.largest_where(chosen.gather(2, best.clamp(min=0)) & rows[:, None])
 
 
 def only(got: CallStatistics, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, H) each: the mean mass on the keys, (B, S) bool, of the queries in `rows`, (B, T) bool; and their number."""
+    """Return the mean mass on `keys` (B, S) of the queries in `rows` (B, T), and their number: (B, H) each."""
     call = got.call
     device = call.query.device
     among = keep(rows[:, None, :, None].to(device))
@@ -155,14 +155,14 @@ def only(got: CallStatistics, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tenso
 
 
 def _even(got: CallStatistics) -> AttentionCall:
-    """Return the call with scores that are all 0, and what its mask forbids."""
+    """Return the call with all scores 0 and the keys that its mask forbids."""
     call = got.call
     query, key = torch.zeros_like(call.query), torch.zeros_like(call.key)
     return replace(call, query=query, key=key, mask=forbidden(call), softcap=None, sinks=None)
 
 
 def patch_sink(got: CallStatistics) -> ScoreSums | None:
-    """Of all patches, the one on which most weight of the others lies, from the rows whose largest weight it has."""
+    """Return the sums of the patch with the most weight from other patches, over rows whose largest weight is on it."""
     queries, keys = got.scene.axes
     patches = torch.tensor([cell != NOWHERE for cell in keys.cells], device="cpu")
     if queries is not keys or int(patches.sum()) < LEAST_PATCHES:
@@ -180,16 +180,16 @@ def patch_sink(got: CallStatistics) -> ScoreSums | None:
 
 
 LEAST_PATCHES = 9
-"""Patches that a picture must have before one of them counts as a sink."""
+"""The fewest patches of a picture for one of them to count as a sink."""
 
 
 def on_patch_sink(got: CallStatistics) -> Tensor:
-    """(B, H, T) bool: whether a patch's largest weight lies on the head's own patch sink."""
+    """Return whether each patch's largest weight is on the head's own patch sink, (B, H, T) bool."""
     return _on_patches(got) & (got.largest_key == _masses(got).argmax(-1, keepdim=True))
 
 
 def _masses(got: CallStatistics) -> Tensor:
-    """(B, H, T): what patches have their largest weight on each patch but their own, summed."""
+    """Return for each patch the sum of the largest weights that other patches have on it, (B, H, T)."""
 
     def make() -> Tensor:
         largest = torch.where(_on_patches(got), got.rows.largest.double().cpu(), 0.0)
@@ -199,7 +199,7 @@ def _masses(got: CallStatistics) -> Tensor:
 
 
 def _on_patches(got: CallStatistics) -> Tensor:
-    """(B, H, T) bool: whether a patch's largest weight lies on another patch."""
+    """Return whether each patch's largest weight is on another patch, (B, H, T) bool."""
     patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[1].cells], device="cpu")
     best = got.largest_key
     return patches[best.clamp(min=0)] & (best >= 0) & patches & (got.distance != 0)

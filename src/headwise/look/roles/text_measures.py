@@ -1,4 +1,4 @@
-"""What single roles measure: links of queries to keys, and sums over rows. `roles` says what they are called."""
+"""Measures of single roles: links of queries to keys, and sums over rows. `roles.catalog` defines the roles."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .call_tokens import CallTokens
 from .measures import FAR, CallStatistics, ScoreSums
 
 FEW_KEYS = 8
-"""Rows with fewer keys say nothing of broadness: two keys at 0.7 and 0.3 are already "88 % even"."""
+"""The fewest keys of a row for `broad`: on few keys any row is even; two at 0.7 and 0.3 are already "88 % even"."""
 
 CLARK_KEYS = 128
-"""Length of the texts on which Clark et al. called an entropy above 3.8 nats broad."""
+"""The length of the texts on which Clark et al. called an entropy above 3.8 nats broad."""
 
 
 def first(scene: CallTokens) -> Tensor:
-    """(1, T, 1): key 0 for every query but the first, which in self-attention has no choice."""
+    """Return key 0 for every query except the first, which has only this key in self-attention: (1, T, 1)."""
     links = torch.zeros(1, scene.queries.shape[1], 1, dtype=torch.long, device="cpu")
     links[:, 0] = -1
     return links
 
 
 def copies(name: str) -> Callable[[CallTokens], Tensor | None]:
-    """Links to earlier copies of a token, or to what followed them, by `repeats.targets`."""
+    """Return a function for links to earlier copies of a token, or to their next tokens (`repeated_tokens.targets`)."""
 
     def links(scene: CallTokens) -> Tensor | None:
         copies = [passage.copies for passage in scene.passages]
@@ -40,7 +40,7 @@ def copies(name: str) -> Callable[[CallTokens], Tensor | None]:
 
 
 def aligned(shift: int) -> Callable[[CallTokens], Tensor | None]:
-    """Links of a decoder's query to the encoder's key of the same token, or `shift` tokens on."""
+    """Return a function for links of a decoder's query to the encoder's key of the same token, or `shift` later."""
 
     def links(scene: CallTokens) -> Tensor | None:
         if not scene.cross or not scene.known or scene.moved != (1, 0):
@@ -53,7 +53,7 @@ def aligned(shift: int) -> Callable[[CallTokens], Tensor | None]:
 
 
 def broad(got: CallStatistics) -> ScoreSums:
-    """Entropy over the logarithm of the number of choices, at most 128, over rows of 8 keys and more."""
+    """Return the entropy over the logarithm of the number of choices, at most 128, for rows of at least 8 keys."""
     rows = got.rows
     choices = (rows.keys + int(got.call.sinks is not None)).clamp(max=CLARK_KEYS)
     enough = rows.keys >= FEW_KEYS
@@ -62,9 +62,10 @@ def broad(got: CallStatistics) -> ScoreSums:
 
 
 def far_offset(got: CallStatistics) -> ScoreSums | None:
-    """Return the offset beyond those with roles of their own at which most rows have their largest weight.
+    """Return the sums of the offset, beyond those with their own roles, at which most rows have their largest weight.
 
-    Of the rows that may attend the key at that offset, but at least of half of all: of few rows one would be enough.
+    The count is of the rows that may attend to the key at that offset, but at least half of all rows: with few rows a
+    single one would be enough.
     """
     if got.scene.cross:
         return None
@@ -84,14 +85,14 @@ def far_offset(got: CallStatistics) -> ScoreSums | None:
 
 
 def on_far_offset(got: CallStatistics) -> Tensor:
-    """(B, H, T) bool: whether the largest weight lies at the head's own far offset."""
+    """Return whether the largest weight is at the head's own far offset, (B, H, T) bool."""
     most, place = _far(got)
     T = got.largest_key.shape[2]
     return (got.largest_key >= 0) & (got.distance == (place - T)[..., None]) & (most > 0)[..., None]
 
 
 def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
-    """(B, H) each: how many rows have their largest weight at the far offset of most of them, and T + that offset."""
+    """Return the count of rows with their largest weight at the most frequent far offset, and T + that: (B, H)."""
 
     def make() -> Tensor:
         far = torch.where((got.largest_key >= 0) & (got.distance.abs() > FAR), got.distance, 0)
@@ -104,13 +105,13 @@ def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
 
 
 LEAST_ROWS = 16
-"""Queries that a text must have before one of its keys counts as a sink."""
+"""The fewest queries of a text for one of its keys to count as a sink."""
 
 
 def other_sink(got: CallStatistics) -> ScoreSums | None:
-    """alpha_k of the key k > 0 on which most weight lies, from the rows whose largest weight it has.
+    """Return alpha_k of the key k > 0 with the most weight, from the rows whose largest weight is on it.
 
-    Keys in the first half alone: of a late key few queries decide, and they are its neighbours.
+    Only keys in the first half count: a late key has few queries, and they are its neighbors.
     """
     if got.scene.cross or got.scene.among is not None:
         return None
@@ -134,13 +135,13 @@ def other_sink(got: CallStatistics) -> ScoreSums | None:
 
 
 def on_other_sink(got: CallStatistics) -> Tensor:
-    """(B, H, T) bool: whether the largest weight lies on the head's own sink, at or before the query."""
+    """Return whether the largest weight is on the head's own sink, at or before the query, (B, H, T) bool."""
     keys, rows = got.largest_key, torch.arange(got.largest_key.shape[2], device="cpu")
     return (keys > 0) & (keys <= rows) & (keys == _sinks(got).argmax(-1, keepdim=True))
 
 
 def _sinks(got: CallStatistics) -> Tensor:
-    """(B, H, T): alpha_k of each key of the first half, from the rows whose largest weight it has."""
+    """Return alpha_k of each key in the first half, from the rows whose largest weight is on it: (B, H, T)."""
 
     def make() -> Tensor:
         keys, T = got.largest_key, got.largest_key.shape[2]
@@ -161,6 +162,6 @@ def same_token(links: Tensor, scene: CallTokens) -> Tensor:
 
 
 def other(scene: CallTokens) -> Tensor:
-    """Links to the name that does not come next."""
+    """Return the links to the name that does not come next."""
     links = scene.links("other name")
     return torch.full((*scene.queries.shape, 1), -1, device="cpu") if links is None else links

@@ -1,1 +1,1 @@
-"""Draw a look: tables, figures, notebook output, the model card."""
+"""Views of a look: tables, figures, notebook output, the head card."""

@@ -1,8 +1,8 @@
-"""Figures of a look, with Matplotlib: each function returns a figure and touches no state of pyplot.
+"""Figures of a look, with Matplotlib: each function returns a figure and does not use pyplot's state.
 
-``figure.savefig("roles.svg")`` or ``.png`` writes it; a notebook shows it. Roles have the colours and letters of the
-report; maps and importance are drawn in scales that all kinds of colour vision read. Tokens and names are text: what
-acts is made visible, and a dollar sign starts no formula.
+``figure.savefig("roles.svg")`` or ``.png`` writes it; a notebook shows it. Roles have the colors and letters of the
+report; the color scales of maps and importance are readable with any color vision. Tokens and names are shown as
+text: control characters are made visible, and a dollar sign does not begin a formula.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ if TYPE_CHECKING:
 
 
 MOST_LETTERS = 48
-"""Heads a side up to which each cell holds its letter."""
+"""The largest number of heads or layers at which cells contain letters."""
 
 MOST_LABELS = 41
-"""Tokens up to which a map's axes are labelled with them."""
+"""The most tokens that are shown as labels of a map's axes."""
 
 MOST_ROLES = 12
-"""Roles in one figure of a head, or of a formation."""
+"""The most roles in one figure of a head or of a training run."""
 
 
 @runtime_checkable
 class HasImportance(Protocol):
-    """What `plot_importance` reads of the importance of heads."""
+    """The interface of the importance results that `plot_importance` needs."""
 
     @property
     def model(self) -> str:
-        """Name of the model."""
+        """The name of the model."""
 
     @property
     def loss(self) -> float:
-        """Its loss with all heads."""
+        """The loss with all heads."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens it read."""
+        """The number of tokens read."""
 
     @property
     def by(self) -> tuple[str, ...]:
         """The criteria."""
 
     def scores(self, by: str) -> list[list[float]]:
-        """``[layer][head]`` of one criterion."""
+        """Return one criterion as ``[layer][head]``."""
 
 
 @runtime_checkable
 class HasPoints(Protocol):
-    """What `plot_formation` reads of the scores of a training run."""
+    """The interface of the training curves that `plot_formation` needs."""
 
     @property
     def model(self) -> str:
-        """Name of the model."""
+        """The name of the model."""
 
     @property
     def thresholds(self) -> Mapping[str, float]:
@@ -79,14 +79,14 @@ class HasPoints(Protocol):
         """The measurements, each with its `step` and `numbers`."""
 
     def best(self, role: str) -> tuple[list[int], list[float]]:
-        """Steps, and the best head's score at each."""
+        """Return the steps, and the best head's score at each."""
 
     def formed(self) -> list[str]:
-        """Return the roles that some head played."""
+        """Return the roles that any head played."""
 
 
 def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:
-    """Return an empty figure, in inches."""
+    """Return an empty figure with width and height in inches."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
 
 
 def plot_roles(look: LookData) -> Figure:
-    """Return every head by its strongest role: a row a layer, a column a head.
+    """Return a figure of every head's strongest role: one row per layer, one column per head.
 
     Raises:
         MissingExtra: Matplotlib is not installed.
@@ -121,7 +121,7 @@ def plot_roles(look: LookData) -> Figure:
 
 
 def plot_head(look: LookData, layer: int, head: int) -> Figure:
-    """Return one head: its map, and what it scored beside each role's threshold and what chance gives.
+    """Return a figure of one head: its map, and its scores with each role's threshold and chance level.
 
     Raises:
         IndexError: the model has no such head.
@@ -141,10 +141,10 @@ def plot_head(look: LookData, layer: int, head: int) -> Figure:
 
 
 def plot_importance(importance: HasImportance) -> Figure:
-    """Return how much each head matters, by each criterion: a panel each, a row a layer, a column a head.
+    """Return a figure of the importance of each head: one panel per criterion, a row per layer, a column per head.
 
     Raises:
-        TypeError: something else.
+        TypeError: `importance` is of another type.
         MissingExtra: Matplotlib is not installed.
     """
     if not isinstance(importance, HasImportance):
@@ -155,7 +155,7 @@ def plot_importance(importance: HasImportance) -> Figure:
     figure = new_figure(min(30.0, panel * len(grids)), min(20.0, 1.6 + 0.28 * height))
     for axes, (by, grid) in zip(figure.subplots(1, len(grids), squeeze=False)[0], grids.items(), strict=True):
         most = float(np.nanmax(np.abs(grid))) or 1.0
-        below = float(np.nanmin(grid)) < 0  # a head whose loss makes the model better: the scale has two sides
+        below = float(np.nanmin(grid)) < 0  # a head that increases the loss: the scale has two sides
         drawn = axes.imshow(grid, cmap="PuOr_r" if below else "viridis", vmin=-most if below else 0, vmax=most)
         figure.colorbar(drawn, ax=axes, shrink=0.8)
         axes.set(xlabel="head", ylabel="layer")
@@ -167,17 +167,17 @@ def plot_importance(importance: HasImportance) -> Figure:
 
 
 def plot_formation(curve: HasPoints, roles: Sequence[str] | None = None) -> Figure:
-    """Heads as they form: the best score of each role by step, and below it the numbers that came along, such as loss.
+    """Return a figure of the best score of each role by step, and below it the training numbers, such as the loss.
 
-    A dotted line is the threshold of the role in its colour.
+    A dotted line is the threshold of the role in its color.
 
     Args:
-        curve: what `headwise.look.Watch` measured.
-        roles: which to draw; by default those that some head played at some step, most heads first.
+        curve: the curve of `headwise.look.Watch`.
+        roles: the roles to draw; the default is those that any head played at any step, most heads first.
 
     Raises:
-        TypeError: no curve, or no names of roles.
-        ValueError: a role that was not measured.
+        TypeError: not a curve, or `roles` are not names.
+        ValueError: a role was not measured.
         MissingExtra: Matplotlib is not installed.
     """
     if not isinstance(curve, HasPoints):
@@ -229,7 +229,7 @@ def _letter(axes: Axes, x: int, y: int, letter: str, colour: str) -> None:
 
 
 def _cells(axes: Axes, numbers: npt.NDArray[np.float64], colours: list[str]) -> None:
-    """Coloured cells with white between them; those that are NaN are left out."""
+    """Draw colored cells with white lines between them; NaN cells are left out."""
     from matplotlib.colors import ListedColormap
 
     edges = [np.arange(n + 1) - 0.5 for n in numbers.shape]
@@ -265,7 +265,7 @@ def _legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
 
 
 def _map(axes: Axes, look: LookData, record: HeadRecord, weights: npt.NDArray[np.float64]) -> None:
-    """Attention weights, small ones told apart: the scale is that of their square root."""
+    """Draw attention weights on a square-root scale, which resolves small weights."""
     from matplotlib.colors import PowerNorm
 
     drawn = axes.imshow(weights, cmap="viridis", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="auto")
@@ -276,12 +276,12 @@ def _map(axes: Axes, look: LookData, record: HeadRecord, weights: npt.NDArray[np
     if weights.shape == (len(labels), len(labels)) and len(labels) <= MOST_LABELS:
         axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6, parse_math=False)
         axes.set_yticks(range(len(labels)), labels, fontsize=6, parse_math=False)
-    else:  # pooled cells: no position of a token
+    else:  # pooled cells have no single token
         axes.set(xticks=[], yticks=[])
 
 
 def _scores(axes: Axes, scores: Sequence[Score]) -> None:
-    """A bar a role, pale where it is not played; its interval, a tick for the threshold, a cross for chance."""
+    """Draw one bar per role, pale if not played, with its interval, a tick for the threshold, a cross for chance."""
     places = range(len(scores))
     for y, score in zip(places, scores, strict=True):
         axes.barh(y, score.value, height=0.6, color=palette.colour(score.name), alpha=1.0 if score.plays else 0.3)
@@ -297,7 +297,7 @@ def _scores(axes: Axes, scores: Sequence[Score]) -> None:
 
 
 def _grid(layers: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
-    """(layers, heads), NaN where a layer has fewer heads."""
+    """Return an array (layers, heads), NaN if a layer has fewer heads."""
     grid = np.full((len(layers), max(map(len, layers))), np.nan)
     for layer, values in enumerate(layers):
         grid[layer, : len(values)] = values

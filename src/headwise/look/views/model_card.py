@@ -1,7 +1,7 @@
-"""The head card: a page of Markdown that says what the heads of a model do, with evidence.
+"""The head card: a page of Markdown about the roles of a model's heads, with evidence.
 
-Every string of a look is taken for hostile. Tokens, names of models and of roles enter the page as code spans alone,
-with nothing in them that acts, and behind a fence longer than any they hold.
+Every string of a look is untrusted. Tokens and names of models and roles enter the page only as code spans, with
+control characters made visible, inside a fence longer than any run of backticks in them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ..records.scores import Evidence, Score
 
 BEST = 3
-"""Heads shown of each role."""
+"""The number of heads shown for each role."""
 
 AROUND = 4
-"""Tokens shown on either side of a token."""
+"""The number of tokens shown on each side of a token."""
 
 _ROLES = {role.name: role for role in ROLES}
 _READINGS = {
@@ -34,7 +34,7 @@ _READINGS = {
 
 
 def markdown(look: LookData) -> str:
-    """Return the card: what was read, the roles and how many heads play each, the best heads of each with evidence."""
+    """Return the card: what was read, the roles with their numbers of heads, and the best heads with evidence."""
     names = _names(look)
     played = [name for name in names if look.with_role(name)]
     idle = sum(not head.roles for head in look.heads)
@@ -63,7 +63,7 @@ def markdown(look: LookData) -> str:
 
 
 def code(text: str, limit: int = 200) -> str:
-    r"""Return the text as a code span, inert: what acts made visible, the fence longer than any run of backticks in it.
+    r"""Return the text as a code span: control characters made visible, the fence longer than any run of backticks.
 
     >>> print(code("a`b"), code(" fox"), code("<b>\n"))
     ``a`b`` ` fox` `<b>\n`
@@ -78,12 +78,12 @@ def code(text: str, limit: int = 200) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a code span in a table, where a bar would end the cell."""
+    """Return a code span for a table cell, where a bar would end the cell."""
     return code(visible(text).replace("|", "\\x7c"))
 
 
 def _names(look: LookData) -> list[str]:
-    """Return the roles that were measured, in the order of the catalogue, others behind."""
+    """Return the roles that were measured, in the order of the catalog, then others."""
     measured = dict.fromkeys(name for head in look.heads for name in head.scores)
     return [name for name in _ROLES if name in measured] + [name for name in measured if name not in _ROLES]
 
@@ -136,7 +136,7 @@ def _score(score: Score) -> str:
 
 
 def _quote(look: LookData, head: HeadRecord, role: Role | None, evidence: Evidence) -> str:
-    """Return one query whose largest weight lies where the role says; in words where the tokens are known."""
+    """Return one query whose largest weight shows the role, with its tokens if they are known."""
     weight, i, j = f"weight {evidence.weight:.2f}", evidence.query, evidence.key
     tokens = _tokens(look, head, role, evidence)
     if i in tokens and j in tokens:
@@ -149,18 +149,18 @@ def _quote(look: LookData, head: HeadRecord, role: Role | None, evidence: Eviden
 
 
 def _tokens(look: LookData, head: HeadRecord, role: Role | None, evidence: Evidence) -> Mapping[int, str]:
-    """Return the tokens of the text that the evidence is of, by position, as far as the look has them."""
+    """Return the known tokens of the evidence's text, by position."""
     if role is None:
         return {}
     if role.reads != TEXT or look.texts != 1:
-        straight = look.kind != "encoder-decoder" or head.part == "encoder"  # else positions lie behind a start token
+        straight = look.kind != "encoder-decoder" or head.part == "encoder"  # else a start token shifts them
         return look.excerpts.get(f"{role.reads} {evidence.text}", {}) if straight else {}
     whole = head.queries == head.keys == look.length == len(look.tokens)
     return dict(enumerate(look.tokens)) if whole else {}
 
 
 def _around(tokens: Mapping[int, str], place: int) -> str:
-    """Return a token in brackets, with its neighbours."""
+    """Return a token in brackets with its neighbors."""
     before, after = (
         _joined([tokens[i] for i in span if i in tokens])
         for span in (range(place - AROUND, place), range(place + 1, place + 1 + AROUND))
@@ -169,7 +169,7 @@ def _around(tokens: Mapping[int, str], place: int) -> str:
 
 
 def _joined(tokens: Sequence[str]) -> str:
-    """Running text; ids that stand for tokens of unknown text are set apart."""
+    """Return the tokens as text; digits of ids are separated by spaces."""
     return (" " if all(token.isdigit() for token in tokens) else "").join(tokens)
 
 
@@ -214,7 +214,7 @@ def _interval(score: Score) -> str | None:
 
 
 def _looked_at(look: LookData) -> str:
-    """Return what the main pass read."""
+    """Return the input of the main pass, in words."""
     kinds = {kind for axis in look.axes for kind in axis.kind.split(" and ")}
     named = [f"the {kind}" for kind in ("picture", "sound", "text") if kind in kinds]
     return " and ".join(named) or "the text"

@@ -1,4 +1,4 @@
-"""A look in a notebook: the heads as a coloured grid, a legend, and the table folded away. No script, all escaped."""
+"""A look in a notebook: a colored grid of heads, a legend, and a folded table. No script; all strings are escaped."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from ..records.look_data import LookData
 
 MOST_ROWS = 256
-"""Lines of the table; a notebook keeps its outputs in one file."""
+"""The most rows of the table; a notebook keeps its outputs in one file."""
 
 MOST_TITLES = 1024
-"""Heads whose cells say more under the pointer."""
+"""The most heads whose cells have a tooltip."""
 
 _CELL = "padding:0;min-width:1.7em;height:1.7em;text-align:center;font:600 12px monospace;border:2px solid transparent"
 _PLAIN = "padding:0 .5em;text-align:right;font:11px monospace;border:0;background:none"
 
 
 def markup(look: LookData) -> str:
-    """Return the grid of heads by role, and the table of those that play one."""
+    """Return the grid of heads by role, and the table of heads."""
     played = Counter(head.role for head in look.heads if head.roles)
     legend = "".join(
         _legend(name, count) for name, count in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))

@@ -1,7 +1,7 @@
-"""A letter and a colour for each role: the same in the notebook, in figures and in the report.
+"""A letter and a color for each role: the same in the notebook, in figures and in the report.
 
-The colours begin with Okabe and Ito's palette, which all kinds of colour vision tell apart; where colours are near each
-other the letter tells.
+The colors begin with Okabe and Ito's palette, which is distinguishable with any color vision; similar colors differ
+by their letters.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COLOURS = (
     "#4d4d4d",
     "#7a7f8c",
 )
-"""By number; the last is for roles of a name unknown here."""
+"""The colors by number; the last one is for unknown roles."""
 
 GREY = len(COLOURS) - 1
-"""Number of that one."""
+"""The number of the last color."""
 
 NONE = "#e4e7ed"
-"""Of a head without a role."""
+"""The color of a head without a role."""
 
 _LOOKS = {
     "previous-token": ("P", 0),
@@ -71,7 +71,7 @@ _LOOKS = {
 
 
 def letter_and_colour(name: str) -> tuple[str, int]:
-    """A role's letter and the number of its colour; offsets have a digit, relations of grammar an r, others an initial.
+    """Return a role's letter and color number; offsets have a digit, grammatical relations an r, others an initial.
 
     >>> letter_and_colour("induction"), letter_and_colour("offset-2"), letter_and_colour("nsubj to head")
     (('I', 1), ('2', 8), ('r', 9))
@@ -91,12 +91,12 @@ def letter(name: str) -> str:
 
 
 def colour(name: str) -> str:
-    """Return a role's colour, ``#rrggbb``."""
+    """Return a role's color, ``#rrggbb``."""
     return COLOURS[letter_and_colour(name)[1]]
 
 
 def ink(background: str) -> str:
-    """Black or white, whichever reads better on the colour (relative luminance as WCAG has it).
+    """Return black or white, whichever has more contrast to the color (relative luminance of WCAG).
 
     >>> ink("#0072b2"), ink("#e69f00")
     ('#ffffff', '#000000')

@@ -27,13 +27,13 @@ _SCORES = {
     "duplicate-token": "dup",
     "induction": "induct",
 }
-"""Scores that have a column of their own, and its heading; all others show where the head plays the role."""
+"""The scores with their own column, and its heading; other scores are shown only for the roles that a head plays."""
 
 _COLUMNS = ("layer", "head", "entropy", "largest", "distance", *_SCORES.values(), "role")
 
 
 class Tabled:
-    """A result that prints as its tables, and shows them in a notebook."""
+    """A result that prints as its tables, also in a notebook."""
 
     @abstractmethod
     def _tables(self) -> Iterable[rich.table.Table]: ...
@@ -53,7 +53,7 @@ class Tabled:
 
 
 def _caption(look: LookData, without: Sequence[str]) -> str:
-    """Return the units, and which columns are left out."""
+    """Return the units, and the names of the columns that are left out."""
     places = "places" if any(axis.kind != TEXT for axis in look.axes) else "tokens"
     units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
     return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
@@ -73,7 +73,7 @@ def _cells(head: HeadRecord) -> Sequence[str]:
 
 
 def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
-    """For a Rich console: a section a layer, heads without a role dim; `without` names columns to leave out."""
+    """Return a Rich table: a section per layer, heads without a role dim; `without` names columns to leave out."""
     from rich.table import Table
     from rich.text import Text
 
@@ -93,7 +93,7 @@ def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
 
 
 def text(look: LookData) -> str:
-    """Return aligned lines."""
+    """Return the table as aligned lines."""
     lines = [_COLUMNS, *(_cells(head) for head in look.heads)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS) - 1)]
     aligned = (
@@ -103,7 +103,7 @@ def text(look: LookData) -> str:
 
 
 def html_text(look: LookData, heads: Iterable[HeadRecord]) -> str:
-    """These heads as an HTML table, escaped."""
+    """Return these heads as an HTML table, escaped."""
 
     def row(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -113,8 +113,10 @@ def html_text(look: LookData, heads: Iterable[HeadRecord]) -> str:
 
 
 def rows(look: LookData) -> list[dict[str, Any]]:
-    """One flat row a head: its place and statistics, ``offset_0`` ... ``ahead_1`` ..., ``roles`` and ``role``, and for
-    each role that was measured ``NAME``, ``NAME.null``, ``NAME.low``, ``NAME.high``, ``NAME.count``, ``NAME.plays``.
+    """Return one flat row per head, with its place, statistics, roles and scores.
+
+    The columns are ``offset_0`` ..., ``ahead_1`` ..., ``roles`` and ``role``, and for each measured role ``NAME``,
+    ``NAME.null``, ``NAME.low``, ``NAME.high``, ``NAME.count`` and ``NAME.plays``.
     """
     return [flat(head) for head in look.heads]
 
@@ -136,13 +138,13 @@ def flat(head: HeadRecord) -> dict[str, Any]:
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Flat rows as columns, in the order in which their names come; None where a row has none."""
+    """Return flat rows as columns, in the order of their names' first use; None if a row has no value."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def frame(look: LookData) -> pandas.DataFrame:
-    """Return the flat rows as a pandas frame; a role that a head's layer did not measure is missing there."""
+    """Return the flat rows as a pandas frame; roles that a head's layer did not measure are missing values."""
     try:
         import pandas
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""Read heads from the weights: composition of heads, attribution to tokens."""
+"""Analysis of heads by their weights: composition of heads, and attribution to tokens."""

@@ -1,4 +1,4 @@
-"""What each head writes: its share of the layer's update, of the residual, of the next token's logit; copying."""
+"""The output of each head: its share of the layer's update, of the residual stream, of the next logit; copying."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from ..interventions.losses import IGNORED, Reading, logits_in
 from .head_matrices import Matrices, Sources, linear_part
 
 COPIED, TOP = 64, 5
-"""How many tokens of the text copying is measured at, and how high a copied token must stand."""
+"""The most tokens of the text at which copying is measured, and the number of top logits that count as a copy."""
 
 LINEAR = 0.02
-"""How far what we take for a norm may be from one, relative to its output."""
+"""The largest relative error of a norm's linear form; modules with a larger one are not taken as norms."""
 
 LARGEST = 100_000
-"""Steps of a graph that wait at most: one in which sums branch without end is given up."""
+"""The most waiting steps in a graph: one in which sums branch without end is given up."""
 
 PASSED = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "ToCopy")
-"""Steps of a graph of gradients that leave the numbers as they are."""
+"""Steps of an autograd graph that keep the values."""
 
 
 @dataclass(frozen=True)
 class HeadWrites:
-    """What one head writes through W_O (and a norm behind it), on a text. None: it cannot be told for this model.
+    """The output of one head through W_O (and a norm after it), on a text. None: not defined for this model.
 
     Attributes:
         module: qualified name of the attention module.
-        layer: running index of the attention call in the forward, from 0.
+        layer: index of the attention call in the forward pass, from 0.
         head: index of the query head, from 0.
-        norm: the length of what it writes, mean over the tokens.
-        share: its part of what all heads of the layer write together, along that; over the heads the sum is 1.
-        residual: its part of the residual stream that the final norm reads, along that; None where what it writes does
-            not reach it by addition alone (a norm behind each sum, as in the encoders of 2018; an encoder beside the
-            decoder; a learned vector on the residual).
-        logit: what it adds to the logit of the next token, over the mean of all logits, straight through the final norm
+        norm: the length of its output, mean over the tokens.
+        share: the share of its output in the sum over all heads of the layer, by projection on that sum; the shares of
+            the heads sum to 1.
+        residual: the share of its output in the residual stream at the final norm, by projection on it; None if the
+            output does not reach it by addition alone (a norm after each sum, as in the encoders of 2018; the encoder
+            of an encoder-decoder; a learned vector on the residual stream).
+        logit: its contribution to the logit of the next token, minus the mean of all logits, through the final norm
             at its actual scale (direct logit attribution); None as for `residual`.
-        copying: how often a token has one of the 5 highest logits where the final norm reads what the head writes as it
-            attends that token alone, W_O v_j, for tokens j of the text (Wang et al. 2022, arXiv 2211.00593, who put in
-            the residual behind the first MLP at names; here it is the value as it was).
-        suppressing: the same of the negative, - W_O v_j: high where a head speaks against what it attends.
+        copying: the share of tokens j of the text that have one of the 5 highest logits when the final norm reads
+            W_O v_j, the head's output if it attends only to j (Wang et al. 2022, arXiv 2211.00593, who use the
+            residual stream after the first MLP at names; here it is the actual value).
+        suppressing: the same for the negative, - W_O v_j: high if a head lowers the logits of its keys' tokens.
     """
 
     module: str
@@ -65,15 +66,15 @@ class HeadWrites:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a model ends: the names of its unembedding and of the norm before it, and what heads add to the residual.
+    """The end of a model: its unembedding, the norm before it, and the heads' factors in the residual stream.
 
     Attributes:
-        unembedding: the last module with a matrix that gives as many numbers as the model has logits.
-        outputs: how many numbers it gives.
-        norm: what made its input; None where that is the residual itself.
-        factors: layer -> the factor with which what its heads write is added to the residual that the norm reads;
-            those that reach it in another way are left out.
-        behind: layer -> the norm between its output projection and the residual, where there is one.
+        unembedding: the last module with a matrix that has as many outputs as the model has logits.
+        outputs: the number of its outputs.
+        norm: the module that made its input; None if that is the residual stream itself.
+        factors: layer -> the factor with which its heads' output is added to the residual stream that the norm reads;
+            layers that reach it in another way are left out.
+        behind: layer -> the norm between its output projection and the residual stream, if there is one.
     """
 
     unembedding: str
@@ -89,10 +90,10 @@ class Ending:
 
 
 def ending_of(model: nn.Module, text: Reading) -> Ending | None:
-    """Seen while the model reads a short text; None where no module with a matrix makes the logits.
+    """Return the end of a model, observed on a short text; None if no module with a matrix makes the logits.
 
-    What heads add is read off the graph of gradients: from the residual back through sums, factors and changes of shape
-    alone.
+    The factors are read from the autograd graph: from the residual stream back through sums, scalar factors and changes
+    of shape only.
     """
     heads: list[Tensor] = []
     ran: list[tuple[str, Tensor, Tensor]] = []
@@ -125,7 +126,7 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
     unembedding, read, last = wide[-1]
     norm = sources.of(read)
     residual = read if norm is None else [x for name, x, _ in ran if name == norm[0]][-1]
-    written: dict[Any, int] = {}  # steps of the graph, which live as long as they are held
+    written: dict[Any, int] = {}  # steps of the graph; the dict keeps them alive
     behind: dict[int, str] = {}
     for order, out in enumerate(heads):
         side_by_side = out.transpose(1, 2).flatten(2)
@@ -140,7 +141,7 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
 
 
 def _added(step: Any, written: dict[Any, int]) -> dict[int, float]:
-    """layer -> factor, from a step of the graph of gradients back to those that made what heads wrote."""
+    """Return layer -> factor, from a step of the autograd graph back to the steps that made the heads' outputs."""
     factors: dict[int, float] = {}
     left: list[tuple[Any, float]] = [(step, 1.0)]
     while left and len(left) < LARGEST:
@@ -154,7 +155,7 @@ def _added(step: Any, written: dict[Any, int]) -> dict[int, float]:
 
 
 def _additive(step: Any) -> list[tuple[Any, float]]:
-    """Return the steps before a step of the graph of gradients whose results it adds up, each with its factor."""
+    """Return the steps whose results a step of the autograd graph adds, each with its factor."""
     name = step.name().removesuffix("Backward0")
     before = [fn for fn, _ in step.next_functions]
     if name in ("Add", "Sub"):
@@ -169,7 +170,7 @@ def _additive(step: Any) -> list[tuple[Any, float]]:
 
 
 def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Matrices]) -> tuple[HeadWrites, ...]:
-    """Return what every head writes on a text; how the model ends is seen on a short one."""
+    """Return the output records of every head on a text; the end of the model is found on a short text."""
     ending = ending_of(model, short)
     outs: dict[int, tuple[Tensor, Tensor]] = {}
     read: dict[str, Tensor] = {}
@@ -202,7 +203,7 @@ def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Mat
 def _way(
     model: nn.Module, ending: Ending | None, layer: Matrices, read: dict[str, Tensor]
 ) -> tuple[float | None, Tensor, Tensor]:
-    """How what the heads of a layer write comes to the residual: a factor, a matrix, and a scale (T, 1) of its norm."""
+    """Return the path of a layer's heads to the residual stream: a factor, a matrix, and a scale (T, 1) of its norm."""
     width = layer.output.shape[-1]
     eye, one = torch.eye(width, device=layer.output.device), torch.ones(1, 1, device=layer.output.device)
     if ending is None:
@@ -216,7 +217,7 @@ def _way(
 
 
 def frozen_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(M, M) A and (T, 1) s, for norm(x) = s A x + bias at x (1, T, M); None where it is no norm."""
+    """Return A (M, M) and s (T, 1) with norm(x) = s A x + bias at x (1, T, M); None if the module is no norm."""
     made = (norm(x) - norm(torch.zeros_like(x[:, :1])))[0].float()
     linear = linear_part(norm, x)
     if made.shape != x.shape[1:] or linear.shape != (x.shape[2],) * 2:
@@ -234,7 +235,7 @@ def _of_layer(
     final: Final | None,
     text: Reading,
 ) -> list[HeadWrites]:
-    """The records of one call; written (H, T, M), and of each head what it would write for each key alone (S, M)."""
+    """Return the records of one call; written is (H, T, M), copied has each head's output per single key, (S, M)."""
     update = written.sum(0)
     energy = update.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
     fits = final is not None and final.residual.shape == update.shape
@@ -266,8 +267,9 @@ class Final:
     """The final norm at its actual scale, and the unembedding, on one text.
 
     Attributes:
-        residual: (T, M), what the final norm reads.
-        towards: (T, M): how the residual moves the next token's logit over the mean logit; None without next tokens.
+        residual: (T, M), the input of the final norm.
+        towards: (T, M), the derivative of the next token's logit minus the mean logit by the residual stream; None
+            without next tokens.
         norm, unembedding: the modules.
     """
 
@@ -278,8 +280,10 @@ class Final:
 
     @classmethod
     def of(cls, model: nn.Module, ending: Ending, inputs: dict[str, Tensor], text: Reading) -> Final | None:
-        """From what the two modules read; None where what stands before the unembedding is no norm, or where it has no
-        output for some token of the text, so that its outputs are no logits.
+        """Create it from the inputs of the two modules; None if the outputs are no logits.
+
+        That is if the module before the unembedding is no norm, or the unembedding has no output for a token of the
+        text.
         """
         read, unembedding = inputs[ending.unembedding], model.get_submodule(ending.unembedding)
         norm = None if ending.norm is None else model.get_submodule(ending.norm)
@@ -300,18 +304,19 @@ class Final:
         return cls(x, towards, norm, unembedding)
 
     def share(self, written: Tensor) -> float:
-        """Return the part of the residual that lies in what was written, (T, M)."""
+        """Return the share of the written part, (T, M), in the residual stream."""
         return float((written * self.residual).sum() / self.residual.square().sum())
 
     def logit(self, written: Tensor) -> float:
-        """Return what the head's writing adds to the next token's logit, mean over the places that have one."""
+        """Return the head's contribution to the next token's logit, mean over the positions that have one."""
         assert self.towards is not None
         counted = self.towards.abs().sum(-1) > 0
         return float((written * self.towards).sum() / counted.sum().clamp(min=1))
 
     def copying(self, written: Tensor, ids: Tensor) -> tuple[float, float]:
-        """How often a token is among the 5 highest logits of what its value makes the head write (S, M), and of its
-        negative.
+        """Return the share of tokens among the 5 highest logits of the output for their value, and of its negative.
+
+        `written` (S, M) has the head's output for each key alone.
         """
         places = torch.arange(min(COPIED, len(ids)), device="cpu") * len(ids) // min(COPIED, len(ids))
         dtype = next((p.dtype for p in self.unembedding.parameters()), torch.float32)
@@ -324,13 +329,13 @@ class Final:
         own, shares = change.gather(1, wanted[:, None])[:, 0], []
         for sign in (1, -1):
             top = (at_rest + sign * change).topk(min(TOP, change.shape[-1])).indices
-            hit = (top == wanted[:, None]).any(-1) & (sign * own > 0)  # where nothing moves, ties are no copies
+            hit = (top == wanted[:, None]).any(-1) & (sign * own > 0)  # if nothing changes, ties are not copies
             shares.append(float(hit.float().mean()))
         return shares[0], shares[1]
 
 
 def _of_logits(unembedding: nn.Module, read: Tensor, labels: Tensor) -> Tensor:
-    """(T, M): the derivative of each label's logit, over the mean logit, by what is unembedded; 0 without a label."""
+    """Return the derivative of each label's logit minus the mean logit, (T, M); 0 without a label."""
     parts = []
     for x, wanted in zip(read[0].split(256), labels.split(256), strict=True):
         with torch.enable_grad():

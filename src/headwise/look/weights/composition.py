@@ -1,4 +1,4 @@
-"""How heads of different layers feed each other, from the weights: Q-, K- and V-composition (Elhage et al. 2021)."""
+"""Composition of heads in different layers, from the weights: Q-, K- and V-composition (Elhage et al. 2021)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     import rich.table
 
 SHORT = 8
-"""How many tokens the matrices are measured on; the derivative is taken at the last."""
+"""The number of tokens on which the matrices are measured; the derivative is taken at the last one."""
 
 KINDS = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
 class Composition:
-    """How much of what one head writes another reads.
+    """The overlap of one head's output with the input of a later head.
 
     Attributes:
-        kind: ``"q"``, ``"k"`` or ``"v"``: by which of its matrices the reader reads it.
+        kind: ``"q"``, ``"k"`` or ``"v"``: the matrix through which the reader takes its input.
         reader: (layer, head).
         writer: (layer, head), of an earlier layer.
         value: the norm of the product of the two circuits over the product of their norms, 0 to 1.
-        null: what the writer's circuit gives in the root mean square over all turns of the residual stream: chance.
+        null: the chance level: the root mean square of the value over all rotations of the residual stream.
     """
 
     kind: str
@@ -49,13 +49,13 @@ class Composition:
 
 @dataclass(frozen=True)
 class Circuits(Tabled):
-    """What heads read of each other and write for the rest. Prints as two tables, travels as JSON.
+    """The composition of a model's heads, and their outputs. It prints as two tables and converts to JSON.
 
     Attributes:
-        model: what the model calls itself.
-        compositions: those that exceed chance most, of each kind, strongest first.
-        pairs: how many pairs of heads there are of each kind.
-        heads: what each head writes.
+        model: the name of the model.
+        compositions: those that exceed chance most, for each kind, strongest first.
+        pairs: the number of pairs of heads for each kind.
+        heads: the output of each head.
     """
 
     model: str
@@ -64,15 +64,15 @@ class Circuits(Tabled):
     heads: tuple[HeadWrites, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists."""
+        """Return plain dictionaries and lists."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 12) -> rich.table.Table:
-        """Return which heads read which, at most so many of each kind, strongest first."""
+        """Return a table of the strongest compositions, at most `most` of each kind."""
         check_counts(most=most)
         table = _table(
             f"{self.model}: what heads read of earlier ones", ("by", "reader", "writer", "value", "of chance")
@@ -84,7 +84,7 @@ class Circuits(Tabled):
         return table
 
     def heads_table(self) -> rich.table.Table:
-        """Return what each head writes; a dash where it cannot be told."""
+        """Return a table of the heads' outputs; a dash if a number is not defined."""
         names = ("norm", "share", "residual", "logit", "copying", "suppressing")
         table = _table(f"{self.model}: what heads write", ("layer", "head", *names))
         for head in self.heads:
@@ -115,7 +115,7 @@ def circuits(
     name: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Circuits:
-    r"""What heads read of each other, from the weights; and what each writes into the residual stream, on a text.
+    r"""Measure the composition of heads from the weights, and the output of each head to the residual stream on a text.
 
     With $W_{QK} = W_Q^T W_K$ and $W_{OV} = W_O W_V$ of a head, and those of an earlier head as writer,
 
@@ -124,24 +124,24 @@ def circuits(
     \text{V: } \frac{\lVert W_{OV}' W_{OV} \rVert}{\lVert W_{OV}' \rVert \lVert W_{OV} \rVert}$$
 
     in Frobenius norms (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"). Chance is
-    $1 / \sqrt{d_{\text{model}}}$: the root mean square of each over all turns of the residual stream between the two
-    heads, whatever their spectra.
+    $1 / \sqrt{d_{\text{model}}}$: the root mean square of each over all rotations of the residual stream between the
+    two heads, for any spectra.
 
-    The matrices are measured on the running model, at the last of the first 8 tokens: where a norm stands on queries,
-    keys or latents, they are the derivative there, without the direction of the normed vector itself. A norm that makes
-    what the attention module reads is folded in, its weight and the removal of the mean; norms behind the output
-    projection are not. What each head writes is measured on the whole text: see `HeadWrites`.
+    The matrices are measured on the running model, at the last of the first 8 tokens: with a norm on queries, keys or
+    latents they are the derivative there, without the direction of the normalized vector itself. The norm before an
+    attention module is folded in, with its weight and the subtraction of the mean; norms after the output projection
+    are not. The output of each head is measured on the whole text: see `HeadWrites`.
 
     Args:
-        model: What `headwise.nn.probe` takes and ``model(ids)`` runs.
+        model: A model that `headwise.nn.probe` accepts and ``model(ids)`` runs.
         ids: One text, (T,) or (1, T).
-        most: How many compositions of each kind are kept.
-        name: Of the model in the record.
+        most: The number of compositions of each kind that are kept.
+        name: The name of the model in the record.
         progress: Called as ``progress(done, total)`` after each layer.
 
     Raises:
-        TypeError: no model, or ids that are no integers.
-        ValueError: several texts, fewer than 3 tokens, ids that do not fit; heads that no module reads side by side.
+        TypeError: not a model, or ids that are not integers.
+        ValueError: several texts, fewer than 3 tokens, ids that do not fit; or no module takes the concatenated heads.
 
     Example:
         >>> import headwise
@@ -182,9 +182,10 @@ def _no_loss(output: Any, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compositions(reader: Matrices, writer: Matrices) -> dict[str, Tensor]:
-    """kind -> (heads of the reader, heads of the writer), for the kinds by which the reader reads the writer's stream.
+    """Return the compositions by kind, each (heads of the reader, heads of the writer).
 
-    No M x M matrix is made: || A^T C B ||^2 = tr(C^T (A A^T) C (B B^T)), for A (D, M), C (D, V), B (V, M).
+    Only kinds whose input is the writer's residual stream are included. No M x M matrix is stored:
+    || A^T C B ||^2 = tr(C^T (A A^T) C (B B^T)), for A (D, M), C (D, V), B (V, M).
     """
     T, S = reader.lengths
     result = {}
@@ -207,12 +208,12 @@ def compositions(reader: Matrices, writer: Matrices) -> dict[str, Tensor]:
 
 
 def gram(matrix: Tensor) -> Tensor:
-    """(H, n, n) of (H, n, M): every row with every row."""
+    """Return the products of all pairs of rows, (H, n, n) from (H, n, M)."""
     return matrix @ matrix.mT
 
 
 def _records(kind: str, reader: Matrices, writer: Matrices, values: Tensor, most: int) -> list[Composition]:
-    """Return the largest of some values."""
+    """Return the records of the largest values."""
     null = writer.output.shape[-1] ** -0.5
     top = values.flatten().topk(min(most, values.numel()))
     places = [(n // values.shape[1], n % values.shape[1]) for n in top.indices.tolist()]

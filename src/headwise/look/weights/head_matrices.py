@@ -1,8 +1,8 @@
-"""W_Q, W_K, W_V and W_O of every head, measured on the running model: no word about how it is built.
+"""W_Q, W_K, W_V and W_O of every head, measured on the running model without knowledge of its architecture.
 
-The matrices of a query, key or value are its derivative with respect to what the attention module reads, at one token:
-so fused, low-rank and normed projections are the same to us. W_O is what the output projection makes of the basis
-vectors. Queries and keys of one token are turned by the same angle, so rotary positions cancel in W_Q^T W_K.
+The matrices of a query, key or value are its derivatives with respect to the attention module's input, at one token:
+so fused, low-rank and normalized projections need no special case. W_O is the output projection of the basis vectors.
+Queries and keys of one token are rotated by the same angle, so rotary positions cancel in W_Q^T W_K.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Matrices:
 
     Attributes:
         module, layer: as in a look's records.
-        query: (H, D, M): what a head asks of its query's residual, after the norm in `norms`.
-        key: (H, D, N), value: (H, V, N): of the residual that keys and values come from.
-        output: (H, V, M): row v is what the head writes for the v-th number of its output.
-        lengths: (T, S), by which residual streams of one forward are told apart.
-        norms: the modules that were folded into query and key: what the attention module reads is their output.
+        query: (H, D, M): applied to the query's residual stream, after the norm in `norms`.
+        key: (H, D, N), value: (H, V, N): applied to the residual stream of the keys and values.
+        output: (H, V, M): row v is the contribution of the v-th number of the head's output.
+        lengths: (T, S), which identify the residual streams of one forward pass.
+        norms: the modules that were folded into query and key: their output is the attention module's input.
     """
 
     module: str
@@ -49,12 +49,12 @@ class Matrices:
 
 @dataclass(eq=False)
 class Sources:
-    """Remembers which norm made which tensor, while a model runs: `of` tells it from the tensor."""
+    """A record of the norm that made each tensor in a forward pass; `of` returns it for a tensor."""
 
     made: list[tuple[Tensor, str, nn.Module]] = field(default_factory=list)
 
     def of(self, x: Tensor) -> tuple[str, nn.Module] | None:
-        """Return the first part that made this very tensor; None for one that no such part made."""
+        """Return the first recorded module that made this tensor; None if there is none."""
         for out, name, part in self.made:
             if out.data_ptr() == x.data_ptr() and out.shape == x.shape:
                 return name, part
@@ -62,7 +62,7 @@ class Sources:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """For a while, parts that scale numbers one by one are watched: without parts and matrices of their own."""
+        """Record, inside the block, the outputs of modules without submodules and matrices, such as norms."""
 
         def after(name: str, part: nn.Module, _: object, out: object) -> None:
             if isinstance(out, Tensor):
@@ -79,7 +79,8 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
     """Return the matrices of all heads, from one run on a short text; the derivative is taken at its last token.
 
     Raises:
-        ValueError: an attention module whose heads no module reads side by side, or that reads no residual (B, T, M).
+        ValueError: no module takes the concatenated heads of an attention module, or it has no residual input (B, T,
+            M).
     """
     names = output_projections(model, lambda model: text.output(model))
     result: list[Matrices] = []
@@ -141,7 +142,7 @@ def _of_call(
 def _derivative(
     call: AttentionCall, made: Tensor, read: list[tuple[Tensor, Tensor]], sources: Sources
 ) -> tuple[Tensor, str | None]:
-    """(heads, size, M) float32: of the last token's vectors by the last token's residual; and the norm between."""
+    """Return the derivative of the last token's vectors by its residual, (heads, size, M) float32, and the norm."""
     size = made.shape[3]
     for leaf, x in read:
         rows = []
@@ -152,7 +153,7 @@ def _derivative(
             ) if made.requires_grad else [None]  # fmt: skip
             if grad is None:
                 break
-            tokens_first = leaf.shape[0] != made.shape[0]  # (T, B, M), as torch's own modules take it by default
+            tokens_first = leaf.shape[0] != made.shape[0]  # (T, B, M), the default of torch's own modules
             rows.append((grad[:, -1, 0] if tokens_first else grad[:, 0, -1]).float())
         else:
             norm = sources.of(x)
@@ -166,10 +167,10 @@ def _derivative(
 
 @torch.no_grad()
 def linear_part(norm: nn.Module, like: Tensor) -> Tensor:
-    """(M, M) float32, y = A x: a norm without its bias and without what depends on the size of x.
+    """Return A (M, M) float32, y = A x: a norm without its bias and without the scale that depends on x.
 
-    From the basis vectors at root mean square 1 and their negatives: diag(w) of an RMS norm, diag(w) times the removal
-    of the mean of a layer norm (up to a factor that is 1 to 1 / M).
+    From the basis vectors at root mean square 1 and their negatives: diag(w) of an RMS norm; diag(w) times the
+    subtraction of the mean for a layer norm (up to a factor that differs from 1 by less than 1 / M).
     """
     size = like.shape[-1]
     basis = torch.eye(size, dtype=like.dtype, device=like.device) * size**0.5
@@ -179,7 +180,7 @@ def linear_part(norm: nn.Module, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def written_by(projection: nn.Module, heads: int, size: int, like: Tensor) -> Tensor:
-    """(H, V, M) float32: what an output projection makes of each number of each head, its bias aside."""
+    """Return an output projection's result for each number of each head, (H, V, M) float32, without the bias."""
     basis = torch.eye(heads * size, dtype=like.dtype, device=like.device)
     out: Tensor = projection(basis[None])[0].float() - projection(torch.zeros_like(basis[None, :1]))[0].float()
     return out.unflatten(0, (heads, size))
