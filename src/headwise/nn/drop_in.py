@@ -106,7 +106,7 @@ class WeighedAttention(InnerAttention):
         kept.append(matrix)
         if is_finite_hint(key, value):
             return matrix @ value
-        *_, value, shown = mask_nonfinite(query, key, value, as_mask(mask))  # 0 * NaN is NaN, so hidden values are set to 0
+        *_, value, shown = mask_nonfinite(query, key, value, as_mask(mask))  # 0 * NaN is NaN: hide masked values
         return show(matrix @ value, shown[..., None])
 
 

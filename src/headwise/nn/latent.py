@@ -230,7 +230,7 @@ class LatentAttention(nn.Module):
     def expand(
         self, key: Float[Tensor, "B 1 S E"], heads: tuple[int, int] | None = None
     ) -> tuple[Float[Tensor, "B h S D"], Float[Tensor, "B h S V"]]:
-        """Return keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of all heads or of `heads`."""
+        """Return keys (B, H, S, nope_dim + rope_dim), values (B, H, S, value_dim) of all heads or of `heads`."""
         check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
         check_taken("key", key[..., : self.kv_lora_rank], self.kv_b_proj)
         first, last = (0, self.heads_here) if heads is None else check_span("heads", heads, self.heads_here)

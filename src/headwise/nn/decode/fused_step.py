@@ -28,7 +28,7 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
     return (
         (mask is None or type(mask) is Mask)
         and hasattr(cache, "takes_steps")
-        and cache.takes_steps(mask)  # False under autograd, compile and the like
+        and cache.takes_steps(mask)  # False with gradients, autocast, torch.compile, ...
         and type(x) is Tensor
         and x.ndim == 3
         and x.shape[1:] == (1, module.d_model)
@@ -57,7 +57,7 @@ def scores_of(inner: InnerAttention) -> Scores:
 
 
 def projected(part: nn.Module, x: Tensor) -> Any:
-    """Compute a projection; a plain linear layer is computed directly, without the overhead of a module call."""
+    """Compute a projection; a plain linear layer is computed directly, without a module call."""
     own = vars(part)["_parameters"]
     if type(part) is not nn.Linear or own.get("weight") is None or not is_unmodified(part):
         return part(x)
@@ -160,7 +160,7 @@ def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Compute a norm in the dtype of `x`; a plain RMSNorm is computed directly, without the overhead of a module call."""
+    """Compute a norm in the dtype of `x`; a plain RMSNorm is computed directly, without a module call."""
     if type(norm) is not nn.RMSNorm or not is_unmodified(norm):
         return norm(x).to(x.dtype)
     out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)
