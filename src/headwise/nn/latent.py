@@ -251,7 +251,7 @@ class LatentAttention(nn.Module):
         return torch.cat((nope, rope.expand(-1, last - first, -1, -1)), dim=-1), value
 
     def _attend_all(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
-        """Attend to latents (B, 1, S, E), or to the expanded keys and values. Context parallelism sends only latents."""
+        """Attend to latents (B, 1, S, E), or to expanded keys and values; context parallelism sends only latents."""
         C, sharded, here = self.kv_lora_rank, current(), self.dealt
         if sharded is None:
             keys = (key, key[..., :C]) if absorbed else self.expand(key)

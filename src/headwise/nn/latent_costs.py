@@ -90,7 +90,7 @@ class FormCosts:
         }
 
     def absorbs_token(self, held: Sequence[int]) -> bool:
-        """Return whether `cheaper` is "absorbed" for one new token per row; fast, for every decode step.
+        """Return whether `cheaper` is "absorbed" for one new token per row; fast enough for every decode step.
 
         >>> costs = FormCosts(expanded_key=8, expanded_pair=3, absorbed_query=8, absorbed_pair=6)
         >>> [costs.absorbs_token([n]) for n in (0, 1, 2)], [costs.cheaper(1, [n]) for n in (0, 1, 2)]

@@ -128,7 +128,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             x: (B, T, M).
-            memory: (B, S, N) for keys and values, or a pair of such tensors for each; `x` by default.
+            memory: (B, S, N) for keys and values, or a pair of such tensors, one for each; `x` by default.
+            *more: Refused with a TypeError that names the right call.
             mask: The mask (`headwise.causal()`, a bool tensor with True = attend, ...); by default every key may be
                 attended. With a causal cache, attention is causal without a mask.
             positions: Positions for the rotary embedding: (T,) or (B, T), or a pair of those for queries and keys. By
@@ -138,6 +139,7 @@ class MultiHeadAttention(nn.Module):
                 those of the memory are appended in the first call, and later calls need no memory.
             lengths: (B,) number of real tokens among the T tokens of each row, with padding after them; only with a
                 cache.
+            **others: Refused with a TypeError that names the right keyword.
 
         Returns:
             (B, T, M); with a cache, the pair of that and the cache. For a fully masked row, the output is the bias of

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of components of a query or key are rotated by an angle proportional to the position.
+"""Rotary position embedding: pairs of components of queries and keys, rotated by angles proportional to the position.
 
 Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864. Scores then depend on
 positions only through their difference.

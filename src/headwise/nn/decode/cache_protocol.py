@@ -28,7 +28,7 @@ class ModuleCache(Cache, Protocol):
     - `batch`, B, and `positions`, the positions of the next tokens: used instead of `lengths`, which torch.compile
       would treat as constants.
 
-    With `takes_steps` and `step`, as in `headwise.cache.KVCache`, a decode step is one call: see nn/decode/fused_step.py.
+    With `takes_steps` and `step`, as in `headwise.cache.KVCache`, a decode step is one call (nn/decode/fused_step.py).
     """
 
     lengths: list[int]

@@ -36,7 +36,7 @@ class AttentionCall:
     `module` is the qualified name of the attention module (``""`` for the model itself), and `order` the index of the
     call since the probe began, so that several calls of one module can be distinguished.
     `query` is (B, H, T, D), `key` (B, K, S, D), `value` (B, K, S, V), after all norms and rotary embedding. `scale`
-    None means ``D ** -0.5``. Other fields are None if the option is not used.
+    None means ``D ** -0.5``. Any other field that is None is not used.
     """
 
     module: str

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Up to this size (weights plus largest activation) trace_shape computes numbers; above it, only shapes.
 MAX_NUMBERS = 1 << 26
-MOST_NUMBERS = 10**15  # more than any machine has; torch counts the bytes of a tensor in 63 bits
+MOST_NUMBERS = 10**15  # more than fits into memory; torch stores the bytes of a tensor in 63 bits
 
 
 @dataclass(frozen=True, eq=False)
