@@ -39,8 +39,8 @@ class LatentCache(ModuleCache, Protocol):
     tokens.
 
     The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), where the first ``lengths[b]`` keys of
-    row b are valid, and it applies no other rule than causality. A cache that evicts old tokens must not have
-    ``keys``. Without ``keys``, the absorbed form is always used.
+    row b are valid, and assumes that the cache has no mask except causality. A cache that evicts old tokens must not
+    have ``keys``. Without ``keys``, the absorbed form is always used.
     """
 
 

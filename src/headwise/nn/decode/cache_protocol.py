@@ -34,7 +34,7 @@ class ModuleCache(Cache, Protocol):
     lengths: list[int]
     """The number of tokens of each row."""
     causal: bool
-    """True if queries attend only to earlier keys; False for the memory of cross-attention."""
+    """True if queries do not attend to later keys; False for the memory of cross-attention."""
 
     def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Any:
         """Append tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,) is the number of real tokens per row."""
