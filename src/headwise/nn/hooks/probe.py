@@ -171,12 +171,12 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
             computed. It replaces all of ``inner(query, key, value, mask=mask, gate=gate)``, so gate and dropout are not
             applied to it; ``call.attend()`` applies them. Gradients flow through it. None changes nothing.
             In a module whose heads are split over several ranks (`headwise.parallel.tensor_parallel`), the call on each
-            rank has the heads of all ranks, and so must the returned tensor.
+            rank has the heads of all ranks, and the returned tensor must have them too.
             If several probes are open, each gets every original call, in the order in which they were opened. If
             several return a tensor, that of the probe opened last is used.
 
     Yields:
-        The `Probe`, to whose ``calls`` each call is appended.
+        The `Probe`; each call is appended to its ``calls``.
 
     Raises:
         TypeError: `model` has no attention module that headwise supports, or one whose inner part does not define
