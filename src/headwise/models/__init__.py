@@ -1,7 +1,7 @@
-"""The small model that ships with the package, and the text that shows its heads.
+"""The small packaged model, and a default text that shows the roles of its heads.
 
-Neither torch nor transformers is imported here: this room only knows where files lie. What the model is, what it
-was trained on and how well its heads do is in the model card, ``README.md`` in the model's folder.
+This module has only file paths and imports neither torch nor transformers. The model card, ``README.md`` in the model's
+folder, describes the model, its training data and its heads.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 __all__ = ["TINY", "default_text", "tiny_path"]
 
 TINY: Path = Path(str(resources.files(__name__))) / "tiny"
-"""Folder of the packaged model: ``config.json``, float16 weights, tokenizer, model card, loss curve."""
+"""The folder of the packaged model: ``config.json``, float16 weights, tokenizer, model card, loss curve."""
 
-# Written for this purpose. The two functions say nearly the same thing, so a head that looks for what followed last
-# time (induction) has much to find; line breaks and brackets give delimiter heads theirs.
+# Written for this purpose. The two functions are nearly the same, so induction heads find many repeated tokens; line
+# breaks and brackets are targets of delimiter heads.
 _DEFAULT_TEXT = '''\
 def read_lines(path, encoding="utf-8"):
     """Return the lines of the file at path."""
@@ -33,13 +33,13 @@ words = read_words("notes.txt")
 
 
 def tiny_path() -> Path:
-    """Folder of the packaged model, for ``from_pretrained``.
+    """Return the folder of the packaged model, for ``from_pretrained``.
 
     Returns:
-        The folder, checked to hold the weights.
+        The folder, which contains the weights.
 
     Raises:
-        FileNotFoundError: the weights are not there, as in a source checkout where none were trained yet.
+        FileNotFoundError: the weights are missing, as in a source checkout without a trained model.
 
     Example:
         >>> sorted(file.name for file in tiny_path().glob("*.safetensors"))
@@ -56,8 +56,8 @@ def tiny_path() -> Path:
 def default_text() -> str:
     """Return the text that ``headwise look`` reads by default.
 
-    About 120 tokens of the packaged model's tokenizer: two short Python functions that repeat each other's names,
-    so that previous-token, induction, duplicate-token and delimiter heads each have something to show.
+    About 120 tokens of the packaged model's tokenizer: two short Python functions with the same names, so that
+    previous-token, induction, duplicate-token and delimiter heads all have targets.
 
     Returns:
         Plain text, 12 lines.

@@ -1,4 +1,4 @@
-"""Modules: composition and state dicts; the arithmetic is in `headwise.ops`."""
+"""The attention modules, which compose the operations of `headwise.ops`."""
 
 from .drop_in import replace
 from .head_views import Head

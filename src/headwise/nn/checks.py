@@ -1,4 +1,4 @@
-"""Checks of the modules' arguments, and the text of every error they raise."""
+"""Checks of the modules' arguments, with the error messages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MemoryDim = int | tuple[int, int] | None
 def check_sizes(
     memory: MemoryDim, d_model: int, num_heads: int, **sizes: Any
 ) -> tuple[AttentionShape, tuple[int, int]]:
-    """A module's shape with its defaults filled in, and the widths of what keys and values come from.
+    """Return a module's shape with defaults filled in, and the widths of the inputs for keys and values.
 
-    Raises TypeError for what is no int and ValueError for sizes that do not fit.
+    Raises TypeError for a size that is not an int, and ValueError for sizes that do not fit.
     """
     shape = AttentionShape.of(d_model, num_heads, **sizes)
     widest = {"num_heads * head_dim": num_heads * shape.head_dim, "num_heads * value_dim": num_heads * shape.value_dim}
@@ -40,13 +40,13 @@ def check_sizes(
 
 
 def check_part(name: str, part: Any, what: str) -> None:
-    """A part that is plugged into a module: something to call, or None."""
+    """Check that a part of a module is callable or None."""
     if part is not None and not callable(part):
         raise TypeError(f"{name} is {what}, or None; got {shown(part)}")
 
 
 def check_norm(factory: Any) -> None:
-    """What makes the norms of queries and keys: to call with the size of a head, so no module that is made already."""
+    """Check that `qk_norm` is a factory that makes a norm from the head size, and not a module."""
     check_part("qk_norm", factory, "a factory head_dim -> module, such as torch.nn.RMSNorm")
     if isinstance(factory, nn.Module):
         raise TypeError(
@@ -56,7 +56,7 @@ def check_norm(factory: Any) -> None:
 
 
 def check_input(x: Tensor, d_model: int, projection: nn.Module) -> None:
-    """The input of a module: (B, T, M), as its first projection takes it."""
+    """Check that the input of a module is (B, T, M), with the dtype and device of its first projection."""
     check_tensor("x", x, "a tensor (B, T, d_model)")
     if x.ndim != 3:
         raise ValueError(
@@ -68,9 +68,9 @@ def check_input(x: Tensor, d_model: int, projection: nn.Module) -> None:
 
 
 def check_taken(name: str, x: Tensor, projection: nn.Module) -> None:
-    """A dtype and device that a plain linear layer takes, and a device that a plain norm takes.
+    """Check the dtype and device of an input of a plain linear layer, or the device of an input of a plain norm.
 
-    Other kinds of part know themselves what they take.
+    Other kinds of module are not checked.
     """
     weight = projection.weight if type(projection) in (nn.Linear, nn.RMSNorm, nn.LayerNorm) else None
     if not isinstance(weight, Tensor):
@@ -90,7 +90,7 @@ def check_taken(name: str, x: Tensor, projection: nn.Module) -> None:
 
 
 def check_vectors(name: str, x: Any, heads: int | None = None, size: int | None = None) -> None:
-    """Vectors of heads, (B, heads, T, size)."""
+    """Check that a tensor is float with shape (B, heads, T, size)."""
     form = f"(B, {'H' if heads is None else heads}, T, {'n' if size is None else size})"
     check_tensor(name, x, f"a float tensor {form}")
     if x.ndim != 4 or x.dtype not in DTYPES or heads not in (None, x.shape[1]) or size not in (None, x.shape[3]):
@@ -98,7 +98,7 @@ def check_vectors(name: str, x: Any, heads: int | None = None, size: int | None 
 
 
 def check_width(fused: Any, heads: int, size: int) -> None:
-    """What a projection gave, (B, T, heads * size), is as wide as its heads together."""
+    """Check that the output of a projection is (B, T, heads * size)."""
     check_tensor("what a projection gives", fused)
     check_counts(1, heads=heads, size=size)
     if fused.ndim != 3 or fused.shape[2] != heads * size or fused.dtype not in DTYPES:
@@ -117,7 +117,7 @@ def check_memory(
     *,
     required: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What keys and values are projected from: `memory`, a pair of them, or `x` itself where no memory is required."""
+    """Return the inputs for keys and values: `memory`, a pair of memories, or `x` if no memory is required."""
     if memory is None:
         if required:
             raise ValueError(
@@ -148,7 +148,7 @@ def check_memory(
 
 
 def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
-    """How many tokens of each row of `x` go into the cache; raises before the cache has changed."""
+    """Check a cache before it changes, and return the number of tokens to append for each row, or None for all."""
     if cache is None:
         if lengths is not None:
             raise ValueError(
@@ -157,7 +157,7 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
             )
         return None
     check_uncached(cache)
-    # A graph of torch.compile is not to ask for `lengths` of a cache that has `positions`, as all of `headwise.cache`.
+    # With torch.compile, `lengths` must not be read if the cache has `positions`, as the caches of `headwise.cache` do.
     needed = ("append", "attend") if hasattr(cache, "positions") else ("lengths", "append", "attend")
     missing = [name for name in needed if not hasattr(cache, name)]
     if missing:
@@ -178,7 +178,7 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
 
 
 def check_latent_call(x: Tensor, cache: Any, lengths: Any, form: str, mask: Any) -> list[int] | None:
-    """`check_cache` for `LatentAttention`; raises before the cache has changed."""
+    """Check the cache, form and mask of a `LatentAttention` call before the cache changes; see `check_cache`."""
     check_form(form)
     as_mask(mask)
     if cache is not None and not cache_traits(cache).causal:
@@ -187,7 +187,7 @@ def check_latent_call(x: Tensor, cache: Any, lengths: Any, form: str, mask: Any)
 
 
 def check_latent_values(width: int | None, rank: int) -> None:
-    """A cache of latents has values that are the first columns of its keys; None where it does not say."""
+    """Check that the values of a latent cache are the first `rank` columns of its keys; `width` None is not checked."""
     if width not in (None, rank):
         raise ValueError(
             f"the cache's values are the first kv_lora_rank = {rank} columns of its keys; it gave values of {width}; "

@@ -1,7 +1,7 @@
 """Drop-ins for `torch.nn.MultiheadAttention`: the same call, parameters and numbers, computed by headwise.
 
-A drop-in is the module that was there, of another class: parameters, hooks and names stay. So optimizers, tied
-weights and checkpoints never notice.
+A drop-in is the same module object with its class changed: parameters, hooks and names stay, so optimizers, tied
+weights and checkpoints work as before.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Model = TypeVar("Model", bound=nn.Module)
 def replace(model: Model) -> Model:
     """Let headwise compute every `torch.nn.MultiheadAttention` of a model, in place, and return the model.
 
-    The modules keep their call, their numbers and the names of their parameters, and remain instances of
-    `torch.nn.MultiheadAttention`: what calls them, trains them, saves and loads them works as before. After it
-    `headwise.nn.probe` and `headwise.look` see their heads. The encoder layers of torch call them too where they would
-    have taken their fused path in eval mode. To keep the model as it was, pass ``copy.deepcopy(model)``.
+    The modules keep their signature, their numbers and their parameter names, and remain instances of
+    `torch.nn.MultiheadAttention`, so calling, training, saving and loading work as before. `headwise.nn.probe` and
+    `headwise.look` can then read their heads. torch's encoder layers also call them in eval mode, instead of their
+    fused path. To keep the original model unchanged, pass ``copy.deepcopy(model)``.
 
-    Two things differ. A query that may attend nothing gives zeros before the output projection, and zeros as weights,
-    where torch gives NaN (or zeros, by the path it takes). Where ``is_causal=True`` meets ``add_bias_kv`` or
-    ``add_zero_attn``, the added keys are attended, as `attn_mask` says; torch hides them where it needs no weights.
+    There are two differences. For a query whose keys are all hidden, the heads and the weights are zeros; torch gives
+    NaN on some code paths. With ``is_causal=True`` and ``add_bias_kv`` or ``add_zero_attn``, the added keys are
+    attended according to `attn_mask`; torch hides them if it needs no weights.
 
     Args:
-        model: Any module. Modules that are drop-ins already stay as they are.
+        model: Any module. Modules that are already drop-ins are not changed.
 
     Raises:
-        TypeError: `model` is no module, or has an attention module of a class that is derived from torch's, or with a
-            forward of its own: it may compute something else. Nothing has been replaced then.
+        TypeError: `model` is not a module, or it has an attention module of a class derived from torch's or with its
+            own forward, which may compute something else. In this case no module is replaced.
         ValueError: `model` has no `torch.nn.MultiheadAttention`.
 
     Example:
@@ -84,7 +84,7 @@ def replace(model: Model) -> Model:
 
 
 class WeighedAttention(InnerAttention):
-    """`InnerAttention` that gives its weights, too, where it is asked for them."""
+    """An `InnerAttention` that can also return its weights."""
 
     splits_tokens = False
 
@@ -98,7 +98,7 @@ class WeighedAttention(InnerAttention):
         gate: Tensor | None = None,
         kept: list[Tensor] | None = None,
     ) -> Tensor:
-        """(B, H, T, V); into `kept` go the weights (B, H, T, S), as dropout left them, of which it is then made."""
+        """Return (B, H, T, V), computed from the weights (B, H, T, S) after dropout, which are appended to `kept`."""
         if kept is None or not isinstance(key, Tensor) or value is None:
             return super().forward(query, key, value, mask=mask, gate=gate)
         matrix = weights(query, key, mask=mask).to(query.dtype)
@@ -106,12 +106,12 @@ class WeighedAttention(InnerAttention):
         kept.append(matrix)
         if is_finite_hint(key, value):
             return matrix @ value
-        *_, value, shown = mask_nonfinite(query, key, value, as_mask(mask))  # 0 * NaN would let hidden values through
+        *_, value, shown = mask_nonfinite(query, key, value, as_mask(mask))  # 0 * NaN is NaN: hide masked values
         return show(matrix @ value, shown[..., None])
 
 
 class DropInMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention`, computed by headwise; `replace` puts it there.
+    """A `torch.nn.MultiheadAttention` computed by headwise; `replace` sets this class.
 
     Example:
         >>> import torch
@@ -124,13 +124,13 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
 
     inner: WeighedAttention
     dealt = None
-    """All heads are here."""
+    """None, as every rank has all heads."""
 
     if not TYPE_CHECKING:
 
         @property
         def dropout(self) -> float:
-            """The probability with which a weight is dropped in training: that of the inner part."""
+            """The probability of dropping an attention weight in training, stored in the inner part."""
             return self.inner.dropout
 
         @dropout.setter
@@ -142,15 +142,15 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
 
         @property
         def _qkv_same_embed_dim(self) -> bool:
-            """False once it is built: encoder layers then take no fused path, which reads weights and calls nothing."""
+            """False after construction, so that encoder layers do not take their fused path, which skips this call."""
             return "out_proj" not in self._modules and vars(self)["_qkv_same_embed_dim"]
 
         @_qkv_same_embed_dim.setter
         def _qkv_same_embed_dim(self, same: bool) -> None:
-            vars(self)["_qkv_same_embed_dim"] = same  # as torch keeps it, for who copies or saves what is in there
+            vars(self)["_qkv_same_embed_dim"] = same  # stored as in torch, for copies and pickles
 
     def _reset_parameters(self) -> None:
-        """As torch does, which asks for `_qkv_same_embed_dim` here."""
+        """Initialize parameters as torch does; torch's own method would read `_qkv_same_embed_dim`."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
             if weight is not None:
                 nn.init.xavier_uniform_(weight)
@@ -172,13 +172,13 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from `query` to `key` and `value`: arguments and results are those of torch's module.
+        """Attend from `query` to `key` and `value`; arguments and results are those of torch's module.
 
-        Nested tensors of padding, as `torch.nn.TransformerEncoder` makes them, are taken where all three are the same.
+        A nested tensor, as `torch.nn.TransformerEncoder` makes for padded input, is supported for self-attention.
 
         Raises:
-            TypeError: an input that is no tensor, or a mask that is neither bool nor float.
-            ValueError: shapes that do not fit; ``is_causal=True`` without an `attn_mask`; masks beside nested tensors.
+            TypeError: an input is not a tensor, or a mask is neither bool nor float.
+            ValueError: shapes that do not fit; ``is_causal=True`` without an `attn_mask`; masks with nested tensors.
         """
         check_splits(self.inner)
         if isinstance(query, Tensor) and query.is_nested:
@@ -197,7 +197,7 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
         return (out if self.batch_first else out.transpose(0, 1).contiguous()), matrix
 
     def _batch_first(self, query: Tensor, key: Tensor, value: Tensor, batched: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, M) each; what was one tensor stays one."""
+        """Return the inputs as (B, T, M) each; inputs that are the same tensor stay the same tensor."""
         turned: dict[int, Tensor] = {}
         for x in (query, key, value):
             if id(x) not in turned:
@@ -207,16 +207,16 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output (B, T, M), and weights (B, H, T, S) where they are needed."""
+        """Compute the output (B, T, M), and the weights (B, H, T, S) if they are needed."""
         q, k, v = self._project(query, key, value)
         kept: list[Tensor] = []
         heads = self.inner(q, k, v, mask=mask, **({"kept": kept} if need_weights else {}))
-        if need_weights and not kept:  # a probe answered in its place
+        if need_weights and not kept:  # a probe has replaced the output
             kept.append(weights(q, k, mask=mask).to(q.dtype))
         return self.out_proj(heads.transpose(1, 2).flatten(2)), kept[0] if kept else None
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Queries (B, H, T, D), keys and values (B, H, S, D) with those that the module adds behind them."""
+        """Compute queries (B, H, T, D), keys and values (B, H, S, D), with added keys and values at the end."""
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and query is key is value:
             parts = list(F.linear(query, self.in_proj_weight, bias).chunk(3, -1))
@@ -240,7 +240,7 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
         hint: bool,
         need_weights: bool,
     ) -> Mask | None:
-        """What may be attended; the hint that it is causal is taken where torch takes it."""
+        """Return the combined mask; the `is_causal` hint replaces `attn_mask` under the same conditions as in torch."""
         B, T, S, H = *three[0].shape[:2], three[1].shape[1], self.num_heads
         forms = {"attn_mask": (attn_mask, ((T, S), (B * H, T, S))), "key_padding_mask": (key_padding_mask, ((B, S),))}
         for name, (given, shapes) in forms.items():
@@ -273,7 +273,7 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
         need_weights: bool,
         average_attn_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sequences of several lengths in one nested tensor: padded, attended, and nested again."""
+        """Compute self-attention of a nested tensor: pad it, attend, and nest the result."""
         if not (query is key is value) or key_padding_mask is not None or attn_mask is not None:
             raise ValueError(
                 "a nested tensor is taken for self-attention, module(x, x, x), and brings its own padding; leave "
@@ -293,7 +293,7 @@ FORWARDS.add(DropInMultiheadAttention.forward)
 
 
 def _check_inputs(module: DropInMultiheadAttention, query: Any, key: Any, value: Any) -> bool:
-    """Whether the inputs are batched; raises where they do not fit."""
+    """Check the inputs, and return whether they are batched."""
     widths = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
     first = cast(Any, query)
     for (name, width), x in zip(widths.items(), (query, key, value), strict=True):

@@ -1,4 +1,4 @@
-"""One head at a time: the textbook's small matrices, as views of the fused ones, and the way back."""
+"""The matrices of single heads as views of the fused projections, and the conversion back."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from .hooks.projections import weight_of
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The matrices of one head: ``head = Attention(x W_Q, m W_K, m W_V)``, which adds ``head W_O`` to the output.
+    """The matrices of one head: ``head = Attention(x W_Q, m W_K, m W_V)``, and ``head W_O`` is added to the output.
 
-    Oriented for ``x @ W_Q``, as in Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, section 3.2.2.
-    `m` is the memory (`x` itself in self-attention), of width N.
+    Matrices are oriented for ``x @ W_Q``, as in Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762,
+    section 3.2.2. `m` is the memory (`x` itself in self-attention), of width N.
 
     Attributes:
         W_Q: (M, D).
@@ -44,17 +44,17 @@ class Head:
 
 
 def rows_of(name: str, projection: nn.Module, index: int, size: int) -> tuple[Tensor, Tensor | None]:
-    """The part of a fused projection that makes head `index`, turned for ``x @ W + b``: views."""
+    """Return the weight and bias of head `index` in a fused projection, as views for ``x @ W + b``."""
     rows, weight = slice(index * size, (index + 1) * size), weight_of(name, projection, "head()")
     bias: Any = projection.bias
     return weight[rows].T, None if bias is None else bias[rows]
 
 
 def check_heads(source: Any, num_kv_heads: int | None, output_bias: Any) -> tuple[list[Head], int]:
-    """Heads that can be fused, and their K: equal shapes throughout, and one K and V a group.
+    """Check that heads can be fused, and return them with the number of key-value heads.
 
     Raises:
-        TypeError: something other than a `Head`.
+        TypeError: an item is not a `Head`.
         ValueError: no heads, unequal shapes, or a group whose heads do not share W_K and W_V.
     """
     if isinstance(source, (str, bytes, Mapping, Tensor)) or not isinstance(source, Iterable):
@@ -104,7 +104,7 @@ def check_heads(source: Any, num_kv_heads: int | None, output_bias: Any) -> tupl
 
 
 def _check_matrices(n: int, head: Head, first: Head) -> None:
-    """Float matrices and vectors, of one dtype and device with the first head's."""
+    """Check that a head has float matrices and vectors, with the dtype and device of the first head."""
     like = first.W_Q
     for name, x in vars(head).items():
         axes = 1 if name.startswith("b") else 2
@@ -117,7 +117,7 @@ def _check_matrices(n: int, head: Head, first: Head) -> None:
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Equal to the last bit (and without a look at the numbers where they are the same memory)."""
+    """Return whether two tensors are exactly equal; an object is not compared with itself."""
     if one is None or other is None:
         return one is other
     return one is other or torch.equal(one, other)
@@ -125,7 +125,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 @torch.no_grad()
 def fill_heads(mha: Any, heads: Sequence[Head], output_bias: Tensor | None) -> None:
-    """Give a module of the right sizes the numbers of `heads`; each group's first head stands for its K and V."""
+    """Copy the numbers of `heads` into a module of the right sizes; K and V come from the first head of each group."""
     like = heads[0].W_Q
     mha.to(device=like.device, dtype=like.dtype)
     owners = heads[:: len(heads) // mha.num_kv_heads]
@@ -142,4 +142,4 @@ def fill_heads(mha: Any, heads: Sequence[Head], output_bias: Tensor | None) -> N
         if projection.bias is not None and biases[0] is not None:
             projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
         elif projection.bias is not None:
-            projection.bias.zero_()  # a bias that these heads lack
+            projection.bias.zero_()  # these heads have no such bias

@@ -1,4 +1,4 @@
-"""The inner attention, between the projections: a part that is passed to a module, never a flag on it."""
+"""The inner attention, between the projections, as a module that is passed to an attention module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ from .sharding.tokens import current, heads_here
 
 
 class Inner(nn.Module):
-    """Base of the parts that stand between the projections: ``inner(query, key, value, *, mask, gate)``.
+    """The base class of inner parts, called between the projections as ``inner(query, key, value, *, mask, gate)``.
 
-    Takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V) and returns (B, H, T, V). Derive from it a part of
-    your own and tell in `options` what it computes: then `headwise.nn.probe` and `headwise.trace` can read it.
+    Takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V) and returns (B, H, T, V). Subclasses that define
+    `options` can be used with `headwise.nn.probe` and `headwise.trace`.
 
     Example:
         >>> import torch, headwise
@@ -35,13 +35,13 @@ class Inner(nn.Module):
     """
 
     ran_split = False
-    """Whether its module's last forward ran within `headwise.parallel.context`."""
+    """True if the module's last forward pass ran within `headwise.parallel.context`."""
 
     def options(self) -> dict[str, Any]:
-        """The keywords with which `headwise.attention` gives what this part gives now (``scale``, ``softcap``, ...).
+        """Return the keywords of the `headwise.attention` call that this part computes (``scale``, ``softcap``, ...).
 
         Raises:
-            NotImplementedError: the part does not say.
+            NotImplementedError: the subclass does not define this method.
         """
         raise NotImplementedError(
             f"the inner part {type(self).__name__} does not say what it computes; "
@@ -53,11 +53,11 @@ class InnerAttention(Inner):
     """`headwise.attention` with its options fixed.
 
     Args:
-        scale: Factor on the scores; None stands for ``D ** -0.5``.
+        scale: Factor on the scores; None means ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(score / softcap)``.
-        sinks: (H,) logits that take part in each row's softmax without a value; they become a parameter.
-        dropout: Probability with which a weight is dropped in training; nothing is dropped in eval.
-        backend: Which kernel has to run; ``"auto"`` chooses.
+        sinks: (H,) logits added to the softmax of each row, without a value; they become a parameter.
+        dropout: Probability of dropping an attention weight in training; no dropout in eval mode.
+        backend: The kernel to run; ``"auto"`` chooses one.
 
     Example:
         >>> import torch
@@ -67,7 +67,7 @@ class InnerAttention(Inner):
     """
 
     splits_tokens = True
-    """Within `headwise.parallel.context` it attends the tokens of all processes."""
+    """True if the part attends to the tokens of all ranks within `headwise.parallel.context`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class InnerAttention(Inner):
         mask: Mask | Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        """(B, H, T, V) from query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), or a cache and no value.
+        """Return (B, H, T, V) from query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), or a cache without value.
 
         See `headwise.attention`.
         """
@@ -111,7 +111,7 @@ class InnerAttention(Inner):
         return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
 
     def options(self) -> dict[str, Any]:
-        """The keywords of the call as it would run now; dropout is 0 in eval."""
+        """Return the keywords of the `headwise.attention` call; dropout is 0 in eval mode."""
         return {
             "scale": self.scale,
             "softcap": self.softcap,
@@ -120,7 +120,7 @@ class InnerAttention(Inner):
         }
 
     def extra_repr(self) -> str:
-        """The options that differ from the defaults."""
+        """Return the options that differ from the defaults."""
         shown: dict[str, object] = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
         shown["sinks"] = None if self.sinks is None else len(self.sinks)
         shown["backend"] = None if self.backend == "auto" else self.backend
@@ -128,7 +128,7 @@ class InnerAttention(Inner):
 
 
 class InnerFunction(Inner):
-    """Any callable ``(query, key, value, *, mask) -> out`` as an inner part; a gate multiplies its output."""
+    """An inner part made from a callable ``(query, key, value, *, mask) -> out``; a gate multiplies its output."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -143,12 +143,12 @@ class InnerFunction(Inner):
         mask: Mask | Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        """What the function gives, times the gate."""
+        """Return the output of the function, multiplied by the gate."""
         out = self.function(query, key, value, mask=mask)
         return out if gate is None else out * check_gate(gate, out.shape, out.device).to(out.dtype)
 
     def options(self) -> dict[str, Any]:
-        """Unknown: a bare function does not say what it computes."""
+        """Raise NotImplementedError: the options of a plain function are unknown."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
         raise NotImplementedError(
             f"the inner part {name} is a bare function and cannot say what it computes; derive one from "
@@ -156,16 +156,16 @@ class InnerFunction(Inner):
         )
 
     def extra_repr(self) -> str:
-        """The function."""
+        """Return the function's repr."""
         return repr(self.function)
 
 
 def as_inner(inner: Callable[..., Tensor] | None) -> nn.Module:
-    """An inner part as a module: modules stay, ``partial(headwise.attention, ...)`` becomes an `InnerAttention`.
+    """Convert an inner part to a module: modules stay, ``partial(headwise.attention, ...)`` becomes `InnerAttention`.
 
     Raises:
-        TypeError: `inner` cannot be called.
-        ValueError: the partial fixes something that is not an option of the module (its mask, say).
+        TypeError: `inner` is not callable.
+        ValueError: the partial sets an argument that is not an option of the module (the mask, for example).
     """
     if inner is None or inner is attention:
         return InnerAttention()

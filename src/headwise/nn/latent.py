@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values are made from one small vector a token; a cache stores that alone."""
+"""Multi-head latent attention: keys and values are computed from one small vector per token, which the cache stores."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from .sharding.heads import HeadShards, dealt
 from .sharding.tokens import check_splits, check_uncached, current, placed
 
 RowLengths = Sequence[int] | Tensor | None
-NORM_EPS = 1e-6  # of the norms on both latents, in every published model
+NORM_EPS = 1e-6  # eps of the norms on both latents in every published model
 
 
 @runtime_checkable
 class LatentCache(ModuleCache, Protocol):
-    """A cache for `LatentAttention`: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it; causal.
+    """A causal cache for `LatentAttention` with one key head of ``kv_lora_rank + rope_dim`` numbers per token.
 
-    It has ``lengths``, tokens of each row; ``append(key, *, lengths=None)`` of (B, 1, T, kv_lora_rank + rope_dim), the
-    values being the first kv_lora_rank columns; and ``attend(query, *, mask=None, **options)``, which gives
-    (B, H, T, kv_lora_rank) for the queries of the last T tokens.
+    The values are the first kv_lora_rank columns of the keys. Members: ``lengths``, the tokens of each row;
+    ``append(key, *, lengths=None)`` with key (B, 1, T, kv_lora_rank + rope_dim); and
+    ``attend(query, *, mask=None, **options)``, which returns (B, H, T, kv_lora_rank) for the queries of the last T
+    tokens.
 
-    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b has the first
-    ``lengths[b]``, and takes causality for the cache's only rule. A cache that has no ``keys`` (as one that forgets old
-    tokens must not) is always attended to in absorbed form.
+    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), where the first ``lengths[b]`` keys of
+    row b are valid, and assumes that the cache has no mask except causality. A cache that evicts old tokens must not
+    have ``keys``. Without ``keys``, the absorbed form is always used.
     """
 
 
 class LatentAttention(nn.Module):
-    r"""Multi-head latent attention (MLA): the keys and values of all heads come out of one latent vector a token.
+    r"""Multi-head latent attention (MLA): keys and values of all heads are computed from one latent vector per token.
 
     $$c_t = \text{norm}(x_t W_{DKV}), \qquad k^R_t = \text{rope}(x_t W_{KR}), \qquad
     k_t^i = [\,c_t W_{UK}^i ;\; k^R_t\,], \qquad v_t^i = c_t W_{UV}^i$$
@@ -52,35 +53,35 @@ class LatentAttention(nn.Module):
     $$q_t^i = [\,q_t^{N,i} ;\; \text{rope}(q_t^{R,i})\,], \qquad
     \text{head}_i = \text{Attention}(Q^i, K^i, V^i), \qquad \text{out} = \text{Concat}(\text{head}_1, \dots)\, W_O$$
 
-    Liu et al. 2024, arXiv 2405.04434. A cache stores $[c_t ; k^R_t]$, `kv_lora_rank` + `rope_dim` numbers a token,
-    whatever the number of heads. The same function has two forms, equal up to rounding:
+    Liu et al. 2024, arXiv 2405.04434. A cache stores $[c_t ; k^R_t]$, `kv_lora_rank` + `rope_dim` numbers per token,
+    for any number of heads. The same function has two forms, equal up to rounding:
 
-    - *expanded*: make all keys and values, and attend with d_k = `nope_dim` + `rope_dim` and d_v = `value_dim`;
-    - *absorbed*: as $q \cdot (c\, W_{UK}) = (q\, W_{UK}^T) \cdot c$, carry the queries into the latent space and attend
-      to the cached vectors themselves: one key head for all query heads (as in MQA), d_k = `kv_lora_rank` + `rope_dim`,
-      and the values are the keys' first `kv_lora_rank` columns (a view). $W_{UV}$ follows on what comes out.
+    - *expanded*: compute all keys and values, and attend with d_k = `nope_dim` + `rope_dim` and d_v = `value_dim`;
+    - *absorbed*: as $q \cdot (c\, W_{UK}) = (q\, W_{UK}^T) \cdot c$, project the queries to the latent space and attend
+      to the cached vectors: one key head for all query heads (as in MQA), d_k = `kv_lora_rank` + `rope_dim`, and the
+      values are the keys' first `kv_lora_rank` columns (a view). The result is multiplied by $W_{UV}$.
 
-    The parameters bear the names of published checkpoints, so the attention of such a layer loads as it is:
+    The parameters have the same names as in published checkpoints, so that these load without renaming:
     ``q_proj``, or ``q_a_proj q_a_layernorm q_b_proj`` with `q_lora_rank`; ``kv_a_proj_with_mqa``
     ($W_{DKV}$ and $W_{KR}$), ``kv_a_layernorm``, ``kv_b_proj`` (each head's $W_{UK}$, then its $W_{UV}$), ``o_proj``.
 
     Args:
         d_model: Width M of input and output.
         num_heads: Heads H.
-        q_lora_rank: Width of the latent that queries are made from; None makes them straight from the input.
-        kv_lora_rank: Width of the latent that keys and values are made from.
-        nope_dim: Size of the part of a query or key that has no position (``qk_nope_head_dim``).
-        rope_dim: Size of the part that turns with the position, even (``qk_rope_head_dim``).
+        q_lora_rank: Width of the latent for queries; None projects queries directly from the input.
+        kv_lora_rank: Width of the latent for keys and values.
+        nope_dim: Size of the part of a query or key without position (``qk_nope_head_dim``).
+        rope_dim: Size of the part with rotary position embedding, even (``qk_rope_head_dim``).
         value_dim: Size of a value (``v_head_dim``).
-        bias: Whether q_a_proj, kv_a_proj_with_mqa and o_proj have biases (``attention_bias``).
-        rotary: A part ``(query, key, positions) -> (query, key)`` on `rope_dim` numbers;
+        bias: True if q_a_proj, kv_a_proj_with_mqa and o_proj have biases (``attention_bias``).
+        rotary: A callable ``(query, key, positions) -> (query, key)`` on `rope_dim` numbers;
             ``Rotary(rope_dim, interleaved=True)`` by default. Longer contexts: `headwise.nn.yarn_frequencies`.
         scale: Factor on the scores; ``(nope_dim + rope_dim) ** -0.5`` by default. YaRN: `headwise.nn.yarn_scale`.
-        dropout: Probability with which a weight is dropped in training.
+        dropout: Probability of dropping an attention weight in training.
 
     Raises:
-        TypeError: a size that is no int.
-        ValueError: a size below 1, or an odd `rope_dim`.
+        TypeError: a size is not an int.
+        ValueError: a size is below 1, or `rope_dim` is odd.
 
     Example:
         >>> import torch, headwise
@@ -111,7 +112,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         sizes = {"kv_lora_rank": kv_lora_rank, "nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
         self.costs = FormCosts.of(latent_layer(d_model, num_heads, q_lora_rank=q_lora_rank, **sizes))
-        self.uncached: LatentForm = self.costs.cheaper(1, [0])  # with S = T it is the same form for every length
+        self.uncached: LatentForm = self.costs.cheaper(1, [0])  # for S = T the same form is cheaper at every length
         self.d_model, self.num_heads, self.q_lora_rank = d_model, num_heads, q_lora_rank
         self.kv_lora_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_lora_rank, nope_dim, rope_dim, value_dim
         self.head_dim = nope_dim + rope_dim
@@ -142,31 +143,33 @@ class LatentAttention(nn.Module):
         lengths: RowLengths = None,
         form: Choice = "auto",
     ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], LatentCache]:
-        """Attend from `x` to itself, or with a cache to its tokens and then `x`.
+        """Attend from `x` to itself, or with a cache to the cached tokens and `x`.
 
-        ``form="auto"`` takes the form with fewer multiply-adds for the lengths at hand. Of the last T of S tokens,
-        *expanded* pays ``S H C (N + V)`` and H (N + R + V) a pair, *absorbed* ``T H C (N + V)`` and H (2 C + R) a
-        pair (C, N, R, V: kv_lora_rank, nope_dim, rope_dim, value_dim). So without a cache, where T = S, the smaller
-        pair wins, which is the expanded one unless the rank is small; with one, a few tokens go absorbed and a long
-        prompt expanded. At 512, 128, 64, 128 and a long cache the border is at T = 170.
+        ``form="auto"`` chooses the form with fewer multiply-adds. For the last T of S tokens, *expanded* needs
+        ``S H C (N + V)`` plus H (N + R + V) for each query-key pair, and *absorbed* ``T H C (N + V)`` plus H (2 C + R)
+        for each pair (C, N, R, V: kv_lora_rank, nope_dim, rope_dim, value_dim). Without a cache T = S, so only the
+        cost of a pair matters: the expanded form is cheaper unless kv_lora_rank is small. With a cache, the absorbed
+        form is cheaper for a few tokens and the expanded form for a long prompt. For sizes 512, 128, 64, 128 and a
+        long cache, the absorbed form is cheaper up to T = 170.
 
         Args:
             x: (B, T, M).
-            mask: What may be attended (`headwise.causal()`, ...); all by default. A cache is causal by itself.
-            positions: For the rotary part: (T,) or (B, T); by default they count on from the tokens in the cache.
-            cache: Takes the latents of `x`, in place, and is attended: of one key head, `kv_lora_rank` + `rope_dim`
-                wide, whose values are its first `kv_lora_rank` columns.
-            lengths: (B,) how many of the T tokens are real in each row, the others being padding behind them; with a
-                cache only.
+            mask: The mask (`headwise.causal()`, ...); by default every key may be attended. With a cache, attention is
+                causal without a mask.
+            positions: Positions for the rotary embedding: (T,) or (B, T); by default they continue after the cache.
+            cache: The latents of `x` are appended to it in place. It has one key head, `kv_lora_rank` + `rope_dim`
+                wide, and its values are the first `kv_lora_rank` columns of its keys.
+            lengths: (B,) number of real tokens among the T tokens of each row, with padding after them; only with a
+                cache.
             form: "auto", "expanded" or "absorbed".
 
         Returns:
-            (B, T, M); with a cache, the pair of that and the cache. A row that may attend nothing gives the bias of
+            (B, T, M); with a cache, the pair of that and the cache. For a fully masked row, the output is the bias of
             o_proj, or 0.
 
         Raises:
-            TypeError: a cache without the methods of one; the absorbed form, asked for or the only one that the cache
-                takes, where kv_b_proj is no plain linear layer.
+            TypeError: the cache lacks required methods; or the absorbed form is requested, or is the only possible one
+                with this cache, and kv_b_proj is not a plain linear layer.
             ValueError: wrong shapes, an unknown form, or a cache of another size.
         """
         if cache is not None and type(self) is LatentAttention and positions is lengths is None:
@@ -182,8 +185,8 @@ class LatentAttention(nn.Module):
         latent_B1TC, k_rope_B1TR = self.compress(x)
         places = placed(self._places(x, cache, positions), x.shape[1], x.device)
         q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, places)
-        key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: what a cache stores
-        if (here := self.dealt) is not None:  # all processes have the latents, each its own heads
+        key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R, the size of a cached vector
+        if (here := self.dealt) is not None:  # each rank has all latents and computes its own heads
             key_B1TE, mask = here.group.shared(key_B1TE), here.mask(mask)
         if absorbed:
             query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
@@ -202,7 +205,7 @@ class LatentAttention(nn.Module):
     # --- projections --------------------------------------------------------------------------------------------------
 
     def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The two parts of each head's query: (B, H, T, nope_dim), and (B, H, T, rope_dim) before it is turned."""
+        """Return the two parts of the queries: (B, H, T, nope_dim), and (B, H, T, rope_dim) before rotation."""
         if self.q_lora_rank is None:
             check_input(x, self.d_model, self.q_proj)
             projection = self.q_proj
@@ -218,7 +221,7 @@ class LatentAttention(nn.Module):
         return nope, rope
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The latents (B, 1, T, kv_lora_rank), and the part of the key that all heads share (B, 1, T, rope_dim)."""
+        """Return the latents (B, 1, T, kv_lora_rank), and the shared part of the keys (B, 1, T, rope_dim)."""
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         both = MultiHeadAttention.split(self.kv_a_proj_with_mqa(x), 1, self.kv_lora_rank + self.rope_dim)
         latent, rope = both.split((self.kv_lora_rank, self.rope_dim), dim=-1)
@@ -227,7 +230,7 @@ class LatentAttention(nn.Module):
     def expand(
         self, key: Float[Tensor, "B 1 S E"], heads: tuple[int, int] | None = None
     ) -> tuple[Float[Tensor, "B h S D"], Float[Tensor, "B h S V"]]:
-        """The keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of every head, or of `heads`."""
+        """Return keys (B, H, S, nope_dim + rope_dim), values (B, H, S, value_dim) of all heads or of `heads`."""
         check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
         check_taken("key", key[..., : self.kv_lora_rank], self.kv_b_proj)
         first, last = (0, self.heads_here) if heads is None else check_span("heads", heads, self.heads_here)
@@ -236,7 +239,7 @@ class LatentAttention(nn.Module):
         return self._expand(key, (first, last), None)
 
     def _expand(self, key: Tensor, heads: tuple[int, int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`expand`, by the rows of a weight, or where there is none by the projection itself."""
+        """Compute `expand` with the rows of `weight`; if it is None, call kv_b_proj."""
         latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         first, last, width = *heads, self.nope_dim + self.value_dim
         if weight is None:
@@ -248,11 +251,11 @@ class LatentAttention(nn.Module):
         return torch.cat((nope, rope.expand(-1, last - first, -1, -1)), dim=-1), value
 
     def _attend_all(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
-        """Attention to latents (B, 1, S, E), or to the keys and values made of them; over processes, latents travel."""
+        """Attend to latents (B, 1, S, E), or to expanded keys and values; context parallelism sends only latents."""
         C, sharded, here = self.kv_lora_rank, current(), self.dealt
         if sharded is None:
             keys = (key, key[..., :C]) if absorbed else self.expand(key)
-            # A part without a scale takes it from the size of the key, which is the latent's here.
+            # Without an explicit scale the inner part would use the size of the latent key, so the query is rescaled.
             if absorbed and self._inner_options()["scale"] != self.inner.options().get("scale"):
                 query = query * (query.shape[3] / self.head_dim) ** 0.5
             inner = self.inner if here is None else partial(here.call, self.inner)
@@ -263,26 +266,26 @@ class LatentAttention(nn.Module):
             options |= {"some": here.some, "sinks": None if sinks is None else here.parameter(sinks)}
         if absorbed:
             return sharded.attend_made(query, key, lambda made, *_: (made, made[..., :C]), (), C, **options)
-        if (weight := self._up()) is None:  # its gradients are known to autograd alone, so keys and values travel
+        if (weight := self._up()) is None:  # kv_b_proj must be called for its gradients, so keys and values are sent
             return sharded.attend(query, *self.expand(key), **options)
         return sharded.attend_made(
             query, key, lambda made, *heads: self._expand(made, heads, weight), (weight,), self.value_dim, **options
         )
 
     def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
-        """Queries in the latent space: its dot product with a latent is that of the query with the expanded key."""
+        """Project queries to the latent space: the dot product with a latent equals that with the expanded key."""
         check_vectors("nope", nope, self.heads_here, self.nope_dim)
         check_taken("nope", nope, self.kv_b_proj)
         return torch.einsum("bhtn,hnc->bhtc", nope, self.up_matrices()[0])
 
     def from_latent(self, mixed: Float[Tensor, "B H T C"]) -> Float[Tensor, "B H T V"]:
-        """The heads, from weighted sums of latents."""
+        """Compute the heads from weighted sums of latents."""
         check_vectors("mixed", mixed, self.heads_here, self.kv_lora_rank)
         check_taken("mixed", mixed, self.kv_b_proj)
         return torch.einsum("bhtc,hvc->bhtv", mixed, self.up_matrices()[1])
 
     def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
-        """Each head's $W_{UK}$ and $W_{UV}$, transposed, as in kv_b_proj: views."""
+        """Return $W_{UK}$ and $W_{UV}$ of each head, transposed as in kv_b_proj, as views."""
         weight = self._up()
         if weight is None:
             raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
@@ -292,21 +295,21 @@ class LatentAttention(nn.Module):
 
     @property
     def dealt(self) -> HeadShards | None:
-        """Which of its heads this process computes, where they are split over several; None where it has all."""
+        """The heads of this rank if the heads are split over ranks; None if this rank has all heads."""
         return dealt(self, self.kv_b_proj)
 
     @property
     def heads_here(self) -> int:
-        """How many heads this process computes."""
+        """The number of heads that this rank computes."""
         return self.num_heads if (here := self.dealt) is None else here.share.count
 
     def _up(self) -> Tensor | None:
-        """What of kv_b_proj's weight is for the heads here; None where a call of kv_b_proj computes something else."""
+        """Return the part of kv_b_proj's weight for the heads of this rank; None if kv_b_proj is not plain linear."""
         here = self.dealt
         return plain_weight(self.kv_b_proj, bias=False) if here is None else here.weight(self.kv_b_proj)
 
     def _inner_options(self) -> dict[str, Any]:
-        """The options of the inner part. A scale that it takes from the size of a key is that of the expanded form."""
+        """Return the options of the inner part; a default scale is that of the expanded form."""
         if not isinstance(self.inner, Inner):
             raise NotImplementedError(
                 f"the absorbed form needs the scale of its inner part, and {type(self.inner).__name__} does not say "
@@ -317,7 +320,7 @@ class LatentAttention(nn.Module):
         return options | {"scale": self.head_dim**-0.5} if options.get("scale") is None else options
 
     def _tells(self) -> bool:
-        """Whether the inner part says what it computes."""
+        """Return whether the inner part defines its options."""
         try:
             return bool(self._inner_options())
         except NotImplementedError:
@@ -326,9 +329,12 @@ class LatentAttention(nn.Module):
     # --- cache --------------------------------------------------------------------------------------------------------
 
     def form(self, queries: int, held: Sequence[int] | None = None) -> LatentForm:
-        """The form that "auto" takes for T new tokens where each row has `held` tokens in the cache; None is no cache.
+        """Return the form that "auto" chooses for a number of new tokens.
 
-        Always "expanded" where kv_b_proj is no plain linear layer (an adapter, say), which has no matrix to absorb.
+        `held` has the number of cached tokens of each row; it is None without a cache.
+
+        Always "expanded" if kv_b_proj is not a plain linear layer (an adapter, for example), as there is no matrix to
+        absorb.
 
         Example:
             >>> mla = LatentAttention(64, 4, kv_lora_rank=32, nope_dim=8, rope_dim=4, value_dim=8)
@@ -342,7 +348,7 @@ class LatentAttention(nn.Module):
 
     @outside_graphs
     def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
-        """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
+        """Return whether this call runs absorbed; raise ValueError if `form` is "expanded" and that is impossible."""
         if form == "absorbed" and self._up() is None:
             raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
         if cache is None:
@@ -362,13 +368,13 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def _places(x: Tensor, cache: LatentCache | None, positions: Positions) -> Positions:
-        """The positions of the call; by default those behind the tokens in the cache."""
+        """Return the positions of the call; by default they continue after the tokens in the cache."""
         if cache is None or positions is not None:
             return positions
         return positions_of(cache, x.shape[1], x.device)
 
     def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Any) -> Tensor:
-        """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""
+        """Append the new latents, and return weighted sums of the cached latents (B, H, T, C)."""
         options = {name: option for name, option in self._inner_options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
@@ -383,7 +389,7 @@ class LatentAttention(nn.Module):
         return mixed
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """Return the sizes."""
         low = "" if self.q_lora_rank is None else f"q_lora_rank={self.q_lora_rank}, "
         return (
             f"{self.d_model}, {self.num_heads}, {low}kv_lora_rank={self.kv_lora_rank}, nope_dim={self.nope_dim}, "

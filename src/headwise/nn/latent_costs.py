@@ -1,4 +1,4 @@
-"""Which of its two forms latent attention computes in: the one with fewer multiply-adds."""
+"""Choice between the two forms of latent attention: the one with fewer multiply-adds."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def latent_layer(
     rope_dim: int,
     value_dim: int,
 ) -> AttentionLayer:
-    """The sizes of one layer of latent attention, as the planner counts them.
+    """Return one layer of latent attention for `headwise.plan`.
 
     Raises:
-        TypeError: a size is no int.
-        ValueError: a size below 1.
+        TypeError: a size is not an int.
+        ValueError: a size is below 1.
     """
     sizes = {"d_model": d_model, "num_heads": num_heads, "q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank}
     sizes |= {"nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
@@ -46,17 +46,17 @@ def latent_layer(
 
 @dataclass(frozen=True)
 class FormCosts:
-    """Multiply-adds of the two forms; what both do alike is left out.
+    """Multiply-adds of the two forms, without the operations that both have in common.
 
-    With H heads, rank C, and nope, rope and value dims N, R, V: *expanded* makes keys and values of all S keys anew,
-    ``S H C (N + V)``, and then pays ``H (N + R + V)`` a pair of query and key. *Absorbed* carries T queries into the
-    latent space and what comes out back, ``T H C (N + V)``, and pays ``H (2 C + R)`` a pair.
+    With H heads, rank C, and nope, rope and value dims N, R, V: *expanded* recomputes keys and values of all S tokens,
+    ``S H C (N + V)``, and needs ``H (N + R + V)`` per query-key pair. *Absorbed* projects T queries to the latent
+    space and the results back, ``T H C (N + V)``, and needs ``H (2 C + R)`` per pair.
 
     Attributes:
-        expanded_key: of the expanded form, a key.
-        expanded_pair: of the expanded form, a pair.
-        absorbed_query: of the absorbed form, a query.
-        absorbed_pair: of the absorbed form, a pair.
+        expanded_key: Multiply-adds of the expanded form per key.
+        expanded_pair: Multiply-adds of the expanded form per query-key pair.
+        absorbed_query: Multiply-adds of the absorbed form per query.
+        absorbed_pair: Multiply-adds of the absorbed form per query-key pair.
 
     Example:
         >>> costs = FormCosts.of(latent_layer(
@@ -77,11 +77,11 @@ class FormCosts:
 
     @classmethod
     def of(cls, layer: AttentionLayer) -> FormCosts:
-        """The costs of a layer of these sizes."""
+        """Return the costs of a layer."""
         return cls(layer.expansion_macs(), layer.score_macs(), *layer.absorbed_macs())
 
     def macs(self, queries: int, keys: int) -> dict[LatentForm, int]:
-        """Multiply-adds of each form for the last `queries` of `keys` tokens, causal."""
+        """Return the multiply-adds of each form for the last `queries` of `keys` tokens, causal."""
         check_counts(queries=queries, keys=keys)
         pairs = queries * keys - queries * (queries - 1) // 2
         return {
@@ -90,7 +90,7 @@ class FormCosts:
         }
 
     def absorbs_token(self, held: Sequence[int]) -> bool:
-        """Whether `cheaper` is "absorbed" for one new token a row: asked at every step of decoding.
+        """Return whether `cheaper` is "absorbed" for one new token per row; fast enough for every decode step.
 
         >>> costs = FormCosts(expanded_key=8, expanded_pair=3, absorbed_query=8, absorbed_pair=6)
         >>> [costs.absorbs_token([n]) for n in (0, 1, 2)], [costs.cheaper(1, [n]) for n in (0, 1, 2)]
@@ -101,9 +101,9 @@ class FormCosts:
         return absorbed < (self.expanded_key + self.expanded_pair) * keys
 
     def cheaper(self, queries: int, held: Iterable[int]) -> LatentForm:
-        """The form with fewer multiply-adds where each row has `held` tokens and appends `queries` more.
+        """Return the form with fewer multiply-adds if the rows have `held` tokens and append `queries` more.
 
-        One form serves the whole batch, so the rows' costs are added up. At a tie it is the expanded one.
+        The whole batch uses one form, so the costs of the rows are added. If they are equal, it is the expanded form.
         """
         total: dict[LatentForm, int] = {"expanded": 0, "absorbed": 0}
         for tokens in held:
@@ -113,7 +113,7 @@ class FormCosts:
 
 
 def why_absorbed(cache: ModuleCache, new: int, stored: Sequence[int], *, masked: bool, padded: bool) -> str:
-    """Why `new` tokens over a cache whose rows hold `stored` cannot be expanded; empty where they can."""
+    """Return why `new` tokens after `stored` cached tokens cannot use the expanded form; empty if they can."""
     traits = cache_traits(cache)
     if not traits.has_keys:
         return f"{type(cache).__name__} has no keys to read"
@@ -128,7 +128,7 @@ def why_absorbed(cache: ModuleCache, new: int, stored: Sequence[int], *, masked:
 
 
 def no_matrix(kv_b_proj: nn.Module, what: str) -> str:
-    """The error where `what` needs the weight of kv_b_proj, and a call of kv_b_proj may compute something else."""
+    """Return the error text for `what`, which needs the weight of a kv_b_proj that is not a plain linear layer."""
     return (
         f"{what} multiplies by the weight of kv_b_proj, which has to be a torch.nn.Linear without bias and hooks; got "
         f"{description(kv_b_proj)}, which may compute something else; merge adapters and remove hooks, or take "
@@ -137,6 +137,6 @@ def no_matrix(kv_b_proj: nn.Module, what: str) -> str:
 
 
 def check_form(form: str) -> None:
-    """Raise ValueError for a form that there is not."""
+    """Raise ValueError for an unknown form."""
     if not isinstance(form, str) or form not in get_args(Choice):
         raise ValueError(f'form is "auto", "expanded" or "absorbed"; got {shown(form)}; "auto" takes the cheaper one')

@@ -1,4 +1,4 @@
-"""Multi-head attention: project once for all heads, attend in each, mix them with W_O."""
+"""Multi-head attention: one projection for all heads, attention in each head, and the output projection W_O."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ Memory = Float[Tensor, "B S N"] | tuple[Float[Tensor, "B S N_key"], Float[Tensor
 
 
 class MultiHeadAttention(nn.Module):
-    r"""Multi-head attention (MHA), with keys and values shared by groups of query heads (GQA) or by all (MQA).
+    r"""Multi-head attention (MHA), grouped-query attention (GQA) and multi-query attention (MQA).
 
     $$\text{MultiHead}(X) = \text{Concat}(\text{head}_1, \dots, \text{head}_h)\, W_O, \qquad
     \text{head}_i = \text{Attention}(X W_Q^i, X W_K^i, X W_V^i)$$
@@ -44,11 +44,10 @@ class MultiHeadAttention(nn.Module):
     $$\text{Attention}(Q, K, V) = \text{softmax}(Q K^T / \sqrt{d_k})\, V, \qquad d_k = d_{\text{model}} / h$$
 
     MHA: Vaswani et al. 2017, arXiv 1706.03762. MQA: Shazeer 2019, arXiv 1911.02150. GQA: Ainslie et al. 2023, arXiv
-    2305.13245. The h small projections are one big one and a reshape: q_proj, k_proj, v_proj, o_proj are
-    `torch.nn.Linear` and start as those start; `head` shows the small ones. Query head i reads key-value head
-    ``i // (H / K)``.
+    2305.13245. The projections of all heads are fused: q_proj, k_proj, v_proj, o_proj are `torch.nn.Linear` with its
+    default initialization; `head` returns the matrices of one head. Query head i uses key-value head ``i // (H / K)``.
 
-    What is not the same in every model plugs in as a part: `rotary` (positions), `qk_norm`, `inner` (scores to values).
+    Parts that differ between models are passed as modules: `rotary` (positions), `qk_norm`, `inner` (the attention).
 
     Args:
         d_model: Width M of input and output.
@@ -56,17 +55,17 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads: Key-value heads K, a divisor of H; H by default (MHA), 1 is MQA.
         head_dim: Size D of a query or key; ``d_model / num_heads`` by default.
         value_dim: Size V of a value; `head_dim` by default.
-        memory_dim: Width of the memory in cross-attention, or a pair (of what keys, of what values come from). With it
-            a memory is required; without it one of width `d_model` is optional.
+        memory_dim: Width of the memory in cross-attention, or a pair of widths (for keys, for values). If it is set, a
+            memory is required; otherwise a memory of width `d_model` is optional.
         bias: False, True (all four projections), or ``"qkv"`` (all but o_proj).
-        rotary: A part ``(query, key, positions) -> (query, key)``, such as `headwise.nn.Rotary`.
+        rotary: A callable ``(query, key, positions) -> (query, key)``, such as `headwise.nn.Rotary`.
         qk_norm: A factory ``head_dim -> module``, such as ``torch.nn.RMSNorm``, for q_norm and k_norm over each head.
-        inner: A part ``(query, key, value, *, mask) -> out``; by default `headwise.nn.InnerAttention()`. Also
+        inner: A callable ``(query, key, value, *, mask) -> out``; by default `headwise.nn.InnerAttention()`. Also
             ``functools.partial(headwise.attention, softcap=50.0)``.
 
     Raises:
-        TypeError: a size that is no int, an inner part that cannot be called, or an option that there is not.
-        ValueError: sizes that do not divide, or an unknown `bias`.
+        TypeError: a size is not an int, the inner part is not callable, or an option is unknown.
+        ValueError: sizes are not divisible, or `bias` is unknown.
 
     Example:
         >>> import torch, headwise
@@ -125,27 +124,29 @@ class MultiHeadAttention(nn.Module):
         lengths: Sequence[int] | Tensor | None = None,
         **others: Any,
     ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], ModuleCache]:
-        """Attend from `x` to `memory`, or to `x` itself, or with a cache to all the tokens so far.
+        """Attend from `x` to `memory`, or to `x` itself, or with a cache to all cached tokens and `x`.
 
         Args:
             x: (B, T, M).
-            memory: (B, S, N) for keys and values, or a pair of such tensors for each; `x` by default.
-            mask: What may be attended (`headwise.causal()`, a bool tensor with True = attend, ...); all by default.
-                A cache is causal by itself.
-            positions: For the rotary part: (T,) or (B, T), or a pair of those for queries and keys. By default they
-                count on from the tokens in the cache.
-            gate: Factor on the heads before W_O: (H,), (B, H), (B, H, T) or (B, H, T, V); 0 switches a head off.
-            cache: Of `headwise.cache`: takes the keys and values of `x`, and is attended. One that is not causal
-                takes those of the memory, once, and then needs it no more.
-            lengths: (B,) how many of the T tokens are real in each row, the others being padding behind them; with a
-                cache only.
+            memory: (B, S, N) for keys and values, or a pair of such tensors, one for each; `x` by default.
+            *more: Refused with a TypeError that names the right call.
+            mask: The mask (`headwise.causal()`, a bool tensor with True = attend, ...); by default every key may be
+                attended. With a causal cache, attention is causal without a mask.
+            positions: Positions for the rotary embedding: (T,) or (B, T), or a pair of those for queries and keys. By
+                default they continue after the tokens in the cache.
+            gate: Factor on the heads before W_O: (H,), (B, H), (B, H, T) or (B, H, T, V); 0 disables a head.
+            cache: A cache of `headwise.cache`, to which the keys and values of `x` are appended. If it is not causal,
+                those of the memory are appended in the first call, and later calls need no memory.
+            lengths: (B,) number of real tokens among the T tokens of each row, with padding after them; only with a
+                cache.
+            **others: Refused with a TypeError that names the right keyword.
 
         Returns:
-            (B, T, M); with a cache, the pair of that and the cache. A row that may attend nothing gives the bias of
+            (B, T, M); with a cache, the pair of that and the cache. For a fully masked row, the output is the bias of
             o_proj, or 0.
 
         Raises:
-            ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
+            ValueError: wrong shapes, a missing memory, or positions without a rotary part.
         """
         if more or others:
             refuse_inputs(more, others)
@@ -175,10 +176,10 @@ class MultiHeadAttention(nn.Module):
         lengths: Any,
         **options: Any,
     ) -> Tensor:
-        """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
-        as_mask(options["mask"])  # refused before the cache has changed
+        """Compute the heads of `x` (B, H, T, V) over all tokens in the cache, including those of `x`."""
+        as_mask(options["mask"])  # check before the cache changes
         causal = cache_traits(cache).causal
-        if not causal and any(cache.lengths):  # a memory that is there already
+        if not causal and any(cache.lengths):  # the cache already has the memory
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
             query = self._queries(x)
@@ -195,11 +196,11 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def dealt(self) -> HeadShards | None:
-        """Which of its heads this process computes, where they are split over several; None where it has all."""
+        """The heads of this rank if the heads are split over ranks; None if this rank has all heads."""
         return dealt(self, self.q_proj, self.num_kv_heads)
 
     def _project(self, x: Tensor, for_keys: Tensor, for_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys (B, K, S, D) and values (B, K, S, V), of the heads that are here."""
+        """Compute queries (B, H, T, D), keys (B, K, S, D) and values (B, K, S, V) for the heads of this rank."""
         here, q, k, v = self.dealt, self.q_proj, self.k_proj, self.v_proj
         if here is not None:
             x, for_keys, for_values = here.entering(q, x, for_keys, for_values)
@@ -210,37 +211,37 @@ class MultiHeadAttention(nn.Module):
         return self.split(q(x), self.num_heads, self.head_dim), key, value
 
     def _queries(self, x: Tensor) -> Tensor:
-        """The queries alone."""
+        """Compute only the queries."""
         if (here := self.dealt) is None:
             return self.split(self.q_proj(x), self.num_heads, self.head_dim)
         return here.queries(self.q_proj(*here.entering(self.q_proj, x)), self.head_dim)
 
     def _inner(self, *tensors: Any, mask: Mask | Tensor | None, **gated: Any) -> Tensor:
-        """The inner part, with what of the mask and the gate is for the heads that are here."""
+        """Call the inner part, with the mask and the gate for the heads of this rank."""
         if (here := self.dealt) is None:
             return self.inner(*tensors, mask=mask, **gated)
         gated = {name: here.gate(gate) for name, gate in gated.items()}
         return here.call(self.inner, *tensors, mask=here.mask(mask), **gated)
 
     def _sources(self, x: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
-        """What keys and what values are projected from: (B, S, N) each."""
+        """Return the inputs of the key and value projections, (B, S, N) each."""
         required = self.memory_dim is not None
         return check_memory(x, memory, self.memory_widths, (self.k_proj, self.v_proj), required=required)
 
     @staticmethod
     def split(fused: Tensor, heads: int, size: int) -> Tensor:
-        """(B, T, heads * size) -> (B, heads, T, size): a view."""
+        """Reshape (B, T, heads * size) to (B, heads, T, size), as a view."""
         check_width(fused, heads, size)
         return fused.unflatten(-1, (heads, size)).transpose(1, 2)
 
     @staticmethod
     def concatenate(heads_BHTV: Tensor) -> Tensor:
-        """(B, H, T, V) -> (B, T, H * V): head h fills columns h * V to (h + 1) * V."""
+        """Reshape (B, H, T, V) to (B, T, H * V); head h has columns h * V to (h + 1) * V - 1."""
         check_vectors("what the inner part gives", heads_BHTV)
         return heads_BHTV.transpose(1, 2).flatten(2)
 
     def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """q_norm and k_norm over the last axis, where the module has them; the dtype stays."""
+        """Apply q_norm and k_norm over the last axis if the module has them, without changing the dtype."""
         check_vectors("query", query, size=self.head_dim)
         check_vectors("key", key, size=self.head_dim)
         if self.q_norm is None or self.k_norm is None:
@@ -252,7 +253,7 @@ class MultiHeadAttention(nn.Module):
         return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
 
     def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """The rotary part, where the module has one."""
+        """Apply the rotary part if the module has one."""
         check_vectors("query", query, size=self.head_dim)
         if self.rotary is not None:
             return self.rotary(query, key, placed(positions, query.shape[2], query.device))
@@ -264,14 +265,14 @@ class MultiHeadAttention(nn.Module):
         return query, key
 
     def head(self, index: int) -> Head:
-        """The small matrices of head `index`, as views: a change in place changes the module.
+        """Return the matrices of head `index` as views: in-place changes also change the module.
 
-        Heads of one group (GQA, MQA) show the same W_K and W_V. The bias of o_proj belongs to no head. Those of a
-        parametrized projection (`torch.nn.utils.parametrize`) are computed, and no views.
+        Heads of one group (GQA, MQA) have the same W_K and W_V. The bias of o_proj belongs to no head. The matrices of
+        a parametrized projection (`torch.nn.utils.parametrize`) are computed and are not views.
 
         Raises:
-            TypeError, ValueError: no such head; or a projection that is no plain linear layer (an adapter, hooks, a
-                quantised layer), so that its weight does not tell what it computes.
+            TypeError, ValueError: there is no such head; or a projection is not a plain linear layer (an adapter,
+                hooks, a quantised layer), so that its weight alone does not determine its output.
 
         Example:
             >>> import torch
@@ -300,17 +301,17 @@ class MultiHeadAttention(nn.Module):
         output_bias: Tensor | None = None,
         **parts: Any,
     ) -> "MultiHeadAttention":
-        """The fused module of small heads; their numbers are copied.
+        """Build a module from single heads; their numbers are copied.
 
         Args:
-            heads: One `Head` a query head, all of equal shapes.
-            num_kv_heads: With K < H, each H/K heads in a row must hold equal W_K and W_V, which are then stored once.
-                By default each head keeps its own (K = H), which is never wrong, only larger.
+            heads: One `Head` per query head, all of equal shapes.
+            num_kv_heads: Key-value heads K. If K < H, every H/K consecutive heads must have equal W_K and W_V, which
+                are stored once. By default K = H, which is always possible but needs more memory.
             output_bias: (M,) bias of o_proj.
-            **parts: `rotary`, `qk_norm`, `inner`, as for the class. A norm made by `qk_norm` starts fresh.
+            **parts: `rotary`, `qk_norm`, `inner`, as for the class. Norms made by `qk_norm` are newly initialized.
 
         Raises:
-            TypeError: something other than a `Head`.
+            TypeError: an item is not a `Head`.
             ValueError: unequal shapes, or a group whose heads do not share W_K and W_V.
 
         Example:
@@ -339,28 +340,28 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """The same attention as PyTorch's own module, with copies of its numbers: see `headwise.nn.from_torch`."""
+        """Convert a `torch.nn.MultiheadAttention`, with copies of its numbers: see `headwise.nn.from_torch`."""
         return converted_from_torch(cls, module)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """PyTorch's own module with copies of these numbers: see `headwise.nn.to_torch`."""
+        """Convert to a `torch.nn.MultiheadAttention`, with copies of the numbers: see `headwise.nn.to_torch`."""
         return converted_to_torch(self)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """Return the sizes."""
         sizes = f"{self.d_model}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         sizes += "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
         return sizes + ("" if self.memory_dim is None else f", memory_dim={self.memory_dim}")
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """The same attention as a `MultiHeadAttention`: equal outputs in train and in eval; the weights are copied.
+    """Convert a `torch.nn.MultiheadAttention` to a `MultiHeadAttention` with copies of its weights.
 
-    The result is called as ``mha(query)`` for self-attention, or ``mha(query, (key, value))``; its masks come from
-    `mask_from_torch`. Dropout becomes that of the inner part.
+    Outputs are equal in train and eval mode. Call the result as ``mha(query)`` for self-attention, or
+    ``mha(query, (key, value))``; convert masks with `mask_from_torch`. The inner part takes over the dropout.
 
     Raises:
-        TypeError: something other than a `torch.nn.MultiheadAttention`, or one with hooks or a forward of its own.
+        TypeError: `module` is not a `torch.nn.MultiheadAttention`, or it has hooks or its own forward.
         ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``, or takes (T, B, M), not ``batch_first``.
 
     Example:
@@ -375,14 +376,14 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
 
 
 def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
-    """The same attention as a `torch.nn.MultiheadAttention` with ``batch_first=True``; the weights are copied.
+    """Convert to a `torch.nn.MultiheadAttention` with ``batch_first=True`` and copies of the weights.
 
     Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
 
     Raises:
-        TypeError: something other than a `headwise.MultiHeadAttention`, or a projection that is no plain linear layer.
-        ValueError: `mha` has what torch's module lacks: a rotary part, norms, heads with ``H * D != d_model``, another
-            value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
+        TypeError: `mha` is not a `headwise.MultiHeadAttention`, or a projection is not a plain linear layer.
+        ValueError: torch's module lacks a feature of `mha`: a rotary part, norms, heads with ``H * D != d_model``,
+            another value dim, softcap, sinks, a custom scale, or an inner part that is not an `InnerAttention`.
 
     Example:
         >>> import torch

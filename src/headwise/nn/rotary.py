@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of numbers of a query or key turn by an angle that grows with the position.
+"""Rotary position embedding: pairs of components of queries and keys, rotated by angles proportional to the position.
 
 Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864. Scores then depend on
 positions only through their difference.
@@ -34,19 +34,19 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Float[Tensor, "*batch D"]:
-    """Turn the first 2R numbers of `x` by angles given as their cosines and sines; the other D - 2R stay.
+    """Rotate pairs among the first 2R components of `x` by angles given as cosines and sines; the others do not change.
 
-    Which two numbers form a pair: n and n + R (the halves), or with `interleaved` 2n and 2n + 1, as in the paper.
+    Components n and n + R form a pair (the two halves), or with `interleaved` 2n and 2n + 1, as in the paper.
 
     Args:
-        x: (..., D); any float dtype. Half precision is turned in float32 and rounded once.
-        cos: (..., R) with 2R <= D, its leading sizes broadcast against those of `x`.
+        x: (..., D); any float dtype. Half precision is computed in float32 and rounded once.
+        cos: (..., R) with 2R <= D; the leading axes broadcast against those of `x`.
         sin: As `cos`.
-        interleaved: Pairs are neighbours.
+        interleaved: True if adjacent components form pairs.
 
     Raises:
-        TypeError: something that is no tensor.
-        ValueError: `cos` and `sin` differ in shape, or turn more numbers than `x` has; or another dtype or device.
+        TypeError: an argument is not a tensor.
+        ValueError: `cos` and `sin` differ in shape or have too many pairs for `x`; or another dtype or device.
 
     Example:
         >>> quarter = torch.tensor([0.0]), torch.tensor([1.0])                 # cos and sin of 90 degrees
@@ -68,7 +68,7 @@ def rotate(
 
 
 def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """How many pairs turn."""
+    """Check the arguments of `rotate`, and return the number of pairs."""
     for name, part in (("x", x), ("cos", cos), ("sin", sin)):
         check_tensor(name, part, "a float tensor (..., n)")
         if part.dtype not in DTYPES or part.device != x.device or part.ndim == 0:
@@ -93,7 +93,7 @@ def _made(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Radians a position (rotary_dim / 2,), for each pair."""
+    """Return the frequency of each pair in radians per position, (rotary_dim / 2,)."""
     if inv_freq is not None:
         return torch.tensor(inv_freq, device=device, dtype=dtype)
     pair = torch.arange(0, rotary_dim, 2, device=device, dtype=dtype)
@@ -101,27 +101,27 @@ def _made(
     return frequencies
 
 
-_frequencies = lru_cache(maxsize=64)(_made)  # for decode steps on the CPU, which ask at every token
+_frequencies = lru_cache(maxsize=64)(_made)  # cached for decode steps on the CPU, one call per token
 
 
 class Rotary(nn.Module):
-    """Rotary positions as a part of `headwise.MultiHeadAttention`: ``rotary(query, key, positions)``.
+    """Rotary position embedding for `headwise.MultiHeadAttention`: ``rotary(query, key, positions)``.
 
-    Pair n turns by ``position * base ** (-2n / rotary_dim)``. Angles are computed at every call in float32 (float64 for
-    float64 queries) and never stored: there is no table to outgrow, to round to half precision, or to lose on the meta
-    device.
+    Pair n is rotated by ``position * base ** (-2n / rotary_dim)``. Angles are computed at every call in float32
+    (float64 for float64 queries) and not stored, so there is no table that limits positions, is rounded to half
+    precision, or is lost on the meta device.
 
     Args:
         head_dim: Size D of a query or key.
-        base: Wavelengths grow from 2 pi to ``2 pi * base``.
-        rotary_dim: How many of the D numbers turn, even; all by default.
-        interleaved: Pairs are neighbours (2n, 2n + 1) instead of halves (n, n + rotary_dim / 2).
-        frequencies: Radians a position for each of the rotary_dim / 2 pairs, in place of those that `base` gives; such
-            as `headwise.nn.yarn_frequencies`.
+        base: Base of the wavelengths, which grow from 2 pi to ``2 pi * base``.
+        rotary_dim: Number of rotated components, even; D by default.
+        interleaved: True for adjacent pairs (2n, 2n + 1) instead of halves (n, n + rotary_dim / 2).
+        frequencies: Radians per position for each of the rotary_dim / 2 pairs, instead of those from `base`; for
+            example `headwise.nn.yarn_frequencies`.
 
     Raises:
-        ValueError: `rotary_dim` is odd, below 2 or above `head_dim`; `base` is not positive; another number of
-            `frequencies` than pairs.
+        ValueError: `rotary_dim` is odd, below 2 or above `head_dim`; `base` is not positive; or the number of
+            `frequencies` is not the number of pairs.
 
     Example:
         >>> query, key = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 5, 8)
@@ -169,16 +169,16 @@ class Rotary(nn.Module):
         key: Float[Tensor, "B K S D"],
         positions: Positions = None,
     ) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B K S D"]]:
-        """Query and key, turned.
+        """Rotate query and key.
 
         Args:
             query: (B, H, T, D).
             key: (B, K, S, D).
-            positions: (T,) or (B, T) numbers for queries and keys alike; a pair of such tensors where the keys have
-                positions of their own; 0 .. T - 1 by default.
+            positions: (T,) or (B, T) numbers for both queries and keys, or a pair of such tensors for queries and
+                keys; 0 .. T - 1 by default.
 
         Raises:
-            ValueError: another head dim, positions of another length, or none given although T and S differ.
+            ValueError: another head dim, positions of another length, or no positions although T and S differ.
         """
         for name, x in (("query", query), ("key", key)):
             check_tensor(name, x, "a float tensor (B, heads, T, D)")
@@ -203,7 +203,7 @@ class Rotary(nn.Module):
         return self._turn(query, for_query, "query"), self._turn(key, for_key, "key")
 
     def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (..., rotary_dim / 2) of the angles at `positions` (...), for `rotate`."""
+        """Return cosines and sines (..., rotary_dim / 2) of the angles at `positions` (...), for `rotate`."""
         check_tensor("positions", positions, "a tensor of numbers")
         check_dtype(dtype, (torch.float32, torch.float64))
         if positions.dtype not in (*INTEGERS, *DTYPES):
@@ -213,7 +213,7 @@ class Rotary(nn.Module):
         return angle.cos(), angle.sin()
 
     def turn(self, positions: Sequence[int]) -> RotaryStep:
-        """How the one new token of each row turns, at its position, for `step` of a cache: the angles of `forward`.
+        """Return the rotation of one new token per row, with the angles of `forward`, for `step` of a cache.
 
         Example:
             >>> turn = Rotary(8).turn([5, 5, 5])
@@ -236,11 +236,11 @@ class Rotary(nn.Module):
             )
         cos, sin = self.angles(positions, torch.promote_types(x.dtype, torch.float32))
         if positions.ndim == 2:
-            cos, sin = cos[:, None], sin[:, None]  # one angle for all heads
+            cos, sin = cos[:, None], sin[:, None]  # the same angle for all heads
         return rotate(x, cos, sin, interleaved=self.interleaved)
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Return the arguments."""
         part = "" if self.rotary_dim == self.head_dim else f", rotary_dim={self.rotary_dim}"
         turns = f"base={self.base:g}" if self.frequencies is None else "frequencies=..."
         return f"{self.head_dim}, {turns}{part}" + (", interleaved=True" if self.interleaved else "")

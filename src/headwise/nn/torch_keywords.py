@@ -1,4 +1,4 @@
-"""Keywords of `torch.nn.MultiheadAttention`, and what stands for each in `headwise.MultiHeadAttention`."""
+"""The keywords of `torch.nn.MultiheadAttention` and their counterparts in `headwise.MultiHeadAttention`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = {
     "kdim": "memory_dim=(kdim, vdim)",
     "vdim": "memory_dim=(kdim, vdim)",
 }
-"""Of the class."""
+"""The keywords of the class."""
 INPUTS = {
     "attn_mask": "mask= takes it with True = attend: headwise.nn.mask_from_torch(attn_mask, num_heads=H) makes it",
     "average_attn_weights": "leave it out: the module gives its output alone",
@@ -28,17 +28,17 @@ INPUTS = {
     "query": "x, the first argument",
     "value": "memory=(key, value), or nothing where they are x itself",
 }
-"""Of a call."""
+"""The keywords of a call."""
 
 
 def refuse_options(others: Mapping[str, object]) -> None:
-    """Raises TypeError for an option that the class does not have."""
+    """Raise TypeError for an unknown option of the class."""
     has = "num_kv_heads, head_dim, value_dim, memory_dim, bias, rotary, qk_norm and inner"
     refuse("MultiHeadAttention", others, OPTIONS, has)
 
 
 def refuse_inputs(more: Sequence[object], others: Mapping[str, object]) -> None:
-    """Raises TypeError for what a call of the module does not take: a third tensor, or an unknown keyword."""
+    """Raise TypeError for a third positional argument or an unknown keyword in a call of the module."""
     refuse("a call of MultiHeadAttention", others, INPUTS, "memory, mask, positions, gate, cache and lengths")
     if more:
         raise TypeError(

@@ -1,8 +1,8 @@
-"""From `torch.nn.MultiheadAttention` and back: weights, dropout, and masks of the opposite meaning.
+"""Conversion from `torch.nn.MultiheadAttention` and back: weights, dropout, and masks.
 
-torch's module hides where a mask is True, ours attends there; torch's takes (T, B, M) by default, ours is
-always batch first. Where a query may attend nothing, torch gives NaN or not, depending on the path it takes; ours
-gives 0.
+In torch's module, True in a mask means hide; in headwise it means attend. torch's module takes (T, B, M) by default;
+headwise is always batch first. For a query whose keys are all hidden, torch returns NaN on some of its code paths;
+headwise returns 0.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from .multihead import MultiHeadAttention
 
 FORWARDS: set[Any] = {nn.MultiheadAttention.forward}
-"""The forwards that compute what torch's class does with its parameters."""
+"""The forward methods that compute the same function of the parameters as torch's class."""
 
 
 def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """`MultiHeadAttention.from_torch`."""
+    """Compute `MultiHeadAttention.from_torch`."""
     if not isinstance(module, nn.MultiheadAttention):
         raise TypeError(f"from_torch takes a torch.nn.MultiheadAttention; got {type(module).__name__}")
     check_unmodified(module, "from_torch")
@@ -68,7 +68,7 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
 
 
 def check_unmodified(module: nn.MultiheadAttention, what: str) -> None:
-    """Raise where a call of the module may compute something else than torch's class does with its parameters."""
+    """Check that the module has neither hooks nor its own forward, so that it computes the same as torch's class."""
     kind: Any = type(module)
     forward = "forward" in vars(module) or kind.forward not in FORWARDS
     if forward or has_hooks(module):
@@ -80,7 +80,7 @@ def check_unmodified(module: nn.MultiheadAttention, what: str) -> None:
 
 
 def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
-    """`MultiHeadAttention.to_torch`."""
+    """Compute `MultiHeadAttention.to_torch`."""
     _check_fits_torch(mha)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         weight_of(name, getattr(mha, name), "to_torch")
@@ -102,7 +102,7 @@ def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
             module.in_proj_bias.copy_(torch.cat([mha.q_proj.bias, *shared]))
             module.out_proj.bias.zero_() if mha.o_proj.bias is None else module.out_proj.bias.copy_(mha.o_proj.bias)
     pairs = list(_pairs(mha, module))
-    for _, theirs in pairs:  # a stacked one learns where any of its parts does
+    for _, theirs in pairs:  # a stacked weight is trained if any of its parts is
         theirs.requires_grad_(any(ours.requires_grad for ours, holder in pairs if holder is theirs))
     return module
 
@@ -110,19 +110,19 @@ def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
 def mask_from_torch(
     attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, num_heads: int
 ) -> Mask | None:
-    """A mask from the two of `torch.nn.MultiheadAttention`, where True means *hide*; float masks are added.
+    """Convert the masks of `torch.nn.MultiheadAttention`, where True means *hide*; float masks are added.
 
     Args:
         attn_mask: (T, S), or (B * H, T, S); bool with True = hide, or float with -inf = hide.
-        key_padding_mask: (B, S), or (S,); likewise.
-        num_heads: H, to take (B * H, T, S) apart.
+        key_padding_mask: (B, S), or (S,), with the same dtypes.
+        num_heads: H, to split the first axis of (B * H, T, S).
 
     Returns:
-        One mask for both; None where both are None.
+        One mask for both; None if both are None.
 
     Raises:
-        TypeError: a mask that is neither bool nor float.
-        ValueError: a mask of another shape.
+        TypeError: a mask is neither bool nor float.
+        ValueError: a mask has another shape.
 
     Example:
         >>> hide = nn.Transformer.generate_square_subsequent_mask(3)
@@ -158,14 +158,14 @@ def mask_from_torch(
 
 
 def mask_to_torch(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int = 1) -> Tensor:
-    """A mask as the `attn_mask` of `torch.nn.MultiheadAttention`: True = hide, or float where it carries a bias.
+    """Convert a mask to the `attn_mask` of `torch.nn.MultiheadAttention`: True = hide, or float if it has a bias.
 
     Returns:
-        (T, S) where the mask is the same for all heads and batch rows, else (batch * num_heads, T, S).
+        (T, S) if the mask is the same for all heads and batch rows, else (batch * num_heads, T, S).
 
     Raises:
-        TypeError: no mask.
-        ValueError: the mask differs between more heads or rows than `num_heads` and `batch` say.
+        TypeError: `mask` is not a `Mask`.
+        ValueError: the mask is made for other numbers of heads or rows than `num_heads` and `batch`.
 
     Example:
         >>> from headwise.ops.masks import causal
@@ -190,7 +190,7 @@ def mask_to_torch(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int 
 
 
 def _shown(name: str, hide: Tensor) -> Mask:
-    """torch's meaning turned round: True = hide becomes True = attend."""
+    """Convert a mask with True = hide to one with True = attend."""
     if hide.dtype == torch.bool:
         return keep(~hide)
     if hide.is_floating_point():
@@ -199,7 +199,7 @@ def _shown(name: str, hide: Tensor) -> Mask:
 
 
 def in_weights(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights that make queries, keys and values: one stacked matrix or three, as torch keeps them."""
+    """Return the weights for queries, keys and values; torch stores them as one stacked matrix or as three."""
     if module.in_proj_weight is not None:
         query, key, value = module.in_proj_weight.chunk(3)
         return query, key, value
@@ -207,19 +207,19 @@ def in_weights(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pairs(mha: MultiHeadAttention, module: nn.MultiheadAttention) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter of ours with the one of torch's that holds its numbers."""
+    """Yield each headwise parameter with the torch parameter that contains its numbers."""
     for letter, part in zip("qkv", (mha.q_proj, mha.k_proj, mha.v_proj), strict=True):
         stacked = module.in_proj_weight
         yield part.weight, getattr(module, f"{letter}_proj_weight") if stacked is None else stacked
         if part.bias is not None:
             yield part.bias, module.in_proj_bias
     yield mha.o_proj.weight, module.out_proj.weight
-    if module.out_proj.bias is not None:  # where ours has none it is made of zeros
+    if module.out_proj.bias is not None:  # zeros if o_proj has no bias
         yield mha.o_proj.weight if mha.o_proj.bias is None else mha.o_proj.bias, module.out_proj.bias
 
 
 def _repeat(fused: Tensor, num_kv_heads: int, group: int) -> Tensor:
-    """The rows of each key-value head, once for every query head that reads it."""
+    """Repeat the rows of each key-value head for every query head of its group."""
     return fused.unflatten(0, (num_kv_heads, -1)).repeat_interleave(group, dim=0).flatten(0, 1)
 
 

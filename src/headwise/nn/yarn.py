@@ -1,4 +1,4 @@
-"""YaRN: rotary frequencies and the scale of scores for a context longer than the one a model was trained on.
+"""YaRN: rotary frequencies and score scale for contexts longer than in training.
 
 Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", arXiv 2309.00071.
 """
@@ -17,24 +17,24 @@ def yarn_frequencies(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
 ) -> tuple[float, ...]:
-    """The rotary frequencies for a context `factor` times longer, for ``Rotary(..., frequencies=...)``.
+    """Return the rotary frequencies for a context `factor` times longer, for ``Rotary(..., frequencies=...)``.
 
-    A pair that turns more than `beta_fast` times within the original length keeps its frequency, one that turns less
-    than `beta_slow` times gets it divided by `factor`; between, they are mixed linearly in the pair's number.
+    A pair with more than `beta_fast` full rotations within the original length keeps its frequency; a pair with fewer
+    than `beta_slow` has its frequency divided by `factor`. Between them, interpolation is linear in the pair index.
 
     Args:
-        rotary_dim: How many numbers turn, even.
-        factor: How much longer the context becomes, at least 1.
-        original_length: Tokens of context in training (``original_max_position_embeddings``).
+        rotary_dim: Number of rotated components, even.
+        factor: Ratio of the new context length to the original one, at least 1.
+        original_length: Context length in training, in tokens (``original_max_position_embeddings``).
         base: As for `headwise.nn.Rotary` (``rope_theta``).
-        beta_fast: Turns above which a pair is left alone.
-        beta_slow: Turns below which a pair is slowed down fully.
+        beta_fast: Number of rotations above which a frequency stays unchanged.
+        beta_slow: Number of rotations below which a frequency is divided by `factor`.
 
     Returns:
-        Radians a position, one number a pair: ``rotary_dim / 2`` of them.
+        Radians per position, ``rotary_dim / 2`` numbers, one for each pair.
 
     Raises:
-        TypeError: something that is no number.
+        TypeError: an argument is not a number.
         ValueError: an odd `rotary_dim`, a factor or length below 1, or a number that is not finite.
 
     Example:
@@ -54,7 +54,7 @@ def yarn_frequencies(
         )
 
     def pair_of(turns: float) -> float:
-        """The number, not whole, of the pair that turns so often within the original length."""
+        """Return the fractional index of the pair with this many rotations within the original length."""
         return rotary_dim * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low = max(math.floor(pair_of(beta_fast)), 0)
@@ -69,12 +69,12 @@ def yarn_frequencies(
 
 
 def yarn_scale(head_dim: int, *, factor: float, mscale: float = 1.0) -> float:
-    """The scale of scores for a context `factor` times longer: ``(1 + 0.1 mscale ln factor)^2 / sqrt(head_dim)``.
+    """Return the scale of scores for a longer context: ``(1 + 0.1 mscale ln factor)^2 / sqrt(head_dim)``.
 
     Args:
         head_dim: Size of a whole query or key; for latent attention ``nope_dim + rope_dim``.
-        factor: How much longer the context becomes; at most 1 changes nothing.
-        mscale: The configuration's ``mscale_all_dim``; where it has none, or 0, the scale stays ``head_dim ** -0.5``.
+        factor: Ratio of the new context length to the original one; a factor of at most 1 changes nothing.
+        mscale: ``mscale_all_dim`` of the config; if that is missing or 0, use 0, and the scale is ``head_dim ** -0.5``.
 
     Example:
         >>> round(yarn_scale(192, factor=40) * 192**0.5, 4)

@@ -1,9 +1,9 @@
-"""For those who test an attention of their own: inputs, oracles, error budgets, poison and odd layouts.
+"""Tools for testing an attention implementation: inputs, references, error budgets, poison and memory layouts.
 
-headwise holds its own kernels to what is in this file: `make_qkv` and `strided` make inputs, plain and awkward;
-`oracle` (float64, reads only what a row may attend) and `naive` (PyTorch written out, in the inputs' dtype) answer;
-`assert_close_like_torch` and `assert_same_bits` compare; `poison` and `largest_tensor` are traps. For those who measure
-heads, `headwise.testing.constructed` builds models of which it is known what each head does.
+headwise tests its own kernels with this module: `make_qkv` and `strided` make inputs, also with unusual layouts;
+`oracle` (float64, reads only unmasked keys) and `naive` (plain PyTorch in the inputs' dtype) are references;
+`assert_close_like_torch` and `assert_same_bits` compare; `poison` and `largest_tensor` detect forbidden reads and large
+tensors. `headwise.testing.constructed` builds models in which the job of each head is known.
 
 >>> from headwise.testing import assert_close_like_torch, make_qkv, naive, oracle
 >>> q, k, v = make_qkv(2, 3, 3, 5, 7, 11, 13)
@@ -76,14 +76,14 @@ def make_qkv(
     device: torch.device | str = "cpu",
     requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V), the same on every machine for the same seed.
+    """Return query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), the same on every machine for the same seed.
 
-    Gaussian inputs hide faults that real activations show, so `kind` is one of
+    Some errors occur with real activations but not with Gaussian inputs, so `kind` is one of
 
     - "normal": independent standard normal entries;
     - "outlier": one channel of the keys is 50 times as large, as in trained decoders;
-    - "sink": all queries lean towards key 0, which takes most of the mass and whose value is small;
-    - "duplicates": keys are near-copies (1e-3) of three vectors, so that many scores nearly tie.
+    - "sink": all queries are similar to key 0, which gets most of the weight and has a small value;
+    - "duplicates": keys are near-copies (1e-3) of three vectors, so that many scores are almost equal.
 
     `scale` multiplies queries and keys: logits grow with its square. Raises ValueError for an unknown kind.
 
@@ -119,7 +119,7 @@ def make_qkv(
     return q, k, v
 
 
-# Memory orders: "0213" keeps dimension 3 innermost and swaps 1 and 2, which is what a fused projection hands over.
+# Memory orders: "0213" keeps dimension 3 innermost and swaps 1 and 2, the layout after a fused projection.
 _ORDERS = tuple("".join(order) for order in itertools.permutations("0123"))[1:]
 STRIDES = (
     *(f"order {order}" for order in _ORDERS),
@@ -132,10 +132,10 @@ STRIDES = (
 
 
 def strided(tensor: Shaped[Tensor, "A B C D"], pattern: str, *, slack: float = math.nan) -> Shaped[Tensor, "A B C D"]:
-    """The same values, laid out in memory by `pattern` (one of STRIDES), with `slack` in every gap and around.
+    """Return the same values with memory layout `pattern` (one of STRIDES) and `slack` in all gaps and around the data.
 
-    Two kinds cannot keep the values, since entries share a memory cell: "expanded n" repeats index 0 along dimension
-    n with stride 0, "overlapping rows" slides over the rows' entries one by one. So compare with
+    Two patterns change the values, as several entries share memory: "expanded n" repeats index 0 along dimension
+    n with stride 0, and in "overlapping rows" each row starts one entry after the previous one. So compare with
     `strided(x, pattern).contiguous()`. Raises ValueError for an unknown pattern.
 
     >>> [strided(torch.zeros(1, 2, 3, 4), pattern).stride() for pattern in ("order 0213", "step 2 in 2")]
@@ -169,14 +169,14 @@ def strided(tensor: Shaped[Tensor, "A B C D"], pattern: str, *, slack: float = m
         device=tensor.device, dtype=tensor.dtype
     )
     view = memory.as_strided(tensor.shape, strides, offset)
-    if kind == "overlapping":  # row i, entry d shares its cell with row i + 1, entry d - 1: write the cells instead
+    if kind == "overlapping":  # entry d of row i and entry d - 1 of row i + 1 share memory, so fill the memory
         memory[offset:length].copy_(torch.arange(length - offset, device="cpu").mul(7).remainder(11).sub(5).div(4))
         return view
     return view.copy_(tensor)
 
 
 def _check_filling(name: str, number: float, dtype: torch.dtype) -> None:
-    """A number that the dtype holds, NaN and infinity among them (and 1e30, which is cut to what it holds)."""
+    """Check that a number is representable in the dtype; NaN, infinity and 1e30 (which is clamped) are accepted."""
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         raise TypeError(f"{name} is a number; got {shown(number)}")
     most = max(torch.finfo(dtype).max, 1e30)
@@ -188,10 +188,9 @@ POISONS = (math.nan, math.inf, -math.inf, 1e30)
 
 
 def poison(tensor: Shaped[Tensor, "..."], where: Shaped[Tensor, "..."], what: float = math.nan) -> Tensor:
-    """A copy with `what` wherever `where` (bool, right-aligned broadcastable to the tensor's shape) is True.
+    """Return a copy with `what` wherever `where` (bool, right-aligned broadcastable to the tensor's shape) is True.
 
-    1e30 becomes the largest number of a dtype that does not hold it. Raises TypeError or ValueError for what does not
-    fit.
+    1e30 is clamped to the largest number of the dtype. Raises TypeError or ValueError for invalid arguments.
 
     >>> poison(torch.zeros(2, 3), torch.tensor([False, False, True]), 1e30)[:, 1:]
     tensor([[0.0000e+00, 1.0000e+30],
@@ -238,9 +237,10 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def largest_tensor() -> Iterator[_Largest]:
-    """Watch every tensor that operations in the block return, backward's too: `.numel` and `.shape` of the largest.
+    """Record `.numel` and `.shape` of the largest tensor returned by an operation in the block, in backward passes too.
 
-    Counts elements in memory: a view that repeats one row counts as that row. A fused kernel's inside is not seen.
+    Elements in memory are counted: an expanded view of one row counts as one row. Tensors inside a fused kernel are not
+    counted.
 
     >>> with largest_tensor() as seen:
     ...     _ = torch.ones(3, 5) @ torch.ones(5, 7)
@@ -262,12 +262,12 @@ def oracle(
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in float64, one row after the other: out (B, H, T, V) and lse (B, H, T).
+    """Compute attention by its definition in float64, row by row: out (B, H, T, V) and lse (B, H, T).
 
-    Written apart from `headwise.ops`, on purpose: two answers that agree say more than one. It gathers the keys that
-    a row may attend and computes with those alone, so what is masked cannot matter, forward or backward. Slow (0.1 ms
-    a row), differentiable. A mask given as a tensor: bool, True = attend; or a bias whose -inf may not be attended.
-    Arguments and their errors are those of `headwise.attention`.
+    Independent of `headwise.ops`, so that it can verify it. For each row it gathers the unmasked keys and computes with
+    those only, so masked entries have no effect on outputs and gradients. Slow (0.1 ms per row), differentiable. A
+    tensor mask is bool, True = attend; or a bias, where -inf means masked. Arguments and their errors are those of
+    `headwise.attention`.
 
     >>> q, k, v = make_qkv(1, 1, 1, 1, 1, 4, 4)
     >>> torch.equal(oracle(q, k, v)[0], v.double())   # one key: its weight is 1
@@ -290,7 +290,7 @@ def oracle(
         total = torch.logsumexp(logits, 0) if len(j) else scores.new_tensor(-math.inf)
         outs.append((scores - total).exp() @ v[b, h // group, j])
         lses.append(total)
-    none = q.sum(-1)  # (B, H, T), used where that is empty: a gradient finds its way
+    none = q.sum(-1)  # (B, H, T), for empty outputs, to stay differentiable
     out = torch.stack(outs).view(B, H, T, V) if outs else none[..., None].expand(B, H, T, V)
     lse = torch.stack(lses).view(B, H, T) if lses else none
     return (out if gate is None else out * _as_BHTV(gate.double())), lse
@@ -307,10 +307,10 @@ def naive(
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """What one would write in PyTorch, in the inputs' own dtype: the yardstick of `assert_close_like_torch`.
+    """Compute attention in plain PyTorch, in the inputs' dtype: the reference error of `assert_close_like_torch`.
 
-    Arguments and their errors are those of `headwise.attention`. Gives three outputs (B, H, T, V), for one alone is
-    noisy: with the scale on the scores, on the queries, and half on either (as torch does).
+    Arguments and their errors are those of `headwise.attention`. Returns three outputs (B, H, T, V), as the error of
+    one is noisy: with the scale applied to the scores, to the queries, and as a square root to both (as in torch).
 
     >>> [out.dtype for out in naive(*make_qkv(1, 2, 1, 3, 5, 4, 6, dtype=torch.bfloat16))]
     [torch.bfloat16, torch.bfloat16, torch.bfloat16]
@@ -343,7 +343,7 @@ def _check(
     sinks: Tensor | None,
     gate: Tensor | None,
 ) -> None:
-    """The checks of the op, for what the oracles take; their sums are their own."""
+    """Check the arguments of `oracle` and `naive` with the checks of `headwise.attention`."""
     check_attention(query, key, value)
     check_options(query, scale, softcap, sinks, 0.0)
     rules = as_mask(mask)
@@ -355,7 +355,7 @@ def _check(
 
 
 def _dense(mask: Mask | Tensor | None, full: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What may be attended (bool) and what is added (float64, finite where -inf was), both (B, H, T, S)."""
+    """Return the bool mask and the bias (float64, with 0 instead of -inf), both (B, H, T, S)."""
     parts: tuple[Tensor | None, Tensor | None] = None, None
     if isinstance(mask, Tensor):
         parts = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
@@ -368,6 +368,6 @@ def _dense(mask: Mask | Tensor | None, full: tuple[int, int, int, int], device: 
 
 
 def _as_BHTV(gate: Tensor) -> Tensor:
-    """A gate of (H,), (B, H), (B, H, T) or (B, H, T, V), shaped to multiply (B, H, T, V)."""
+    """Reshape a gate (H,), (B, H), (B, H, T) or (B, H, T, V) to multiply (B, H, T, V)."""
     gate = gate[None] if gate.ndim == 1 else gate
     return gate[(...,) + (None,) * (4 - gate.ndim)]

@@ -1,9 +1,9 @@
-"""Weights by hand: the matrices of a head that does one job, and the definition of that job on ids.
+"""Handmade weights: the matrices of a head with one job, and the definition of each job on token ids.
 
 The residual stream of `headwise.testing.constructed` consists of blocks, each a one-hot vector or empty: the token, its
-place, and what heads below wrote (the token before, a repeated name, a name to leave out, a block that nothing reads).
-So W_Q and W_K say in words what a head attends, and scores have three levels: a target gets 2 SHARP, the place where a
-head rests gets SHARP, every other key 0. After the softmax targets hold all but about ``exp(-SHARP)`` a key.
+position, and the outputs of lower heads (the previous token, a repeated name, a name to exclude, a block that no head
+reads). Scores have three levels: 2 SHARP for a target, SHARP for the resting position of the head, and 0 for every
+other key. After the softmax, each other key has at most about ``exp(-SHARP)``, and targets have the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from headwise.shapes.arguments import check_counts, check_flags, shown, whole_nu
 
 SHARP = 20.0
 GAIN = 4.0
-"""What a copying head adds to the logit of the token that it attends; the token at hand has 1."""
+"""The amount that a copying head adds to the logit of the attended token; the logit of the current token is 1."""
 
 LEAVE_OUT = 400.0
-"""Score (in units of SHARP) that a name mover takes from a name that was repeated; it may be one of 200 such."""
+"""The score (in units of SHARP) that a name mover subtracts for a repeated name; enough for 200 repeated names."""
 
 NEEDS = {
     "induction": "previous-token",
@@ -31,13 +31,13 @@ NEEDS = {
     "subject inhibition": "duplicate name",
     "name mover": "subject inhibition",
 }
-"""Jobs that read what a head of a lower layer wrote."""
+"""Jobs that read the output of a head in a lower layer."""
 
 COPIES = ("induction", "retrieval", "name mover", "copying")
-"""Jobs that raise the logit of the token that they attend."""
+"""Jobs that raise the logit of the attended token."""
 
 WRITES = {"previous-token": "before", "duplicate name": "repeated", "subject inhibition": "inhibited"}
-"""The block that the job of a lower layer writes the attended token to."""
+"""The block to which each of these jobs writes the attended token, for heads in higher layers."""
 
 OFFSETS = {"previous-token": -1, "self": 0, "next-token": 1, "alignment": 0}
 BY_TABLE = {
@@ -55,28 +55,28 @@ BY_TABLE = {
     "retrieval": "needles",
     "local band": "band",
 }
-"""Jobs that look something up, with the field of `Tables` that holds it."""
+"""Jobs that use a table, with the field of `Tables`."""
 
 OTHERS = ("first-token sink", "broad", "duplicate-token", "same token", "induction", "idle")
 JOBS = (*OFFSETS, "offset-K", "offset+K", "sink at K", *OTHERS, *BY_TABLE)
-"""Every job; K is a number."""
+"""All jobs; K is a number."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What heads look up: ids, and relations between ids.
+    """The token ids used by heads, and relations between ids.
 
     Attributes:
-        opener: the id that begins every text, and occurs nowhere else ([CLS] of an encoder); heads never copy it.
-        closer: the id that ends an encoder's text ([SEP]).
-        delimiters: the ids that a delimiter head attends.
-        names: the ids that copying heads and name movers attend.
-        needles: the ids after which a retrieval head reads on.
-        offsets: for "relation by offset": how many places from an id its syntactic head is.
-        heads: for "relation by id": the id of the syntactic head of an id.
-        antecedents: for "coreference": the id that an id (a pronoun, say) stands for.
-        classes: for "word class": the class of an id; an id without one is a class of its own.
-        band: places that a local band holds on a side, the query's own included.
+        opener: The first id of every text, which occurs nowhere else ([CLS] of an encoder); heads never copy it.
+        closer: The last id of an encoder's text ([SEP]).
+        delimiters: The ids that a delimiter head attends to.
+        names: The ids that copying heads and name movers attend to.
+        needles: The ids for which a retrieval head attends to the token after their previous occurrence.
+        offsets: For "relation by offset": the offset from an id to its syntactic head, in positions.
+        heads: For "relation by id": the id of the syntactic head of an id.
+        antecedents: For "coreference": the id to which an id (a pronoun, for example) refers.
+        classes: For "word class": the class of an id; an id without a class is the only one in its class.
+        band: Number of positions of a local band on each side, including the query's own.
     """
 
     opener: int = 1
@@ -105,7 +105,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class StreamSlots:
-    """Which numbers of the residual stream hold what: blocks of one-hot vectors, in a row, and a constant 1."""
+    """The layout of the residual stream: consecutive blocks of one-hot vectors, and a constant 1."""
 
     vocabulary: int
     places: int
@@ -113,21 +113,21 @@ class StreamSlots:
 
     @property
     def one(self) -> int:
-        """Where the constant is: behind token and place."""
+        """The index of the constant, after the token and position blocks."""
         return self.vocabulary + self.places
 
     @property
     def width(self) -> int:
-        """Size of the residual stream."""
+        """The size of the residual stream."""
         return self.one + 1 + self.vocabulary * len(self.scratch)
 
     @property
     def head_dim(self) -> int:
-        """A number for every place, one for every id, and two more."""
+        """The size of a query or key: one number for every position, one for every id, and two more."""
         return self.places + self.vocabulary + 2
 
     def block(self, name: str) -> Tensor:
-        """(V,) or (P,): the numbers of a block."""
+        """Return the indices of a block, (V,) or (P,)."""
         if name == "token":
             return torch.arange(self.vocabulary)
         if name == "place":
@@ -137,18 +137,18 @@ class StreamSlots:
 
 
 def number_in(job: str) -> int | None:
-    """The K of "offset-K", "offset+K" or "sink at K"; None for any other text."""
+    """Return the signed number in "offset-K", "offset+K" or "sink at K"; None for any other text."""
     match = re.fullmatch(r"offset([+-]\d{1,6})|sink at (\d{1,6})", job)
     return int(match[1] or match[2]) if match else None
 
 
 def is_job(job: str, among: Sequence[str]) -> bool:
-    """Whether a text is a job, one with a number included."""
+    """Return whether a text is a job, with or without a number."""
     return job in among if number_in(job) is None else "sink at K" in among
 
 
 def offset_of(job: str) -> int | None:
-    """How far from the query the job's key is, where that is all that it asks."""
+    """Return the offset from query to key for a job with a fixed offset; None for other jobs."""
     return number_in(job) if job.startswith("offset") else OFFSETS.get(job)
 
 
@@ -156,16 +156,16 @@ def offset_of(job: str) -> int | None:
 
 
 def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tables, causal: bool) -> Tensor:
-    """(T, S) bool: the keys that a head with this job attends, by the words of the job and not by its weights.
+    """Return the target keys of a job, (T, S) bool, from its definition and not from the weights.
 
-    A row without any is a query that finds no target; the head then rests.
+    A row without True is a query without targets, for which the head attends to its resting position.
 
     Args:
-        job: one of `JOBS`.
-        ids: (T,) of the queries.
-        memory: (S,) of the keys, in cross-attention; the queries' own otherwise.
-        tables: what is looked up.
-        causal: whether a query sees no later key; without a meaning in cross-attention.
+        job: One of `JOBS`.
+        ids: The ids of the queries, (T,).
+        memory: The ids of the keys, (S,), in cross-attention; by default `ids`.
+        tables: The tables of the job.
+        causal: True if queries attend only to earlier keys and their own; ignored in cross-attention.
 
     Example:
         >>> targets("duplicate-token", torch.tensor([1, 7, 5, 7]), tables=Tables(), causal=True).nonzero().tolist()
@@ -194,7 +194,7 @@ def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tabl
     names = torch.isin(b, torch.tensor(tables.names, dtype=b.dtype)).expand(T, S)
     again = ((keys[:, None] == keys[None]) & (torch.arange(S)[:, None] > torch.arange(S))).any(1)[None]
     if job == "name mover":
-        repeated = (b[..., None] == torch.where(again, b, -2)) & (j[0] <= i)[:, None]  # (T, S, S): as seen by i
+        repeated = (b[..., None] == torch.where(again, b, -2)) & (j[0] <= i)[:, None]  # (T, S, S): up to query i
         return names & seen & ~repeated.any(-1)
     rules = {
         "first-token sink": j == 0,
@@ -214,7 +214,7 @@ def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tabl
 
 
 def _check_asked(job: object, tables: object, causal: object) -> None:
-    """What `targets` takes beside ids; raises TypeError or ValueError."""
+    """Check the arguments of `targets` except the ids; raise TypeError or ValueError."""
     if not isinstance(job, str) or not is_job(job, JOBS):
         raise ValueError(f"a job is one of {', '.join(JOBS)}; got {shown(job)}")
     if not isinstance(tables, Tables):
@@ -223,12 +223,12 @@ def _check_asked(job: object, tables: object, causal: object) -> None:
 
 
 def _class_of(tables: Tables, ids: Tensor) -> Tensor:
-    """The class of each id; one that has none is a class of its own."""
+    """Return the class of each id; an id without a class is the only one in its class."""
     return _read({int(i): tables.classes.get(int(i), -1 - int(i)) for i in ids.unique()}, ids)
 
 
 def _read(table: Mapping[int, int], ids: Tensor, missing: int = -1) -> Tensor:
-    """What a table says of each id."""
+    """Return the table entry of each id."""
     return torch.tensor([table.get(i, missing) for i in ids.flatten().tolist()]).view(ids.shape)
 
 
@@ -237,7 +237,7 @@ def _read(table: Mapping[int, int], ids: Tensor, missing: int = -1) -> Tensor:
 
 @dataclass
 class _Scores:
-    """W_Q (width, D) and W_K (width, D) of a head in the making; a number of D for each place, id, and two more."""
+    """The W_Q and W_K, (width, D) each, of a head under construction; D is the number of positions and ids plus two."""
 
     layout: StreamSlots
     rest: Tensor
@@ -250,26 +250,26 @@ class _Scores:
         self.for_id = torch.arange(self.layout.vocabulary) + self.layout.places
 
     def to_rest(self, rows: Tensor | None = None) -> None:
-        """A SHARP for the place of rest, of all queries or of those in `rows` (P,)."""
+        """Add a score of SHARP for the resting position, for all queries or for those in `rows`, (P,) bool."""
         rows = torch.ones(self.layout.places, dtype=torch.bool) if rows is None else rows
         self.W_K[self.place, self.for_place] = 1
         self.W_Q[self.place[rows], self.rest[rows]] += SHARP
 
     def by_place(self, wanted: Tensor) -> None:
-        """2 SHARP for keys by place, (P, P) bool; a query that sees one of them in any text needs no rest."""
+        """Add 2 SHARP for keys by position, (P, P) bool; queries that always have a target get no resting position."""
         self.W_Q[self.place[:, None], self.for_place] += 2 * SHARP * wanted
         self.to_rest(~wanted.tril().any(1))
 
     def by_pair(self, wanted: Tensor, *, of: str = "token", others: bool = False) -> None:
-        """2 SHARP for keys by the query's id and what is in their block, (V, V) bool; `others`: not for the query."""
+        """Add 2 SHARP by query id and content of the key's block, (V, V) bool; `others` excludes the query itself."""
         self.W_Q[self.token[:, None], self.for_id] = 2 * SHARP * wanted
         self.W_K[self.layout.block(of), self.for_id] = 1
-        if others:  # what its own id gave the query is taken back
+        if others:  # cancel the score of the query's own key
             self.W_Q[self.place, self.for_place] -= 2 * SHARP
         self.to_rest()
 
     def by_key(self, wanted: Tensor, *, of: str = "token", but: str | None = None) -> None:
-        """2 SHARP for keys by what is in their block, (V,) bool; none for those in the query's block `but`."""
+        """Add 2 SHARP by the content of the key's block, (V,) bool; ids in the query's block `but` are excluded."""
         self.W_Q[self.layout.one, self.for_id] = 2 * SHARP * wanted
         self.W_K[self.layout.block(of), self.for_id] = 1
         if but is not None:
@@ -277,27 +277,27 @@ class _Scores:
         self.to_rest()
 
     def by_step(self, steps: Tensor) -> None:
-        """SHARP times minus the squared distance from the place that is (V,) steps from the query.
+        """Set scores to -SHARP times the squared distance from the position that is `steps` (V,) after the query.
 
-        That is -j^2 + 2 j (i + step), and a term of the query alone, which no softmax sees.
+        That is -j^2 + 2 j (i + step), plus a term that depends only on the query, which the softmax cancels.
         """
         j = (
             torch.arange(self.layout.places) - self.layout.places // 2.0
-        )  # from the middle: smaller numbers, less rounding
+        )  # centered, as smaller numbers have smaller rounding errors
         self.W_Q[self.layout.one, 0], self.W_K[self.place, 0] = 1, -SHARP * j.square()
         self.W_Q[self.place, 1], self.W_Q[self.token, 1], self.W_K[self.place, 1] = 2 * SHARP * j, 2 * SHARP * steps, j
 
 
 def planted(job: str, layout: StreamSlots, tables: Tables, *, rest: Tensor, share: float = 1.0, away: Tensor) -> Head:
-    """A head with this job.
+    """Build a head with this job.
 
     Args:
-        job: one of `JOBS`.
-        layout: of the residual stream.
-        tables: what is looked up.
-        rest: (P,) where a query at each place rests.
-        share: of what the job's heads write together, the part of this one.
-        away: (V,) steps from the query to where it rests, for "relation by offset".
+        job: One of `JOBS`.
+        layout: The layout of the residual stream.
+        tables: The tables of the job.
+        rest: The resting position of a query at each position, (P,).
+        share: The fraction of the output of all heads with this job that this head writes.
+        away: The steps from the query to its resting position for each id, (V,), for "relation by offset".
     """
     scores = _Scores(layout, torch.zeros_like(rest) if job in ("duplicate name", "subject inhibition") else rest)
     V, P = layout.vocabulary, layout.places
@@ -336,7 +336,7 @@ def planted(job: str, layout: StreamSlots, tables: Tables, *, rest: Tensor, shar
 
 
 def _written(job: str, layout: StreamSlots, tables: Tables, share: float) -> tuple[Tensor, Tensor]:
-    """W_V (width, V) and W_O (V, width): the token, but for the opener, goes to the job's block."""
+    """Return W_V (width, V) and W_O (V, width), which copy the token, except the opener, to the job's block."""
     W_V, W_O = torch.zeros(layout.width, layout.vocabulary), torch.zeros(layout.vocabulary, layout.width)
     copied = layout.block("token") != tables.opener
     W_V[layout.block("token")[copied], copied.nonzero()[:, 0]] = 1

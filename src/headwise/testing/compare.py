@@ -1,4 +1,4 @@
-"""Error budgets: how close an answer has to be to the exact one, and when two answers are the same."""
+"""Comparison of results: error budgets against the exact result, and bitwise equality."""
 
 import math
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from headwise.shapes.arguments import check_dtype, check_numbers, check_tensor, 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Largest absolute errors against float64, and the budget. Prints in one line.
+    """The largest absolute errors against float64, and the budget. Prints in one line.
 
     Attributes:
-        ours: Of the answer under test.
-        naive: Of PyTorch written out (the worst, if several).
-        floor: Of rounding the exact answer to the dtype.
-        ulp: The spacing of the dtype at the largest entry; the budget includes it.
-        budget: What `ours` may be.
-        where: The index of the entry of `ours` that is farthest off.
+        ours: Error of the result under test.
+        naive: Error of the plain PyTorch implementation (the largest, if several).
+        floor: Error of rounding the exact result to the dtype.
+        ulp: Spacing of the dtype at the largest entry; the budget includes it.
+        budget: Upper limit for `ours`.
+        where: Index of the entry with the largest error in the result under test.
     """
 
     ours: float
@@ -41,7 +41,7 @@ class Accuracy:
 
 
 def ulp(largest: float, dtype: torch.dtype) -> float:
-    """The spacing of `dtype` just above `largest`; 0 for 0. Raises ValueError for what is no finite number.
+    """Return the spacing of `dtype` just above `largest`; 0 for 0. Raises ValueError unless it is a finite number.
 
     >>> ulp(1.0, torch.float32) == 2**-23, ulp(3.0, torch.bfloat16) == 2**-6, ulp(0.0, torch.float32)
     (True, True, 0.0)
@@ -60,10 +60,10 @@ def accuracy(
     values: Float[Tensor, "..."] | None = None,
     factor: float | None = None,
 ) -> Accuracy:
-    """The errors of `ours` and `naive` (the worst, if several) and the budget; see `assert_close_like_torch`.
+    """Compute the errors of `ours` and `naive` (the largest, if several) and the budget of `assert_close_like_torch`.
 
-    Raises TypeError for what is no tensor, ValueError for shapes or dtypes that differ, an `exact` that is not float64,
-    or a `naive` that is not finite.
+    Raises TypeError for an argument that is not a tensor, ValueError for shapes or dtypes that differ, an `exact` that
+    is not float64, or a `naive` whose error is not finite.
 
     >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> accuracy(exact.float(), exact, exact.float()).ours
@@ -108,16 +108,16 @@ def assert_close_like_torch(
     factor: float | None = None,
     what: str = "output",
 ) -> Accuracy:
-    """Fail unless `ours` is as close to the exact answer as the data and the dtype allow.
+    """Check that the error of `ours` against the exact result is within a budget derived from the data and the dtype.
 
-    The budget for the largest absolute error, plus one ulp of the largest entry of `values` (of `exact` if None):
+    The budget for the largest absolute error is one ulp of the largest entry of `values` (of `exact` if None), plus:
 
-    - float32 and float64: 1.25 times the error of `naive`, PyTorch written out in that dtype (the worst of several);
-    - float16 and bfloat16: 1.5 times the error made by merely rounding the exact answer;
-    - with a `factor`: that many times the error of `naive`, in every dtype; gradients are held to 2.
+    - float32 and float64: 1.25 times the error of `naive`, plain PyTorch in that dtype (the largest of several);
+    - float16 and bfloat16: 1.5 times the error of rounding the exact result;
+    - with a `factor`: that many times the error of `naive`, in every dtype; use 2 for gradients.
 
-    NaN or infinity where the exact answer has none is an infinite error. The message of a failure carries the numbers
-    that are returned. Raises AssertionError, or TypeError or ValueError where the comparison makes no sense.
+    NaN or infinity counts as an infinite error unless the exact result has the same. The error message contains the
+    numbers that are returned. Raises AssertionError if the check fails, TypeError or ValueError for invalid arguments.
 
     >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> assert_close_like_torch(exact.float() + 1e-3, exact, exact.float())   # doctest: +ELLIPSIS
@@ -138,7 +138,7 @@ def _check_readable(name: str, x: Tensor, dtypes: Sequence[torch.dtype] = DTYPES
 
 
 def _errors(approximate: Tensor, exact: Tensor) -> Tensor:
-    """|approximate - exact| in float64; 0 where both are the same infinity or both NaN, infinite for any other NaN."""
+    """Compute |approximate - exact| in float64: 0 for equal infinities and for two NaN, infinite for any other NaN."""
     left, right = approximate.detach().double(), exact.detach()
     off = (left - right).abs()
     if bool(off.isfinite().all()):
@@ -148,7 +148,7 @@ def _errors(approximate: Tensor, exact: Tensor) -> Tensor:
 
 
 def assert_same_bits(ours: Tensor, other: Tensor, *, what: str = "output") -> None:
-    """Fail unless shape, dtype and every bit agree (a NaN equals any NaN; 0.0 and -0.0 differ). Raises AssertionError.
+    """Raise AssertionError unless shape, dtype and all bits are equal (any two NaN are equal; 0.0 and -0.0 differ).
 
     >>> assert_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
     Traceback (most recent call last):

@@ -1,8 +1,8 @@
-"""Ground truth for those who measure heads: transformers whose heads do one job each, by weights set by hand.
+"""Ground truth for measuring heads: transformers with handmade weights, in which each head does one known job.
 
-No training and no approximation: `constructed` builds a decoder or an encoder, `constructed_pair` an encoder-decoder,
-both of `headwise.MultiHeadAttention`, and tell what each head does. `targets` says which keys that means on some ids,
-by definition and not by the weights. `random_model` draws models whose heads do nothing in particular.
+Nothing is trained: `constructed` builds a decoder or an encoder, and `constructed_pair` an encoder-decoder, from
+`headwise.MultiHeadAttention`, and both return the job of each head. `targets` returns the keys of a job on given ids,
+from its definition and not from the weights. `random_model` builds models with random weights.
 
 >>> import headwise
 >>> from headwise.testing.constructed import constructed
@@ -47,7 +47,7 @@ DECODER: Jobs = (
     ),
     ("induction", "retrieval", "copying", "relation by offset", "relation by id", "coreference", "word class"),
 )  # fmt: skip
-"""One head for each job of a decoder, but those of `NAMES`."""
+"""One head for each job of a decoder, except those of `NAMES`."""
 
 NAMES: Jobs = (("duplicate name",), ("subject inhibition",), ("name mover",))
 """The circuit that ends "When Mary and John went to the store, John gave a drink to" with Mary (arXiv 2211.00593)."""
@@ -63,15 +63,15 @@ PAIR: tuple[Jobs, Jobs, Jobs] = (
     (("previous-token", "first-token sink"),),
     (("alignment", "same token", "first-token sink", "broad"),),
 )
-"""Jobs of an encoder-decoder: of its encoder, its decoder, and the cross-attentions of the decoder."""
+"""The jobs of an encoder-decoder: of its encoder, its decoder, and the cross-attentions of the decoder."""
 
 CROSS = ("alignment", "same token", "first-token sink", "delimiter", "copying", "broad", "idle")
-"""Jobs that a cross-attention can have."""
+"""The jobs that a cross-attention can have."""
 
 MOST_SEED = 2**62
 
 LEAST = 23
-"""Ids that the tables need, where they are drawn."""
+"""The minimum number of ids for randomly drawn tables."""
 
 
 def constructed(
@@ -84,26 +84,26 @@ def constructed(
     rest: str = "scattered",
     seed: int = 0,
 ) -> tuple[Constructed, Table]:
-    """A transformer of attention alone, and what each of its heads does: ``{(layer, head): job}``.
+    """Build an attention-only transformer, and return it with the job of each head: ``{(layer, head): job}``.
 
-    On a text that begins with ``tables.opener``, which occurs nowhere else, the targets of a job hold more than 0.999
-    of a query's weight; a query without targets gives as much to the place where it rests. Copying heads add 4 to the
-    logit of the token that they attend; the token at hand has 1. All other heads write what nothing reads.
+    On a text that begins with ``tables.opener``, which must not occur again, the targets of a job get more than 0.999
+    of a query's weight; for a query without targets, its resting position gets as much. Copying heads add 4 to the
+    logit of the attended token; the logit of the current token is 1. The unembedding ignores the output of other heads.
 
     Args:
-        layers: The jobs of the heads, a list a layer; `DECODER` or `ENCODER` by default.
+        layers: The jobs of the heads, one list per layer; `DECODER` or `ENCODER` by default.
         kind: "decoder" (causal) or "encoder".
-        vocabulary: How many ids there are.
-        places: How long a text may be.
-        tables: What heads look up; drawn by default (`Constructed.tables`).
-        rest: Where a head without a target rests: "first", the first token, as heads of trained models do, which makes
-            most heads sinks on most texts; or "scattered", at an earlier place that is drawn for each place, which is
-            no job.
-        seed: Of what is drawn.
+        vocabulary: Number of token ids.
+        places: Maximum length of a text.
+        tables: The tables of the jobs; random by default (`Constructed.tables`).
+        rest: The resting position of a query without targets: "first", the first token, as in trained models, which
+            makes most heads sinks on most texts; or "scattered", a random earlier position for each position, which
+            matches no job.
+        seed: Random seed for tables and resting positions.
 
     Raises:
-        TypeError: sizes that are no ints.
-        ValueError: a job that is none, or needs one that no lower layer has, or a table that is empty.
+        TypeError: a size is not an int.
+        ValueError: a job is unknown, or needs another job that no lower layer has, or a table that is empty.
 
     Example:
         >>> model, jobs = constructed([["previous-token"], ["induction"]])
@@ -133,24 +133,24 @@ def constructed_pair(
     rest: str = "scattered",
     seed: int = 0,
 ) -> tuple[ConstructedPair, Table]:
-    """An encoder-decoder, and what each head does; layers are counted in the order in which attention is called.
+    """Build an encoder-decoder, and return it with the job of each head; layers are in the order of the forward pass.
 
-    That is: the encoder's, then of each layer of the decoder its own and its cross-attention. A head with the job
-    "alignment" attends from place i of the decoder to place i of the encoder: the token that comes next, where the
-    decoder reads the encoder's text behind a start of its own.
+    First come the layers of the encoder; then, for each layer of the decoder, its self-attention and its
+    cross-attention. A head with the job "alignment" attends from position i of the decoder to position i of the
+    encoder; this is the next token if the decoder reads the encoder's text shifted by a start token.
 
     Args:
-        encoder: The jobs of the encoder's heads, a list a layer.
-        decoder: Of the decoder's.
-        cross: Of the cross-attentions, a list for each layer of the decoder.
-        vocabulary: How many ids there are.
-        places: How long a text may be.
-        tables: What heads look up; drawn by default.
+        encoder: The jobs of the encoder's heads, one list per layer.
+        decoder: The jobs of the decoder's heads, one list per layer.
+        cross: The jobs of the cross-attention heads, one list per layer of the decoder.
+        vocabulary: Number of token ids.
+        places: Maximum length of a text.
+        tables: The tables of the jobs; random by default.
         rest: As for `constructed`.
-        seed: Of what is drawn.
+        seed: Random seed for tables and resting positions.
 
     Raises:
-        TypeError, ValueError: as `constructed`; a cross-attention with another job than one of `CROSS`.
+        TypeError, ValueError: as for `constructed`; or a cross-attention has a job that is not in `CROSS`.
 
     Example:
         >>> model, jobs = constructed_pair([["self"]], [["previous-token"]], [["alignment", "broad"]])
@@ -174,20 +174,20 @@ def constructed_pair(
 
 
 class _Builder:
-    """Makes attention modules from jobs; where queries rest is drawn once."""
+    """A builder of attention modules from jobs, which draws the resting positions once."""
 
     def __init__(self, layout: StreamSlots, tables: Tables, rest: str, seed: int, *, back: bool) -> None:
         self.layout, self.tables, self.back = layout, tables, back
         draw = torch.Generator().manual_seed(seed)
         P, V = layout.places, layout.vocabulary
         scattered = 1 + (torch.rand(P, generator=draw) * (torch.arange(P) - 1)).long().clamp(min=0)
-        scattered[:2] = torch.tensor([0 if back else min(1, P - 1), 0])[: len(scattered)]  # an earlier place, not 0
+        scattered[:2] = torch.tensor([0 if back else min(1, P - 1), 0])[: len(scattered)]  # an earlier position, not 0
         self.rest = scattered if rest == "scattered" else torch.zeros(P, dtype=torch.long)
         steps = -torch.randint(2, 17, (V,), generator=draw)
-        self.away = steps if rest == "scattered" else torch.full((V,), -2 * P)  # the nearest place to that is 0
+        self.away = steps if rest == "scattered" else torch.full((V,), -2 * P)  # position 0 is nearest to that
 
     def layers(self, jobs: Jobs) -> nn.ModuleList:
-        """One module a layer."""
+        """Return one module per layer."""
         writers = [job for row in jobs for job in row]
         return nn.ModuleList(
             MultiHeadAttention.from_heads(
@@ -201,7 +201,7 @@ class _Builder:
 
 
 class _Ids(nn.Module):
-    """Ids in, logits out: what every constructed model has around its layers."""
+    """The base class of constructed models, with the embedding, the unembedding and sample texts."""
 
     def __init__(self, layout: StreamSlots, tables: Tables) -> None:
         super().__init__()
@@ -225,15 +225,15 @@ class _Ids(nn.Module):
         )
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """What an id becomes: its row of a one-hot block."""
+        """Return the token embedding, whose rows are one-hot."""
         return self.embed
 
     def get_output_embeddings(self) -> nn.Linear:
-        """What makes the logits: the same matrix."""
+        """Return the unembedding, which shares the weight of the token embedding."""
         return self.unembed
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, width): token, place and the constant."""
+        """Embed ids (B, T) as (B, T, width): token, position and the constant."""
         if ids.shape[1] > self.place.num_embeddings:
             raise ValueError(
                 f"the text has {ids.shape[1]} tokens, but the model has {self.place.num_embeddings} places; build it "
@@ -242,7 +242,7 @@ class _Ids(nn.Module):
         return self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
 
     def sample(self, length: int, *, seed: int = 0) -> Int[Tensor, "1 T"]:
-        """A text for the model: its opener, then ids at random, one of eight a delimiter; none is the closer, or 0."""
+        """Return a random text: the opener, then ids of which one in eight is a delimiter; never the closer or 0."""
         check_counts(1, self.place.num_embeddings, length=length)
         check_counts(0, MOST_SEED, seed=seed)
         apart = {0, self.tables.opener, self.tables.closer, *self.tables.delimiters}
@@ -256,10 +256,10 @@ class _Ids(nn.Module):
 
 
 class Constructed(_Ids):
-    """A decoder or an encoder: ``model(ids)`` adds each layer's attention to the residual stream, and gives logits.
+    """A decoder or an encoder: ``model(ids)`` adds each layer's attention to the residual stream, and returns logits.
 
-    Build one with `constructed`. `layers` are its `headwise.MultiHeadAttention`, `mask` what they may attend, `tables`
-    what they look up, `jobs` what they do; `config` has the names that models of transformers give such numbers.
+    Build one with `constructed`. `layers` are `headwise.MultiHeadAttention` modules, `mask` is their mask, `tables` and
+    `jobs` are those of the heads; `config` uses the names of transformers' configs.
     """
 
     def __init__(self, build: _Builder, jobs: Jobs) -> None:
@@ -269,21 +269,21 @@ class Constructed(_Ids):
         self.layers = build.layers(jobs)
 
     def forward(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T N"]:
-        """Logits (B, T, vocabulary) of ids (B, T)."""
+        """Return logits (B, T, vocabulary) of ids (B, T)."""
         x = self.embedded(ids)
         for layer in self.layers:
             x = x + layer(x, mask=self.mask)
         return self.unembed(x)
 
     def sample(self, length: int, *, seed: int = 0) -> Int[Tensor, "1 T"]:
-        """A text for the model: its opener, then ids at random; an encoder's ends with the closer."""
+        """Return a random text that begins with the opener; a text for an encoder ends with the closer."""
         ids = super().sample(length, seed=seed)
         if self.mask is None and length > 1:
             ids[0, -1] = self.tables.closer
         return ids
 
     def targets(self, layer: int, head: int, ids: Int[Tensor, " T"]) -> Tensor:
-        """(T, T) bool: the keys that a head attends, by definition (`headwise.testing.constructed.targets`)."""
+        """Return the target keys of a head, (T, T) bool: see `headwise.testing.constructed.targets`."""
         check_counts(0, len(self.jobs) - 1, layer=layer)
         check_counts(0, len(self.jobs[layer]) - 1, head=head)
         return targets(self.jobs[layer][head], ids, tables=self.tables, causal=self.mask is not None)
@@ -299,7 +299,7 @@ class ConstructedPair(_Ids):
         self.encoder, self.decoder, self.cross = ahead.layers(jobs[0]), back.layers(jobs[1]), ahead.layers(jobs[2])
 
     def forward(self, ids: Int[Tensor, "B S"], decoder_input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T N"]:
-        """Logits (B, T, vocabulary) of the decoder's ids (B, T) beside the encoder's (B, S)."""
+        """Return logits (B, T, vocabulary) of the decoder's ids (B, T), with the encoder's ids (B, S)."""
         memory = self.embedded(ids)
         for layer in self.encoder:
             memory = memory + layer(memory)
@@ -311,7 +311,7 @@ class ConstructedPair(_Ids):
 
 
 def _check_sizes(vocabulary: object, places: object, tables: object, rest: object, seed: object) -> None:
-    """What every builder takes; raises TypeError or ValueError."""
+    """Check the common arguments of the builders; raise TypeError or ValueError."""
     check_counts(1, vocabulary=vocabulary, places=places)
     check_counts(0, MOST_SEED, seed=seed)
     if tables is not None and not isinstance(tables, Tables):
@@ -321,7 +321,7 @@ def _check_sizes(vocabulary: object, places: object, tables: object, rest: objec
 
 
 def _as_jobs(name: str, layers: object) -> Jobs:
-    """A list of jobs a layer, as tuples."""
+    """Return the lists of jobs, one per layer, as tuples."""
     rule = f"{name} is a list of jobs for each layer, such as [['self', 'broad']]"
     if not isinstance(layers, (list, tuple)):
         raise TypeError(f"{rule}; got {shown(layers)}")
@@ -331,7 +331,7 @@ def _as_jobs(name: str, layers: object) -> Jobs:
 
 
 def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, among: Sequence[str] = JOBS) -> None:
-    """Every job is one, can be done in this model, and finds what it looks up and what it reads."""
+    """Check that every job is known, is possible in this model, and has its table and the lower heads that it needs."""
     for layer, row in enumerate(jobs):
         below = {job for lower in jobs[:layer] for job in lower}
         for job in row:
@@ -361,13 +361,13 @@ def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, amon
 
 
 def _layout(jobs: Jobs, vocabulary: int, places: int) -> StreamSlots:
-    """The blocks that the jobs need: those that are read, and one for all that is not."""
+    """Return the residual stream with the blocks that the jobs read, and one block for outputs that are not read."""
     needed = {NEEDS[job] for row in jobs for job in row if job in NEEDS}
     return StreamSlots(vocabulary, places, (*(block for job, block in WRITES.items() if job in needed), "seen"))
 
 
 def _draw_tables(vocabulary: int, back: bool, seed: int) -> Tables:
-    """Tables over disjoint ids where that matters: 1 and 2 open and close a text, 3 and 4 are delimiters."""
+    """Draw random tables, with disjoint ids where needed: 1 is the opener, 2 the closer, 3 and 4 are delimiters."""
     if vocabulary < LEAST:
         raise ValueError(
             f"tables are drawn from at least {LEAST} ids, got vocabulary={vocabulary}; give tables=Tables(...)"

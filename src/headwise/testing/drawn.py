@@ -1,4 +1,4 @@
-"""Models of drawn shape with random weights: what a detector of heads must not see anything in."""
+"""Models of random shape with random weights, in which a detector of head roles must find nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwise.shapes.arguments import check_counts
 
 
 class RandomModel(nn.Module):
-    """Token embedding, layers of normed attention and (or without) a feed-forward part, logits: ``model(ids)``."""
+    """A transformer ``model(ids)`` that returns logits, with norms and optional feed-forward layers."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class RandomModel(nn.Module):
                     part.q_proj.weight.mul_(facts["sharpness"])
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """What an id becomes."""
+        """Return the token embedding."""
         return self.embed
 
     def get_output_embeddings(self) -> nn.Linear:
-        """What makes the logits."""
+        """Return the unembedding."""
         return self.unembed
 
     def forward(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T N"]:
-        """Logits (B, T, vocabulary) of ids (B, T)."""
+        """Return logits (B, T, vocabulary) of ids (B, T)."""
         x = self.embed(ids)
         if self.place is not None:
             x = x + self.place(torch.arange(ids.shape[1], device=ids.device))
@@ -66,11 +66,11 @@ class RandomModel(nn.Module):
 
 
 def random_model(seed: int, *, places: int = 257) -> RandomModel:
-    """A small transformer of drawn shape with random weights, the same for the same seed.
+    """Build a small transformer of random shape with random weights, the same for the same seed.
 
-    One to three layers, one to six heads with shared keys or without, rotary or learned positions, two norms, with and
-    without a feed-forward part, three of four causal; scores from almost even to ones that pick single keys. The
-    caller's random numbers stay as they were. What was drawn is in `facts`.
+    It has one to three layers, one to six heads, optionally with shared keys, rotary or learned positions, LayerNorm or
+    RMSNorm, and optionally feed-forward layers; three of four models are causal. Attention ranges from almost uniform
+    to single keys. The global random state does not change. The drawn properties are in `facts`.
 
     >>> model = random_model(3)
     >>> model(torch.tensor([[1, 5, 7]])).shape[-1] == model.facts["vocabulary"]

@@ -1,4 +1,4 @@
-"""Ground truth for those who measure heads on pictures: an encoder of patches whose heads do one job each, by hand.
+"""Ground truth for measuring heads on images: an encoder of patches with handmade weights, one job for each head.
 
 >>> import headwise
 >>> from headwise.testing.pictures import constructed_picture
@@ -26,7 +26,7 @@ Jobs = Sequence[Sequence[str]]
 SHARP = 40.0
 STEPS = {"left neighbour": (0, -1), "right neighbour": (0, 1), "upper neighbour": (-1, 0), "lower neighbour": (1, 0)}
 JOBS = (*STEPS, "self", "surroundings", "same row", "same column", "[CLS] sink", "register sink", "patch sink", "alike")
-"""Every job; that of an "alike" head depends on the picture: it attends patches of its own colour."""
+"""All jobs. An "alike" head attends to patches of the same colour, so its targets depend on the image."""
 
 COLOURS = 3
 
@@ -34,20 +34,20 @@ COLOURS = 3
 def constructed_picture(
     layers: Jobs, grid: tuple[int, int], *, registers: int = 0, summary: bool = True, patch: int = 4
 ) -> tuple[ConstructedPicture, dict[tuple[int, int], str]]:
-    """An encoder of pictures of attention alone, and what each head does: ``{(layer, head): job}``.
+    """Build an attention-only image encoder, and return it with the job of each head: ``{(layer, head): job}``.
 
-    Where a job has targets (`picture_targets`), they hold more than 0.99 of a patch's weight; a patch without, at the
-    picture's edge, attends all places alike. No head writes anything.
+    The targets of a job (`picture_targets`) get more than 0.99 of the weight of a patch; a patch without targets, at
+    the edge of the image, attends to all positions equally. The output of every head is zero.
 
     Args:
-        layers: The jobs of the heads, a list a layer.
+        layers: The jobs of the heads, one list per layer.
         grid: Rows and columns of patches.
-        registers: Tokens of the model's own behind [CLS].
-        summary: Whether a [CLS] token comes first.
-        patch: Pixels a side of a patch.
+        registers: Number of register tokens after [CLS].
+        summary: True if the first token is [CLS].
+        patch: Side length of a patch in pixels.
 
     Raises:
-        TypeError, ValueError: a job that is none, or needs a token that the model does not have; sizes below 1.
+        TypeError, ValueError: a job is unknown, or needs a token that the model does not have; sizes below 1.
 
     Example:
         >>> model, jobs = constructed_picture([["self", "same row"]], (3, 5), registers=2)
@@ -69,7 +69,7 @@ def constructed_picture(
 
 
 def picture_targets(job: str, grid: tuple[int, int], before: int, registers: int = 0) -> Tensor:
-    """(T, T) bool: the places that each patch attends, by the words of the job; `before` places are no patches."""
+    """Return the positions that each patch attends to for a job, (T, T) bool; the first `before` are not patches."""
     rows, columns = grid
     P = rows * columns
     r, c = torch.arange(P) // columns, torch.arange(P) % columns
@@ -96,7 +96,7 @@ def picture_targets(job: str, grid: tuple[int, int], before: int, registers: int
 
 
 class ConstructedPicture(nn.Module):
-    """An encoder of pictures: ``model(pixel_values)``, (N, 3, height, width). Build one with `constructed_picture`."""
+    """An image encoder: ``model(pixel_values)``, (N, 3, height, width). Build one with `constructed_picture`."""
 
     main_input_name = "pixel_values"
 
@@ -112,11 +112,11 @@ class ConstructedPicture(nn.Module):
 
     @property
     def places(self) -> int:
-        """Tokens of its own, and patches."""
+        """The number of tokens: [CLS], registers and patches."""
         return self.before + self.grid[0] * self.grid[1]
 
     def _head(self, job: str, registers: int) -> Head:
-        """Scores by place; those of an "alike" head fall with the squared distance of colours."""
+        """Build a head with scores by position; for an "alike" head, by minus the squared distance of colours."""
         T = self.places
         width, D = T + COLOURS + 1, T + COLOURS + 1
         W_Q, W_K = torch.zeros(width, D), torch.zeros(width, D)
@@ -130,7 +130,7 @@ class ConstructedPicture(nn.Module):
         return Head(W_Q * D**0.5, W_K, torch.zeros(width, 1), torch.zeros(1, width))
 
     def forward(self, pixel_values: Float[Tensor, "N 3 height width"]) -> Float[Tensor, "N T M"]:
-        """The residual stream (N, T, M) of pictures (N, 3, height, width)."""
+        """Compute the residual stream (N, T, M) of images (N, 3, height, width)."""
         colours = nn.functional.avg_pool2d(pixel_values, self.patch).flatten(2).mT
         N, T = len(colours), self.places
         x = pixel_values.new_zeros(N, T, T + COLOURS + 1)
@@ -142,6 +142,6 @@ class ConstructedPicture(nn.Module):
         return x
 
     def sample(self, *, seed: int = 0) -> Float[Tensor, "1 3 height width"]:
-        """A picture of random pixels."""
+        """Return an image of random pixels."""
         draw = torch.Generator().manual_seed(seed)
         return torch.randn(1, 3, self.grid[0] * self.patch, self.grid[1] * self.patch, generator=draw)

@@ -1,1 +1,1 @@
-"""Decode one token at a time through the modules."""
+"""Decode steps of the modules, one token at a time."""

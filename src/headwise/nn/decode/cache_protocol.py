@@ -1,4 +1,4 @@
-"""The caches that modules take, and a step with one: new keys and values go in, and queries attend to all of them."""
+"""The protocol of caches for modules, and a step that appends new keys and values and attends to all of them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from ...shapes.arguments import check_tensor
 
 @runtime_checkable
 class ModuleCache(Cache, Protocol):
-    """Keys and values of the tokens so far: the caches of `headwise.cache`, and any other object with these members.
+    """The keys and values of previous tokens: a cache of `headwise.cache`, or any object with these members.
 
-    These are required (but for `causal`, True where it is missing). A module reads more if they are there:
+    All members are required except `causal`, which defaults to True. Optional members:
 
-    - `chunk`, the most tokens of one append, None or missing for any number: a module cuts longer inputs itself;
-    - `keys`, (B, K, S, D), of which row b has its first ``lengths[b]``; None or missing where not all tokens are kept:
-      then latent attention never takes its expanded form;
+    - `chunk`, the maximum number of tokens in one append, None or missing for any number; modules split longer inputs;
+    - `keys`, (B, K, S, D), where the first ``lengths[b]`` keys of row b are valid; None or missing if the cache does
+      not keep all tokens: then latent attention never uses its expanded form;
     - `value_dim`, V, so that another V than the module's is refused before anything is appended.
-    - `batch`, B, and `positions`, where the next tokens stand: asked in place of `lengths`, which a graph of
-      torch.compile would hold fast.
+    - `batch`, B, and `positions`, the positions of the next tokens: used instead of `lengths`, which torch.compile
+      would treat as constants.
 
-    And where it has `takes_steps` and `step`, as `headwise.cache.KVCache`, a token a row is one call (`nn/steps.py`).
+    With `takes_steps` and `step`, as in `headwise.cache.KVCache`, a decode step is one call (nn/decode/fused_step.py).
     """
 
     lengths: list[int]
-    """Tokens of each row."""
+    """The number of tokens of each row."""
     causal: bool
-    """Queries see no later key; False for the memory of cross-attention."""
+    """True if queries do not attend to later keys; False for the memory of cross-attention."""
 
     def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Any:
-        """Adds tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,): how many of them are real in each row."""
+        """Append tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,) is the number of real tokens per row."""
 
 
 class Traits(NamedTuple):
-    """What a cache may leave out, with what is meant then; see `ModuleCache`."""
+    """The optional members of a cache, with defaults filled in; see `ModuleCache`."""
 
     causal: bool
     chunk: int | None
@@ -50,7 +50,7 @@ class Traits(NamedTuple):
 
 
 def cache_traits(cache: ModuleCache) -> Traits:
-    """The optional members of a cache; `keys` is not fetched, for that may copy them."""
+    """Return the optional members of a cache; `keys` is not read, as that may copy them."""
     return Traits(
         causal=getattr(cache, "causal", True),
         chunk=getattr(cache, "chunk", None),
@@ -60,7 +60,7 @@ def cache_traits(cache: ModuleCache) -> Traits:
 
 
 def rows_of(cache: Any) -> int:
-    """Rows B of a cache: its `batch`, where it has one, for a graph of torch.compile is not to read its lengths."""
+    """Return the rows B of a cache; `batch` is preferred, as torch.compile would treat the lengths as constants."""
     batch = getattr(cache, "batch", None)
     return batch if type(batch) is int else len(cache.lengths)
 
@@ -71,7 +71,7 @@ def _has_keys(cache: object) -> bool:
 
 
 def positions_of(cache: ModuleCache, T: int, device: torch.device) -> Tensor:
-    """Where T new tokens stand: behind those that each row has seen; (T,), or (B, T) where rows differ."""
+    """Return the positions of T new tokens after the tokens of each row: (T,), or (B, T) if rows differ."""
     if hasattr(cache, "positions"):
         positions: Tensor = cache.positions(T, device)
         return positions
@@ -84,9 +84,9 @@ def positions_of(cache: ModuleCache, T: int, device: torch.device) -> Tensor:
 def keys_held(
     cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Sequence[int] | None
 ) -> tuple[Tensor, Mask]:
-    """The keys (B, K, S, D) of a causal cache with the new ones appended, and the mask under which new tokens attend.
+    """Append new keys to a causal cache, and return all keys (B, K, S, D) and the mask for the new tokens.
 
-    Into an empty cache go the new ones alone, and they come back unrounded, whatever the dtype of the cache.
+    If the cache was empty, `new` itself is returned, not rounded to the dtype of the cache.
     """
     before, length = list(cache.lengths), new.shape[2]
     cache.append(new, lengths=lengths)
@@ -110,11 +110,11 @@ def step(
     mask: Mask | Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """(B, H, T, V): what `inner` gives for the queries, once their keys and values are in the cache.
+    """Append keys and values to the cache, and return the output of `inner` for the queries, (B, H, T, V).
 
-    A cache that takes so many tokens at a time only (a rolling one) gets them, and is attended, piece by piece.
+    For a cache with a limited `chunk` (a rolling one), append and attention run chunk by chunk.
     """
-    if gate is not None:  # refused before the cache has changed
+    if gate is not None:  # check before the cache changes
         check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
     T = query.shape[2]
     chunk = cache_traits(cache).chunk

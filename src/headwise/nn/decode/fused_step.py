@@ -1,7 +1,7 @@
-"""A decode step of a module in one call: its projections, and between them `step` of the cache.
+"""Fast path for one decode step of a module: its projections, and `step` of the cache between them.
 
-What a step can be is asked here in few questions, for there are as many steps as tokens. Where one has another answer
-the modules take their usual way, with all its checks; outputs and caches have the same bits.
+The conditions are checked with little overhead, as decoding takes one step per token. If one of them fails, the modules
+run their general path with all checks; outputs and caches are bitwise equal.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..sharding.tokens import current
 
 
 def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -> bool:
-    """Whether a call with a cache may be a step: one plain token a row, and parts of the module that are known."""
-    parts = module._modules  # as an attribute each costs a call of Python
+    """Return whether a call with a cache can be a step: one token per row, and only parts of known classes."""
+    parts = module._modules  # faster than attribute access, which calls nn.Module.__getattr__
     inner, rotary, weight = parts["inner"], parts.get("rotary"), projection._parameters.get("weight")
     return (
         (mask is None or type(mask) is Mask)
         and hasattr(cache, "takes_steps")
-        and cache.takes_steps(mask)  # nothing but plain computing goes on
+        and cache.takes_steps(mask)  # False with gradients, autocast, torch.compile, ...
         and type(x) is Tensor
         and x.ndim == 3
         and x.shape[1:] == (1, module.d_model)
-        and type(weight) is nn.Parameter  # no part of heads that are dealt out to processes
+        and type(weight) is nn.Parameter  # heads are not split over ranks
         and type(projection) is nn.Linear
         and x.dtype == weight.dtype
         and current() is None
@@ -45,19 +45,19 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
 
 
 def heads_of(fused: Any, heads: int, size: int) -> Tensor | None:
-    """(B, 1, heads * size) -> (B, heads, 1, size); None where it is something else."""
+    """Reshape (B, 1, heads * size) to (B, heads, 1, size); return None for any other shape or type."""
     if type(fused) is not Tensor or fused.ndim != 3 or fused.shape[1] != 1 or fused.shape[2] != heads * size:
         return None
     return fused.view(fused.shape[0], heads, 1, size) if fused.is_contiguous() else None
 
 
 def scores_of(inner: InnerAttention) -> Scores:
-    """What an inner part does to scores."""
+    """Return the scale, softcap and sinks of an inner part."""
     return Scores(inner.scale, inner.softcap, inner.sinks)
 
 
 def projected(part: nn.Module, x: Tensor) -> Any:
-    """What a projection gives; of a plain one without the detour over its module."""
+    """Compute a projection; a plain linear layer is computed directly, without a module call."""
     own = vars(part)["_parameters"]
     if type(part) is not nn.Linear or own.get("weight") is None or not is_unmodified(part):
         return part(x)
@@ -65,7 +65,7 @@ def projected(part: nn.Module, x: Tensor) -> Any:
 
 
 def turned(rotary: Rotary, lengths: list[int], first: int = 0) -> RotaryStep:
-    """How the next token of each row turns. Layers one after another ask for the same: the last answers are kept."""
+    """Return the rotation of the next token of each row; results are cached, as all layers need the same one."""
     return _turned(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths), first)
 
 
@@ -78,7 +78,7 @@ def _turned(
 
 
 def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) -> Tensor | None:
-    """The heads side by side (B, 1, H * V) of `MultiHeadAttention`; None where the usual way has to be taken."""
+    """Compute the concatenated heads (B, 1, H * V) of `MultiHeadAttention`; None if the general path must be used."""
     parts = mha._modules
     if not is_step(mha, x, cache, mask, parts["q_proj"]) or mha.memory_dim is not None:
         return None
@@ -97,10 +97,10 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
 
 
 def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, form: str) -> Tensor | None:
-    """The heads side by side (B, 1, H * V) of `LatentAttention`, absorbed; None where the usual way has to be taken.
+    """Compute the concatenated heads (B, 1, H * V) of an absorbed `LatentAttention`; None to use the general path.
 
-    Queries are carried into the latent space, and what comes out of it back, by the products that `to_latent` and
-    `from_latent` make of one token.
+    Queries are projected to the latent space and the results back by the same products as in `to_latent` and
+    `from_latent` for one token.
     """
     parts, H, C = mla._modules, mla.num_heads, mla.kv_lora_rank
     compress, rotary, up = (
@@ -121,7 +121,7 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     up_HNC, up_HCV = _up(mla, up)
     latent_B1C, rope_B1R = new.split_with_sizes((C, R), -1)
     key = torch.cat((_normed(parts["kv_a_layernorm"], latent_B1C), rope_B1R), -1).unsqueeze(1)
-    # Heads go first in the products; of one row that is how they lie.
+    # bmm needs the head axis first; for one row this is already the memory layout.
     if B == 1:
         nope, rope = fused.reshape(H, 1, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
         query = torch.cat((torch.bmm(nope, up_HNC), rope), -1).unsqueeze(0)
@@ -143,7 +143,7 @@ _UPS: WeakKeyDictionary[nn.Module, tuple[Any, Tensor, Tensor]] = WeakKeyDictiona
 
 
 def _up(mla: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Each head's part of kv_b_proj for queries (H, N, C), and for values (H, C, V): views, made once for a weight."""
+    """Return views of kv_b_proj for queries (H, N, C) and values (H, C, V), cached for each weight."""
     made, at = _UPS.get(mla), (weight.data_ptr(), weight.dtype, mla.num_heads, mla.nope_dim)
     if made is None or made[0] != at:
         key, value = weight.detach().view(mla.num_heads, -1, mla.kv_lora_rank).split((mla.nope_dim, mla.value_dim), 1)
@@ -152,7 +152,7 @@ def _up(mla: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
-    """What `LatentAttention.queries` splits into heads."""
+    """Compute the fused queries, before `LatentAttention.queries` splits them into heads."""
     if mla.q_lora_rank is None:
         return projected(parts["q_proj"], x)
     latent = projected(parts["q_a_proj"], x)
@@ -160,7 +160,7 @@ def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """What a norm gives, in the dtype of `x`; of a plain one without the detour over its module."""
+    """Compute a norm in the dtype of `x`; a plain RMSNorm is computed directly, without a module call."""
     if type(norm) is not nn.RMSNorm or not is_unmodified(norm):
         return norm(x).to(x.dtype)
     out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)

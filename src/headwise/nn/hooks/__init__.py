@@ -1,1 +1,1 @@
-"""Watch or replace the attention of a model as it runs."""
+"""Hooks that record or replace the attention of a running model."""

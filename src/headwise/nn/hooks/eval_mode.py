@@ -1,4 +1,4 @@
-"""Models in eval mode (no dropout), without gradients, while they are read; afterwards they are as they were."""
+"""Context managers that put models in eval mode (no dropout), optionally without gradients, and restore them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 _lock = threading.Lock()
-_resting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # modules that train, and the blocks that rest them
+_resting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # module in training mode -> number of open blocks
 
 
 @contextmanager
 def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """In eval mode inside the with block; afterwards each module is in the mode it was in.
+    """Put models in eval mode inside the with block, and restore the mode of each module afterwards.
 
-    The mode is the model's, in all threads. Of several blocks, in any threads and order, the last one that ends gives
-    it back.
+    The mode applies to all threads. If several blocks overlap, in any threads, the last one that ends restores it.
     """
     with _lock:
         parts = {part for model in models for part in model.modules()}
@@ -40,10 +39,10 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def resting(*models: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients.
+    """Put models in eval mode and disable gradients inside the with block.
 
-    Not `torch.inference_mode`: what a model keeps of its first forward (tables of rotary angles, say) would then be
-    inference tensors, and training it later would fail.
+    `torch.inference_mode` is not used: tensors that a model stores in its first forward pass (tables of rotary angles,
+    for example) would be inference tensors, and training it later would fail.
     """
     with in_eval_mode(*models), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""What W_O does: how much of the output, and of each slice of it, every head makes."""
+"""The contribution of each head to the output of W_O, and to each slice of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Measured on one input: the output is the sum of one contribution a head, ``head_i W_O^i`` (the bias left out).
+    """Contributions of the heads on one input: the output, without bias, is the sum of ``head_i W_O^i`` over the heads.
 
     Attributes:
-        share: For each head i, ``<contribution_i, output> / <output, output>``: how much of the output it makes. They
-            sum to 1; a head that works against the others has a negative one.
-        own: The output's columns in H equal slices. For each slice i, the part of its contributions' energy (sum of
-            squares) that head i makes. Without W_O slice i is head i and nothing else: 1 for every slice.
-        cosine: Mean cosine between a token's concatenated heads and its output; None where their widths differ.
+        share: For each head i, ``<contribution_i, output> / <output, output>``, its share of the output. The shares
+            sum to 1; a head that opposes the others has a negative share.
+        own: For each of H equal slices of the output's columns, the fraction of the energy (sum of squares) of all
+            contributions to slice i that comes from head i. Without W_O it is 1 for every slice.
+        cosine: Mean cosine between the concatenated heads and the output of a token; None if their widths differ.
     """
 
     share: tuple[float, ...]
@@ -31,7 +31,7 @@ class Mixing:
     cosine: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
+        """Return plain numbers for JSON."""
         return {"share": list(self.share), "own": list(self.own), "cosine": self.cosine}
 
     def __str__(self) -> str:
@@ -53,9 +53,9 @@ def _numbers(values: tuple[float, ...], most: int = 16) -> str:
 
 @torch.no_grad()
 def measure_mixing(mha: MultiHeadAttention, joined: Tensor) -> Mixing | None:
-    """The mixing that W_O does on concatenated heads (B, T, H * V); memory of two outputs, whatever H.
+    """Measure how W_O mixes concatenated heads (B, T, H * V); needs memory for two outputs, for any H.
 
-    None where o_proj is no plain linear layer, whose weight alone would not tell what it does.
+    Returns None if o_proj is not a plain linear layer, as its weight alone then does not determine its output.
     """
     H, weight = mha.num_heads, plain_weight(mha.o_proj)
     if weight is None:
@@ -72,7 +72,7 @@ def measure_mixing(mha: MultiHeadAttention, joined: Tensor) -> Mixing | None:
         energies.append(torch.stack([part.square().sum() for part in contribution.tensor_split(H, dim=-1)]))
     energy = torch.stack(energies)  # head, slice
     whole = total.square().sum()
-    own = energy.diagonal() / energy.sum(0).clamp_min(torch.finfo(energy.dtype).tiny)  # a slice without energy: 0
+    own = energy.diagonal() / energy.sum(0).clamp_min(torch.finfo(energy.dtype).tiny)  # 0 for a slice of zeros
     cosine = None
     if joined.shape == total.shape:
         cosine = float(torch.cosine_similarity(joined.float(), total, dim=-1).mean())

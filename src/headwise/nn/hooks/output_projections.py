@@ -1,4 +1,4 @@
-"""Which module reads the heads of each attention module: its output projection."""
+"""Search for the output projection of each attention module."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .unwrap import require_whole, unwrap
 
 
 def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, str]:
-    """The output projection of each attention module: the first that is called with its heads side by side.
+    """Find the output projection of each attention module: the first module called with its concatenated heads.
 
-    Found while the model runs, from the numbers alone: a module with a weight of two dimensions whose input is
-    (B, T, H * V), the heads of the call as they left attention. A module around it that is linear in the same input, as
-    an adapter is, counts in its place. Where something stands between (a norm, a gate), there is no such module, and no
-    entry.
+    The search runs the model and compares numbers: the output projection has a 2-D weight, and its input equals the
+    concatenated heads (B, T, H * V) of the attention call. If that module is inside one that is linear in the same
+    input, such as an adapter, the outer module is returned. An attention module whose heads first pass through a norm
+    or a gate has no entry.
 
     Args:
-        model: What `headwise.nn.probe` takes; of a wrapper, what it wraps.
+        model: Any model that `headwise.nn.probe` accepts; wrappers are removed.
         run: Called once with the model, to run it on any input.
 
     Returns:
-        The qualified name of an attention module -> that of its output projection.
+        A dict from the qualified name of each attention module to that of its output projection.
 
     Raises:
-        TypeError, RuntimeError: as `headwise.nn.probe`; or `run` is no function.
-        ValueError: the heads are dealt out to several processes, and so is what reads them.
+        TypeError, RuntimeError: as `headwise.nn.probe`; or `run` is not callable.
+        ValueError: the heads are split over several ranks.
 
     Example:
         >>> import headwise
@@ -46,7 +46,7 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
     check_functions(run=run)
     model = unwrap(model)
     require_whole(model, "what reads its heads")
-    running: list[tuple[str, Tensor]] = []  # the attention module that ran last, its heads side by side
+    running: list[tuple[str, Tensor]] = []  # name and concatenated heads of the attention module that ran last
     projections: dict[str, str] = {}
 
     def each(call: AttentionCall) -> Tensor:
@@ -64,7 +64,7 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
                 projections[attention] = name
 
     with ExitStack() as undo, torch.no_grad(), probe(model, each):
-        # A hook on kv_b_proj would keep latent attention from its absorbed form; it reads no heads.
+        # A hook on kv_b_proj would prevent the absorbed form of latent attention, and kv_b_proj does not read heads.
         others = {id(part.kv_b_proj) for part in model.modules() if isinstance(part, LatentAttention)}
         for name, part in model.named_modules():
             if id(part) not in others and any(map(_has_matrix, part.modules())):
@@ -75,15 +75,15 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
 
 
 def _has_matrix(part: nn.Module) -> bool:
-    """Whether a module has a weight of two dimensions of its own; of quantised layers it is a method."""
+    """Return whether a module has a 2-D weight itself; for quantised layers, `weight` is a method."""
     weight: Any = getattr(part, "weight", None)
     weight = weight() if callable(weight) and not any(True for _ in part.children()) else weight
     return getattr(weight, "ndim", 0) == 2
 
 
 def _is_additive(part: nn.Module, x: Tensor, running: list[tuple[str, Tensor]]) -> bool:
-    """Whether the module computes a matrix product and a constant: as adapters around a projection do, in eval mode."""
-    before, running[:] = list(running), []  # what the module calls now is no part of the model's own run
+    """Return whether the module computes a matrix product plus a constant, as adapters do in eval mode."""
+    before, running[:] = list(running), []  # calls made by this check must not be recorded
     try:
         once, twice, nothing = part(x), part(2 * x), part(torch.zeros_like(x))
     except (RuntimeError, TypeError, ValueError):
@@ -93,5 +93,5 @@ def _is_additive(part: nn.Module, x: Tensor, running: list[tuple[str, Tensor]]) 
     if not all(isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] for y in (once, twice, nothing)):
         return False
     largest = float(twice.detach().abs().max())
-    tolerance = 64 * torch.finfo(once.dtype).eps * largest  # the rounding of a sum of products
+    tolerance = 64 * torch.finfo(once.dtype).eps * largest  # the rounding error of a sum of products
     return bool((twice - once - (once - nothing)).abs().max() <= tolerance)

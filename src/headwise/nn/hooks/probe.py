@@ -1,4 +1,4 @@
-"""See every attention call of a model while it runs, answer in its place, and leave the model as it was."""
+"""Hooks that record every attention call of a running model or replace its output, and are removed afterwards."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .unwrap import unwrap
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of attention, as the kernel got it: the very tensors, not copies of them.
+    """The arguments of one attention call: the tensors that the kernel received, not copies.
 
-    `module` is the qualified name of the attention module (``""`` for the model itself) and `order` the running number
-    of the call since the probe began; the two together are unique even where one module runs several times.
-    `query` is (B, H, T, D), `key` (B, K, S, D), `value` (B, K, S, V), after every norm and rotation. `scale` None
-    stands for ``D ** -0.5``. A field left None was not in use.
+    `module` is the qualified name of the attention module (``""`` for the model itself), and `order` the index of the
+    call since the probe began, so that several calls of one module can be distinguished.
+    `query` is (B, H, T, D), `key` (B, K, S, D), `value` (B, K, S, V), after all norms and rotary embedding. `scale`
+    None means ``D ** -0.5``. Any other field that is None is not used.
     """
 
     module: str
@@ -53,7 +53,7 @@ class AttentionCall:
 
     @property
     def scoring(self) -> ScoringOptions:
-        """Mask, scale, softcap and sinks: keywords of `headwise.weights`, `statistics` and `top_keys` of the call.
+        """The mask, scale, softcap and sinks, as keywords for `headwise.weights`, `statistics` and `top_keys`.
 
         >>> import headwise
         >>> mha = headwise.MultiHeadAttention(12, 3)
@@ -66,15 +66,15 @@ class AttentionCall:
         return {"mask": self.mask, "scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
     def attend(self) -> Tensor:
-        """What the model's own attention gives, (B, H, T, V): dropout and gate included, gradients flow."""
+        """Compute the output of the model's attention (B, H, T, V), with dropout, gate and gradients."""
         return attention(self.query, self.key, self.value, dropout=self.dropout, gate=self.gate, **self.scoring)
 
     def check_answer(self, answer: object) -> None:
-        """Raise unless `answer` can take the place of what the call gives.
+        """Check that `answer` can replace the output of the call.
 
         Raises:
-            TypeError: no tensor.
-            ValueError: another shape, dtype or device, or a tensor whose numbers are not in memory by strides.
+            TypeError: `answer` is not a tensor.
+            ValueError: another shape, dtype or device, or a tensor that is not strided.
         """
         rule = "what `each` returns takes the place of the attention's output"
         if not isinstance(answer, Tensor):
@@ -100,15 +100,15 @@ class AttentionCall:
 
 
 Each: TypeAlias = Callable[[AttentionCall], Tensor | None]
-"""What a probe hands its calls to: it may return what the call is to give instead."""
+"""A function that a probe calls with each attention call; it may return a replacement for the call's output."""
 
 
 @dataclass(eq=False)
 class Probe:
-    """What a running probe has seen.
+    """The calls recorded by a probe.
 
-    `expected` names the modules that have to be called before the probe ends. Without `each` the calls are kept in
-    `calls`; with it they are handed over one by one and forgotten, so that memory stays that of one call.
+    `expected` has the names of the modules that must be called before the probe ends. Without `each` the calls are
+    stored in `calls`. With `each` they are passed to it one by one and not stored, so memory is that of one call.
     """
 
     expected: tuple[str, ...]
@@ -118,9 +118,9 @@ class Probe:
     called: set[str] = field(default_factory=set)
 
     def record(self, module: str, **fields: Any) -> Tensor | None:
-        """Take one call of `module`; `fields` are those of `AttentionCall` after ``order``.
+        """Record one call of `module`; `fields` are those of `AttentionCall` after ``order``.
 
-        Returns what the call is to give, where `each` says so; None leaves it to the model's own attention.
+        Returns the replacement for the output if `each` returns one; None keeps the output of the model's attention.
         """
         call = AttentionCall(module, self.seen, **fields)
         self.seen += 1
@@ -134,7 +134,7 @@ class Probe:
         return answer
 
     def check_complete(self) -> None:
-        """Raise RuntimeError naming the expected modules that were never called."""
+        """Check that all expected modules were called; otherwise raise a RuntimeError with the names of the others."""
         silent = [name for name in self.expected if name not in self.called]
         if silent:
             raise RuntimeError(
@@ -144,7 +144,7 @@ class Probe:
 
 
 def _listed(names: list[str], most: int = 5) -> str:
-    """The first names, quoted, and how many more there are."""
+    """Return the first names, quoted, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(repr(name) for name in names[:most]) + more
 
@@ -152,41 +152,41 @@ def _listed(names: list[str], most: int = 5) -> str:
 @singledispatch
 @contextmanager
 def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
-    """Watch every attention call of `model` while the with block runs.
+    """Record every attention call of `model` inside the with block.
 
-    This implementation sees each `headwise.MultiHeadAttention` and `headwise.LatentAttention` inside any module, and
-    each `torch.nn.MultiheadAttention` that `headwise.nn.replace` has replaced; other rooms register theirs for other
-    kinds of model with ``probe.register(type)``. Nothing is paid while no probe is
-    open. A compiled model runs uncompiled inside the block. The model is left as it was, also after an exception.
+    This implementation records each `headwise.MultiHeadAttention` and `headwise.LatentAttention` inside any module, and
+    each `torch.nn.MultiheadAttention` that `headwise.nn.replace` has replaced; other packages add other kinds of model
+    with ``probe.register(type)``. There is no overhead while no probe is open. A compiled model runs uncompiled inside
+    the block. Afterwards, also after an exception, the model is unchanged.
 
-    A probe is of the thread that opens it. What other threads call meanwhile, on the same model too, runs as it would
-    without the probe, and is not seen; each may have probes of its own. (A thread that autograd starts to run a
-    checkpointed part again is taken for the opener's.) The replicas that `torch.nn.DataParallel` makes on several
-    devices run in threads of their own, so such a model is watched on one device: give what it wraps.
+    A probe records only calls made in the thread that opens it. Calls in other threads, of the same model too, run as
+    without the probe; each thread can have its own probes. (A thread in which autograd recomputes a checkpointed part
+    counts as the opening thread.) The replicas that `torch.nn.DataParallel` makes on several devices run in their own
+    threads, so such a model can be probed on one device only: pass the wrapped model.
 
     Args:
-        model: The module to watch. Around a model of another kind, wrappers are seen through (`headwise.nn.unwrap`).
-        each: Called at once with every `AttentionCall`; the calls are then not kept. If it returns a tensor
-            (B, H, T, V) in the query's dtype, that takes the place of what the attention would give, which is then not
-            computed: it stands for all of ``inner(query, key, value, mask=mask, gate=gate)``, so the call's gate and
-            dropout are its own affair; ``call.attend()`` has them. Gradients flow through it. None changes nothing.
-            In a module whose heads are dealt out to several processes (`headwise.parallel.tensor_parallel`), a call
-            has the heads of all of them, on each, and so has what is returned.
-            Of several open probes each sees every call, in the order in which they were opened, as the model made it;
-            where more than one answers, the last opened has its way.
+        model: The module to probe. Wrappers around other kinds of model are removed (`headwise.nn.unwrap`).
+        each: Called with every `AttentionCall` before the attention runs; the calls are then not stored. If it returns
+            a tensor (B, H, T, V) in the query's dtype, that tensor replaces the output of the attention, which is not
+            computed. It replaces all of ``inner(query, key, value, mask=mask, gate=gate)``, so gate and dropout are not
+            applied to it; ``call.attend()`` applies them. Gradients flow through it. None changes nothing.
+            In a module whose heads are split over several ranks (`headwise.parallel.tensor_parallel`), the call on each
+            rank has the heads of all ranks, and the returned tensor must have them too.
+            If several probes are open, each gets every original call, in the order in which they were opened. If
+            several return a tensor, that of the probe opened last is used.
 
     Yields:
-        The `Probe`, whose ``calls`` fill up as the model runs.
+        The `Probe`; each call is appended to its ``calls``.
 
     Raises:
-        TypeError: `model` has no attention module that headwise knows, or one whose inner part cannot be described; or
-            `each` returned something other than a tensor or None.
+        TypeError: `model` has no attention module that headwise supports, or one whose inner part does not define
+            `options`; or `each` returned something other than a tensor or None.
         ValueError: `each` returned a tensor of another shape, dtype or device than the attention's output.
-        RuntimeError: an attention module of the model was never called, or one was called with a cache, which attends
-            by itself and shows no tensors.
+        RuntimeError: an attention module of the model was never called, or one was called with a cache, so that its
+            tensors cannot be recorded.
 
     Warns:
-        UserWarning: beside modules that are seen the model has some `torch.nn.MultiheadAttention`, which run unseen.
+        UserWarning: some attention modules of the model are `torch.nn.MultiheadAttention`, which are not recorded.
 
     Example:
         >>> import torch, headwise
@@ -201,17 +201,17 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     """
     check_part("each", each, "called with every AttentionCall")
     inside = unwrap(model)
-    if probe.dispatch(type(inside)) is not probe.dispatch(nn.Module):  # another room's, which sees what this one cannot
+    if probe.dispatch(type(inside)) is not probe.dispatch(nn.Module):  # implemented elsewhere
         with probe(inside, each) as seen:
             yield seen
         return
     modules = _attention_modules(model)
     for name, mha in modules.items():
-        _options(name, mha.inner)  # one that cannot tell what it computes is refused before anything runs
+        _options(name, mha.inner)  # refuse an inner part without options() before anything runs
     seen = Probe(tuple(modules), each)
-    running = [_Running("", None, {})]  # the attention module that was entered last: modules may share one inner part
+    running = [_Running("", None, {})]  # the module entered last, as modules may share one inner part
     with ExitStack() as undo:
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes a second to import
+        if "torch._dynamo" in sys.modules:  # if not imported, nothing is compiled, and the import takes a second
             undo.enter_context(uncompiled())
         for name, mha in modules.items():
             enter = in_this_thread(partial(_before_module, running, name))
@@ -230,7 +230,7 @@ Attention: TypeAlias = MultiHeadAttention | LatentAttention | DropInMultiheadAtt
 
 
 def _attention_modules(model: object) -> dict[str, Attention]:
-    """The attention modules inside `model`, by their qualified names."""
+    """Return the attention modules inside `model`, by qualified name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"probe needs a torch.nn.Module, got {type(model).__name__}")
     modules = {name: part for name, part in model.named_modules() if isinstance(part, Attention)}
@@ -254,7 +254,7 @@ def _attention_modules(model: object) -> dict[str, Attention]:
 
 
 def _way_out(model: nn.Module, unseen: list[str]) -> str:
-    """What to do with a model in which there is nothing to see; `unseen` are the modules of torch's own class."""
+    """Return advice for a model without supported attention; `unseen` are its `torch.nn.MultiheadAttention` modules."""
     if unseen:
         return f"its torch.nn.MultiheadAttention ({_listed(unseen)}) are seen after headwise.nn.replace(model)"
     ours = probe.dispatch(nn.Module)
@@ -267,7 +267,7 @@ def _way_out(model: nn.Module, unseen: list[str]) -> str:
 
 
 def _options(name: str, inner: nn.Module) -> dict[str, Any]:
-    """What the inner part says of itself; TypeError naming the module where it says nothing."""
+    """Return the options of the inner part, or raise a TypeError with the module's name if it defines none."""
     if not isinstance(inner, Inner):
         raise TypeError(
             f"cannot probe module {name!r}: its inner part {type(inner).__name__} does not say what it computes; "
@@ -308,7 +308,7 @@ def _before_inner(
     name, module, whole = running[0]
     options = {option: what for option, what in _options(name, inner).items() if option != "backend"}
     here = None if module is None else module.dealt
-    if here is not None:  # the heads of all processes, by their numbers among them
+    if here is not None:  # gather the heads of all ranks, in order
         keywords = whole
         query, key, value = here.together(query, key, value)
         if options.get("sinks") is not None:
@@ -322,9 +322,10 @@ _lock = Lock()
 
 
 class _Cover:
-    """Over the ``forward`` of an inner part while probes answer for it: a hook before it cannot keep it from running.
+    """A replacement for the ``forward`` of an inner part, needed because a pre-hook cannot skip the forward.
 
-    `probes` are those, each with what it answers now; they may end in any order, and each answers its own thread.
+    `probes` has the open probes, each with its answer to the current call. They may end in any order, and each applies
+    to its own thread.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -341,7 +342,7 @@ class _Cover:
 
 @contextmanager
 def _answering(inner: nn.Module, answers: list[Tensor | None]) -> Iterator[None]:
-    """For a while, an inner part gives what is in `answers` instead of computing; the last opened has its way."""
+    """Let an inner part return the tensor in `answers` inside the with block; the last opened block has priority."""
     probe = (Opener(), answers)
     with _lock:
         cover = vars(inner).get("forward")

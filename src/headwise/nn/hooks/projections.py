@@ -1,7 +1,7 @@
-"""Whether the weight of a projection is all that a call of it computes.
+"""Check that a projection computes only ``x @ weight.T + bias``.
 
-Code that reads a weight instead of calling the module asks here first: adapters, hooks, subclasses and quantised
-layers compute something else than their weight says.
+Code that reads a weight instead of calling the module must check this first: adapters, hooks, subclasses and quantised
+layers may compute something else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where a module keeps the hooks that run before or after its call."""
+"""The attributes in which a module stores the hooks that run before or after its call."""
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks of its own run before or after a call of the module."""
+    """Return whether the module itself has hooks that run before or after a call."""
     own = vars(module)
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
@@ -24,12 +24,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_unmodified(module: nn.Module) -> bool:
-    """Whether nothing listens to the calls of a part, or answers in its place."""
+    """Return whether a module has no hooks, global ones included, and no forward set on the instance."""
     return not (has_hooks(module) or "forward" in vars(module) or _has_any_global_hook())
 
 
 def is_linear(projection: nn.Module) -> bool:
-    """Whether its class computes ``x @ weight.T + bias``: `torch.nn.Linear`, also with a parametrized weight.
+    """Return whether the class computes ``x @ weight.T + bias``: `torch.nn.Linear`, also with a parametrized weight.
 
     >>> is_linear(nn.Linear(2, 3)), is_linear(nn.Bilinear(2, 3, 5))
     (True, False)
@@ -40,11 +40,10 @@ def is_linear(projection: nn.Module) -> bool:
 
 
 def plain_weight(projection: nn.Module, *, bias: bool = True) -> Tensor | None:
-    """The weight (n, M), where a call of the projection computes ``x @ weight.T + bias`` and nothing else; or None.
+    """Return the weight (n, M) if the projection computes only ``x @ weight.T + bias``; else None.
 
-    None for an adapter, a subclass with a forward of its own, a quantised layer, and where hooks are registered on the
-    module; and for one with a bias, unless `bias` allows it. Hooks that are registered for all modules at once, such as
-    those of profilers, do not count.
+    None for an adapter, a subclass with its own forward, a quantised layer, a module with hooks, and, unless `bias` is
+    True, a module with a bias. Global hooks, such as those of profilers, are ignored.
 
     >>> projection = nn.Linear(2, 3)
     >>> plain_weight(projection) is projection.weight
@@ -60,19 +59,19 @@ def plain_weight(projection: nn.Module, *, bias: bool = True) -> Tensor | None:
 
 
 def description(projection: nn.Module) -> str:
-    """The projection in an error: its class, and that it has hooks."""
+    """Return the projection's class name for an error, with a note if it has hooks."""
     return type(projection).__name__ + (
         " with hooks" if isinstance(projection, nn.Module) and has_hooks(projection) else ""
     )
 
 
 def weight_of(name: str, projection: nn.Module, use: str) -> Tensor:
-    """`plain_weight`, or a TypeError that says which projection `use` cannot read.
+    """Return `plain_weight`, or raise a TypeError that names the projection.
 
     Args:
-        name: of the projection.
-        projection: the module.
-        use: what needs the weight, as the subject of the error's sentence: ``"head()"``.
+        name: Name of the projection.
+        projection: The module.
+        use: The code that needs the weight, as the subject of the error's sentence: ``"head()"``.
     """
     weight = plain_weight(projection)
     if weight is None:

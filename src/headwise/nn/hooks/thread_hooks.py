@@ -1,4 +1,4 @@
-"""Hooks that see what one thread calls and not what others call; a block in which compiled models run uncompiled."""
+"""Hooks that apply to the calls of one thread only; a context manager that runs compiled models uncompiled."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 Returned = TypeVar("Returned")
 
 _lock = threading.Lock()
-_uncompiled: list[Any] = []  # what ends it, then None for each further block
+_uncompiled: list[Any] = []  # the stance to restore, then None for each further block
 
 
 class Opener:
-    """The thread that made this."""
+    """The thread that created this object."""
 
     def __init__(self) -> None:
         self._number = threading.get_ident()
 
     def here(self) -> bool:
-        """Whether this is that thread, or one of autograd's own, which runs a checkpointed part again."""
+        """Return whether this runs in that thread, or in an autograd thread that recomputes a checkpointed part."""
         return threading.get_ident() == self._number or (
             torch._C._current_graph_task_id() != -1 and type(threading.current_thread()).__name__ == "_DummyThread"
         )
 
 
 def in_this_thread(hook: Callable[..., Returned]) -> Callable[..., Returned | None]:
-    """The hook, for what the present thread calls; where other threads call it, it does nothing."""
+    """Return a hook that runs `hook` in the current thread, and does nothing in other threads."""
     opener = Opener()
 
     @wraps(hook)
@@ -42,9 +42,9 @@ def in_this_thread(hook: Callable[..., Returned]) -> Callable[..., Returned | No
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside the with block compiled models run uncompiled, in all threads: a graph runs past hooks put there later.
+    """Run compiled models uncompiled inside the with block, in all threads: a compiled graph ignores hooks added later.
 
-    Of several blocks, in any threads and order, the last one that ends gives back how it was before the first.
+    If several blocks overlap, in any threads, the last one that ends restores the state before the first.
     """
     with _lock:
         if not _uncompiled:

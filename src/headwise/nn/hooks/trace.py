@@ -1,4 +1,4 @@
-"""Every stage of multi-head attention by name, with its formula, shape and numbers: for learning and debugging."""
+"""The stages of multi-head attention with names, formulas, shapes and numbers, for learning and debugging."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
-# trace_shape computes with real numbers up to this many (weights and largest activation); beyond it, shapes only.
+# Up to this size (weights plus largest activation) trace_shape computes numbers; above it, only shapes.
 MAX_NUMBERS = 1 << 26
-MOST_NUMBERS = 10**15  # more than any machine has; torch counts the bytes of a tensor in 63 bits
+MOST_NUMBERS = 10**15  # more than fits into memory; torch stores the bytes of a tensor in 63 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +36,10 @@ class Stage:
     """One step of a `Trace`.
 
     Attributes:
-        name: Such as ``"scores"``; `Trace` finds the stage by it.
-        formula: As text.
-        tensor: What came out.
-        note: What to notice.
+        name: The key in a `Trace`, such as ``"scores"``.
+        formula: The formula as text.
+        tensor: The result.
+        note: A short remark.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The stages in order, the parameters by projection, and what W_O did. Prints as a table.
+    """The stages in order, the parameter counts, and the effect of W_O. Prints as a table.
 
     Attributes:
-        stages: From the input to the output.
-        parameters: Numbers that each part of the module has learned, by its name in the state dict.
-        mixing: How much of the output each head made; None where nothing was computed (shapes only), and where o_proj
-            is no plain linear layer.
+        stages: The stages from the input to the output.
+        parameters: Number of parameters of each part of the module, by its name in the state dict.
+        mixing: The contribution of each head to the output; None if only shapes were computed, or if o_proj is not a
+            plain linear layer.
     """
 
     stages: tuple[Stage, ...]
@@ -73,18 +73,18 @@ class Trace:
 
     @property
     def parameter_count(self) -> int:
-        """All of them: 4 d_model^2 for plain multi-head attention without biases."""
+        """The total number of parameters: 4 d_model^2 for plain multi-head attention without biases."""
         return sum(self.parameters.values())
 
     def __getitem__(self, name: str) -> Stage:
-        """The stage of that name; KeyError tells which there are."""
+        """Return the stage of that name, or raise a KeyError with the names of all stages."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
         raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in self.stages)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Shapes and numbers for JSON; no tensors."""
+        """Return shapes and numbers for JSON, without tensors."""
         return {
             "stages": [
                 {"name": s.name, "formula": s.formula, "shape": list(s.shape), "note": s.note} for s in self.stages
@@ -95,7 +95,7 @@ class Trace:
         }
 
     def table(self) -> Table:
-        """The stages as a rich table."""
+        """Return the stages as a rich table."""
         from rich.table import Table
         from rich.text import Text
 
@@ -105,7 +105,7 @@ class Trace:
         return table
 
     def summary(self) -> str:
-        """The parameters, and what W_O changes, as text."""
+        """Return the parameters and the effect of W_O as text."""
         counts = " + ".join(f"{name} {count:,}" for name, count in self.parameters.items())
         parameters = f"parameters: {self.parameter_count:,} = {counts}{self._as_squares()}"
         if self.mixing is None:
@@ -142,20 +142,23 @@ def trace(
     mask: Mask | Tensor | None = None,
     positions: Positions = None,
 ) -> Trace:
-    """Run `mha` step by step and keep every stage; the last one is what ``mha(x, memory, ...)`` returns.
+    """Run `mha` step by step and store every stage; the last stage is the output of ``mha(x, memory, ...)``.
 
-    Scores and weights are whole (B, H, T, S) tensors: this is for looking at small inputs. Where a gradient is
-    on, that of the heads goes through the stage "weights" (``retain_grad`` keeps it there). Where the inner part is a
-    bare function, its scores and weights are unknown and the table says so.
+    Scores and weights are full (B, H, T, S) tensors, so use small inputs. With gradients enabled, the gradient of the
+    heads flows through the stage "weights", where ``retain_grad`` makes it available. If the inner part is a plain
+    function, its scores and weights are unknown, and the table has a note about it.
 
     Args:
-        mha: The module; one of torch's own class, or what `headwise.nn.replace` made of it, is converted first
-            (`headwise.nn.from_torch`), so its projections go by the names of ours.
-        x, memory, mask, positions: As in a call of `headwise.MultiHeadAttention`.
+        mha: The module. A `torch.nn.MultiheadAttention`, also one replaced by `headwise.nn.replace`, is converted first
+            (`headwise.nn.from_torch`), so its projections have headwise's names.
+        x: The input, as in a call of `headwise.MultiHeadAttention`.
+        memory: As in that call.
+        mask: As in that call.
+        positions: As in that call.
 
     Raises:
-        TypeError: `mha` is no `headwise.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or is quantised.
-        ValueError: as a call of the module, or as `headwise.nn.from_torch`.
+        TypeError: `mha` is not a `headwise.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or is quantised.
+        ValueError: as for a call of the module, or for `headwise.nn.from_torch`.
 
     Example:
         >>> mha = MultiHeadAttention(12, 3)
@@ -226,13 +229,13 @@ def trace_shape(
     length: int = 16,
     causal: bool = False,
 ) -> Trace:
-    """The trace of a module of these sizes, with random weights, on a random input (batch, length, d_model).
+    """Trace a module of these sizes, with random weights, on a random input (batch, length, d_model).
 
-    Always the same numbers for the same sizes. Sizes that would take more than about half a GB are traced without
-    numbers: shapes and parameters alone.
+    The same sizes always give the same numbers. For sizes that need more than about half a GB, only shapes and
+    parameter counts are computed.
 
     Raises:
-        TypeError, ValueError: as for `headwise.MultiHeadAttention`; `batch` or `length` is no int above 0.
+        TypeError, ValueError: as for `headwise.MultiHeadAttention`; or `batch` or `length` is not a positive int.
 
     Example:
         >>> result = trace_shape(512, 4, batch=4)
@@ -260,7 +263,7 @@ def trace_shape(
 
 
 def _projected(letter: str, product: str, fused: Tensor, split: Tensor) -> list[Stage]:
-    """One projection: all heads at once, cut into heads, heads before tokens."""
+    """Return the stages of one projection: all heads in one matrix, split into heads, heads before tokens."""
     heads, size = split.shape[1], split.shape[-1]
     name = letter.upper()
     return [
@@ -273,7 +276,7 @@ def _projected(letter: str, product: str, fused: Tensor, split: Tensor) -> list[
 
 
 def _product(name: str, projection: nn.Module, source: str) -> str:
-    """``X W_Q + b_Q`` for q_proj; ``q_proj(X)`` where it is no plain linear layer."""
+    """Return ``X W_Q + b_Q`` for q_proj; ``q_proj(X)`` if it is not a plain linear layer."""
     if plain_weight(projection) is None:
         return f"{name}({source})"
     letter = name[0].upper()
@@ -281,7 +284,7 @@ def _product(name: str, projection: nn.Module, source: str) -> str:
 
 
 def _scores(inner: dict[str, Any], query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> list[Stage]:
-    """The scores at each stage that this call has, and the weights."""
+    """Return the stages of the scores in this call, and the weights."""
     scale, softcap, sinks = (inner.get(name) for name in ("scale", "softcap", "sinks"))
     H, K = query.shape[1], key.shape[1]
     shared = "" if H == K else f"query head i reads key head i // {H // K}"
@@ -308,12 +311,12 @@ def _heads(
     value: Tensor,
     mask: Mask | Tensor | None,
 ) -> Tensor:
-    """The heads (B, H, T, V) as the inner part computes them, and their gradient through the weights of the last stage.
+    """Compute the heads (B, H, T, V) with the inner part, with their gradient through the weights in `last`.
 
-    Where hooks may change what the inner part gives, the weights say nothing of it and get no gradient.
+    If the inner part has hooks, which may change its output, the weights get no gradient.
     """
     weighted = options is not None and last.tensor.requires_grad and is_unmodified(inner)
-    if weighted and options is not None and options.get("dropout"):  # drawn here, for the inner part draws others
+    if weighted and options is not None and options.get("dropout"):  # the inner part would draw another dropout mask
         return weighted_values(nn.functional.dropout(last.tensor, options["dropout"]), value, mask).to(query.dtype)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not weighted):
         heads: Tensor = inner(query, key, value, mask=mask)
@@ -321,7 +324,7 @@ def _heads(
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """One tensor as the result and the gradient of another, which differs from it by rounding alone."""
+    """An identity that returns `result` and passes the gradient to `of`; the two differ only by rounding."""
 
     @staticmethod
     def forward(ctx: Any, of: Tensor, result: Tensor) -> Tensor:
@@ -334,7 +337,7 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 def _options(inner: object) -> dict[str, Any] | None:
-    """What the inner part says of itself; None where it says nothing."""
+    """Return the options of the inner part; None if it does not define them."""
     try:
         return inner.options() if isinstance(inner, Inner) else None
     except NotImplementedError:
@@ -342,10 +345,10 @@ def _options(inner: object) -> dict[str, Any] | None:
 
 
 def _parameters(mha: MultiHeadAttention) -> dict[str, int]:
-    """Learned numbers by part; parts without any are left out.
+    """Count the parameters of each part; parts without parameters are omitted.
 
     Raises:
-        TypeError: a projection that keeps its numbers elsewhere than in parameters, as quantised layers do.
+        TypeError: a projection has no parameters, as in quantised layers.
     """
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in mha.named_children()}
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

@@ -1,6 +1,6 @@
-"""The model inside of what is wrapped around it: adapters, data parallelism, compiled modules; and whether it is whole.
+"""Removal of wrappers around a model (adapters, data parallelism, compiled modules), and detection of split weights.
 
-Read from what a wrapper is made of, never from its class: so no library of wrappers is imported.
+Wrappers are recognized by their attributes and not by their classes, so that no wrapper library is imported.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from torch import nn
 
 
 def unwrap(model: Any) -> Any:
-    """The innermost model; what is no wrapper is returned as it is.
+    """Return the innermost model; a model without a wrapper is returned unchanged.
 
-    Three kinds are seen through, in any order and depth: adapters (PEFT's ``get_base_model()``; the model it gives has
-    the adapters in its layers), compiled modules (``_orig_mod``), and data parallelism (a module with nothing but
-    its ``module``, as those of torch, accelerate and DeepSpeed do). A model of yours with a part called ``module`` and
-    other parts beside it stays whole.
+    Three kinds of wrapper are removed, in any order and depth: adapters (PEFT's ``get_base_model()``; the model that it
+    returns has the adapters in its layers), compiled modules (``_orig_mod``), and data parallelism (a module that has
+    only ``module``, as in torch, accelerate and DeepSpeed). A model with ``module`` and other submodules is not a
+    wrapper.
 
     Raises:
-        ValueError: the adapter is a learned prompt, which is no part of the model inside: that model alone would read
-            another text.
+        ValueError: the adapter is a learned prompt. The model inside does not contain it, so its input would differ.
 
     Example:
         >>> import torch
@@ -35,7 +34,7 @@ def unwrap(model: Any) -> Any:
 
 
 def _inside(model: Any) -> nn.Module | None:
-    """What a module is wrapped around; None where it is no wrapper."""
+    """Return the module inside a wrapper; None if `model` is not a wrapper."""
     if not isinstance(model, nn.Module):
         return None
     parts = dict(model.named_children())
@@ -55,9 +54,9 @@ def _inside(model: Any) -> nn.Module | None:
 
 
 def split_over(model: nn.Module) -> int:
-    """Over how many processes tensor parallelism has split the model's weights; 1 where every process has them all.
+    """Return the number of ranks over which tensor parallelism splits the model's weights; 1 if they are not split.
 
-    What data parallelism shards (FSDP) does not count: its modules gather their weights before they run.
+    Sharding by data parallelism (FSDP) is not counted, as its modules gather their weights before they run.
 
     >>> split_over(nn.Linear(3, 5))
     1
@@ -66,7 +65,7 @@ def split_over(model: nn.Module) -> int:
         raise TypeError(f"split_over takes a model, a torch.nn.Module; got {type(model).__name__}")
     parts = list(model.modules())
     sizes = [size for part in parts if isinstance(size := getattr(part, "_tp_size", None), int)]
-    distributed: Any = sys.modules.get("torch.distributed.tensor")  # not imported: nothing is split
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # if not imported, nothing is split
     gathered = any(type(part).__name__.startswith("FSDP") for part in parts)
     for weight in model.parameters() if distributed is not None else ():
         if isinstance(weight, distributed.DTensor):
@@ -78,7 +77,7 @@ def split_over(model: nn.Module) -> int:
 
 
 def require_whole(model: nn.Module, what: str) -> None:
-    """Raise ValueError where this process has a part of the weights alone, and `what` needs all of them."""
+    """Raise ValueError if this rank has only a part of the weights; `what` is the code that needs all of them."""
     processes = split_over(model) if isinstance(model, nn.Module) else 1
     if processes > 1:
         raise ValueError(

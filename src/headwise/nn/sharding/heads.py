@@ -1,7 +1,8 @@
-"""Attention modules whose heads are dealt out to processes: what of a call is for the heads that are here.
+"""Attention modules whose heads are split over ranks, and the parts of a call for the heads of this rank.
 
-A module is dealt out where its query projection is a DTensor cut by rows: by `headwise.parallel.tensor_parallel`, or by
-torch's `parallelize_module`. Its sizes stay those of all heads; masks, gates, sinks and slopes are given for all.
+The heads are split if the weight of the query projection is a DTensor sharded by rows, by
+`headwise.parallel.tensor_parallel` or by torch's `parallelize_module`. The module's sizes count all heads; masks,
+gates, sinks and slopes are passed for all heads.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from .tokens import LocalHeads, within_heads
 
 
 class RankHeads(nn.Linear):
-    """A projection to heads: gives those of its process alone.
+    """A projection to the heads of this rank.
 
     Attributes:
-        keys: the heads to give of a weight that every process has whole; None where the weight is cut.
-        size: numbers of a head.
+        keys: The heads of this rank if every rank has the full weight; None if the weight is sharded.
+        size: Size of a head.
     """
 
     group: Group
@@ -34,7 +35,7 @@ class RankHeads(nn.Linear):
     size: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, n * size); the input's gradient is this process's part of it: see `Dealt.entering`."""
+        """Return (B, T, n * size); the input's gradient is only this rank's part: see `HeadShards.entering`."""
         weight, bias = (None if p is None else self._own(p) for p in (self.weight, self.bias))
         return nn.functional.linear(x, weight, bias)
 
@@ -48,49 +49,49 @@ class RankHeads(nn.Linear):
 
 
 class SumOfHeads(nn.Linear):
-    """The projection from heads to the output: the sum of what those of every process make of it."""
+    """The output projection of split heads: the sum of the outputs of all ranks."""
 
     group: Group
 
     def forward(self, heads: Tensor) -> Tensor:
-        """(B, T, d_model) from this process's heads (B, T, n * size)."""
+        """Return (B, T, d_model) from the heads of this rank (B, T, n * size)."""
         spread: Any = self.weight
         out = self.group.summed(nn.functional.linear(heads, spread.to_local()))
         return out if self.bias is None else out + here_of(self.bias).to(out.dtype)
 
 
 class ReplicatedLinear(nn.Linear):
-    """A projection that every process has and computes alike."""
+    """A projection that is replicated on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, n)."""
+        """Return (B, T, n)."""
         return nn.functional.linear(x, here_of(self.weight), None if self.bias is None else here_of(self.bias))
 
 
 class GatheredNorm(nn.RMSNorm):
-    """A norm that every process has and computes alike."""
+    """A norm that is replicated on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of `x`."""
+        """Return the norm of `x`, in the same shape."""
         return nn.functional.rms_norm(x, self.normalized_shape, here_of(self.weight), self.eps)
 
 
 @dataclass(frozen=True)
 class HeadShards:
-    """The heads of a module that this process computes."""
+    """The heads of a module that this rank computes."""
 
     group: Group
     share: Share
 
     def entering(self, projection: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The projections' inputs: where they give their own heads alone, an input's gradients are summed, once."""
+        """Return the inputs of the projections; for `RankHeads`, the gradient of each is summed over ranks once."""
         if not isinstance(projection, RankHeads):
             return inputs
         shared = {id(x): self.group.shared(x) for x in inputs}
         return tuple(shared[id(x)] for x in inputs)
 
     def queries(self, fused: Tensor, size: int) -> Tensor:
-        """(B, T, H_here * size) -> (B, H_here, T, size)."""
+        """Reshape (B, T, H_here * size) to (B, H_here, T, size)."""
         fused = here_of(fused)
         if fused.shape[-1] != self.share.count * size:
             raise ValueError(
@@ -100,9 +101,9 @@ class HeadShards:
         return _as_heads(fused, size)
 
     def keys(self, projection: nn.Module, fused: Tensor, size: int) -> Tensor:
-        """(B, S, n * size) -> (B, n, S, size): one head for each of the share's keys.
+        """Reshape (B, S, n * size) to (B, n, S, size), with one head for each of the share's keys.
 
-        From keys of all heads, which every process has, it takes those; their gradients are summed.
+        If every rank has the keys of all heads, those of this rank are selected and their gradients are summed.
         """
         fused, K = here_of(fused), self.share.num_kv_heads
         own = isinstance(projection, RankHeads)
@@ -124,9 +125,9 @@ class HeadShards:
         )
 
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The heads of all processes, in their order; each process goes on alike with them.
+        """Gather the heads of all ranks in order, on every rank.
 
-        Keys that are the values too (the latents of latent attention) are the same on every process already.
+        Keys that share memory with the values (the latents of latent attention) are already the same on every rank.
         """
         query = self.group.gathered(query, 1)
         if key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
@@ -135,18 +136,18 @@ class HeadShards:
         return query, keys, values
 
     def call(self, part: nn.Module, *args: Any, **options: Any) -> Any:
-        """What a part of the module (a norm, what attends) gives with its parameters for the heads here."""
+        """Call a part of the module (a norm or the inner part) with its parameters for the heads of this rank."""
         mine = {name: self.parameter(x) for name, x in part.named_parameters()}
         with within_heads(self.some):
             return torch.func.functional_call(part, mine, args, options) if mine else part(*args, **options)
 
     @property
     def some(self) -> LocalHeads:
-        """The heads here, among all."""
+        """The heads of this rank among all heads."""
         return LocalHeads(self.share.num_heads, self.share.heads.start, self.group)
 
     def parameter(self, x: Tensor) -> Tensor:
-        """A parameter as the heads here use it: cut where it has one number a head, the same for all otherwise."""
+        """Return a parameter for the heads of this rank: a slice if it has one number per head, else all of it."""
         spread = as_dtensor(x)
         if spread is not None and any(place.is_shard() for place in spread.placements):
             local: Tensor = spread.to_local()
@@ -157,11 +158,11 @@ class HeadShards:
         return x[self.share.heads] if x.shape == (self.share.num_heads,) else x
 
     def weight(self, projection: nn.Module) -> Tensor | None:
-        """The weight for the heads here, where a call of a projection without bias computes no more than its product.
+        """Return the weight for the heads of this rank if the projection is plain linear without bias; else None.
 
         Raises:
-            TypeError: torch split the projection, and something else answers for it: then what a call of it gives, and
-                which of its gradients are summed, is not known.
+            TypeError: torch split the projection, and it is not a plain linear layer, so that its output and the
+                summation of its gradients are unknown.
         """
         if type(projection) is RankHeads:
             whole = projection.bias is None and not has_hooks(projection) and "forward" not in vars(projection)
@@ -177,13 +178,13 @@ class HeadShards:
         return self.parameter(weight)
 
     def mask(self, mask: Mask | Tensor | None) -> Mask:
-        """The mask for the heads here; what it learns gets the gradient of all."""
+        """Return the mask for the heads of this rank; gradients of its learned tensors are summed over ranks."""
         whole = as_mask(mask)
         whole = mapped(whole, self.group.shared) if whole.learns else whole
         return share_of_mask(whole, slice(None), self.share.heads)
 
     def gate(self, gate: Tensor | None) -> Tensor | None:
-        """The gate (H,), (B, H), ... for the heads here."""
+        """Return the gate (H,), (B, H), ... for the heads of this rank."""
         if gate is None:
             return None
         check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
@@ -205,13 +206,13 @@ WAY_OUT = (
 
 
 def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -> HeadShards | None:
-    """What of `module` this process computes, by how its query projection is cut; None where that is all.
+    """Return the heads of `module` on this rank, from the sharding of `projection`; None if they are not split.
 
     Raises:
-        ValueError: its heads do not divide over the processes, or are cut twice.
+        ValueError: the number of heads is not divisible by the ranks, or heads are split along several mesh dimensions.
     """
     own = getattr(projection, "weight", None)
-    weight = None if type(own) is nn.Parameter else as_dtensor(own)  # asked in every forward
+    weight = None if type(own) is nn.Parameter else as_dtensor(own)  # fast path, as this runs in every forward pass
     if weight is None:
         return None
     cuts = [dim for dim, place in enumerate(weight.placements) if place.is_shard(0)]
@@ -228,7 +229,7 @@ def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -
 
 
 def as_replica(x: Any, dim: int) -> Tensor:
-    """The numbers of a DTensor that every process has; their gradient is the sum over the mesh's dimension `dim`."""
+    """Return the full tensor of a DTensor; its gradient is summed over the mesh dimension `dim`."""
     from torch.distributed.tensor import Partial, Replicate
 
     places = [Replicate()] * len(x.placements)
@@ -238,7 +239,7 @@ def as_replica(x: Any, dim: int) -> Tensor:
 
 
 def here_of(x: Tensor) -> Tensor:
-    """This process's part as a plain tensor: all of a parameter that every process has, its gradient whole on each."""
+    """Return the local part of a DTensor as a plain tensor; the gradient of a replicated one is not summed."""
     spread = as_dtensor(x)
     if spread is None:
         return x

@@ -1,6 +1,6 @@
-"""Where the tokens of a sequence are split over processes, attention modules ask here who attends and where they are.
+"""State of context parallelism: the object that attends over split tokens, and the positions of the local tokens.
 
-`headwise.parallel.context` enters a `Sharded`; without one nothing changes.
+`headwise.parallel.context` enters a `Sharded` object; without one, modules run as usual.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from ...ops.sharding.heads import Group, drawn, seed_of_part
 from ..rotary import Positions
 
 Make = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
-"""(vectors (B, 1, n, E), first, last) -> keys and values of the query heads first <= h < last."""
+"""A function (vectors (B, 1, n, E), first, last) -> keys and values of the query heads first <= h < last."""
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """Attention of tokens of which this process has some."""
+    """Attention over tokens that are split over ranks."""
 
     def positions(self, tokens: int) -> Tensor:
-        """(T,) the places in the whole sequence of this process's tokens."""
+        """Return the positions (T,) of this rank's tokens in the whole sequence."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """`headwise.attention` over the tokens of all processes, for the queries of this one."""
+        """Compute `headwise.attention` over the tokens of all ranks, for the queries of this rank."""
 
     def attend_made(
         self, query: Tensor, vectors: Tensor, make: Make, tensors: tuple[Tensor, ...], value_dim: int, **options: Any
     ) -> Tensor:
-        """The same where keys and values are made of vectors (B, 1, T, E) by `make`, which reads `tensors`."""
+        """Compute the same, with keys and values made from vectors (B, 1, T, E) by `make`, which reads `tensors`."""
 
 
-_entered: list[Sharded] = []  # no context variable, which torch.compile does not trace; a process is one rank
+_entered: list[Sharded] = []  # not a ContextVar, which torch.compile cannot trace
 
 
 def current() -> Sharded | None:
-    """The one that was entered last; None where tokens are all here."""
+    """Return the object entered last; None if tokens are not split."""
     return _entered[-1] if _entered else None
 
 
 @contextmanager
 def entered(sharded: Sharded) -> Iterator[None]:
-    """Within, modules attend by `sharded`."""
+    """Let modules attend with `sharded` inside the with block."""
     _entered.append(sharded)
     try:
         yield
@@ -54,13 +54,13 @@ def entered(sharded: Sharded) -> Iterator[None]:
 
 
 def placed(positions: Positions, tokens: int, device: torch.device) -> Positions:
-    """The positions of a module's own tokens: as passed, else where those lie that this process has."""
+    """Return `positions` if given; else, with split tokens, the positions of this rank's tokens."""
     sharded = current()
     return sharded.positions(tokens).to(device) if positions is None and sharded is not None else positions
 
 
 def check_uncached(cache: object) -> None:
-    """ValueError for a cache where tokens are split over processes."""
+    """Raise ValueError for a cache if tokens are split over ranks."""
     if cache is not None and current() is not None:
         raise ValueError(
             "within headwise.parallel.context a module takes no cache: each process would keep its own tokens alone; "
@@ -69,10 +69,10 @@ def check_uncached(cache: object) -> None:
 
 
 def check_splits(inner: nn.Module) -> None:
-    """ValueError for an inner part that knows nothing of split tokens, or whose forward runs anew as it did not run.
+    """Check that the inner part supports split tokens, and that recomputation runs in the same context as the forward.
 
-    Activation checkpointing runs a forward anew within the backward; outside of the context it would attend the tokens
-    of this process alone, and gradients would be wrong.
+    Activation checkpointing recomputes a forward pass in the backward pass; outside the context that would attend only
+    to the tokens of this rank, and gradients would be wrong. Raises ValueError.
     """
     split = current() is not None
     if split != getattr(inner, "ran_split", False):
@@ -90,12 +90,12 @@ def check_splits(inner: nn.Module) -> None:
 
 
 class LocalHeads(NamedTuple):
-    """Some of a module's heads: those that this process has.
+    """The heads of a module on this rank.
 
     Attributes:
-        total: all query heads of the module.
-        first: the first that is here.
-        group: the processes that have the others.
+        total: Number of all query heads of the module.
+        first: Index of the first head on this rank.
+        group: The ranks over which the heads are split.
     """
 
     total: int
@@ -103,11 +103,11 @@ class LocalHeads(NamedTuple):
     group: Group
 
     def seed(self) -> int:
-        """What dropout of all heads is drawn from, the same on all of those processes."""
+        """Return the dropout seed of all heads, the same on all ranks of the group."""
         return self.group.first_of(drawn())
 
     def of_part(self) -> Tensor:
-        """What dropout of these heads is drawn from."""
+        """Return the dropout seed of the heads on this rank."""
         return seed_of_part(self.seed(), self.total, self.first)
 
 
@@ -116,7 +116,7 @@ _some: list[LocalHeads] = []
 
 @contextmanager
 def within_heads(some: LocalHeads) -> Iterator[None]:
-    """Within, inner parts attend some heads of a module."""
+    """Let inner parts attend with some heads of a module inside the with block."""
     _some.append(some)
     try:
         yield
@@ -125,5 +125,5 @@ def within_heads(some: LocalHeads) -> Iterator[None]:
 
 
 def heads_here() -> LocalHeads | None:
-    """The heads that an inner part attends; None for all of its module's."""
+    """Return the heads that the inner part computes; None for all heads of its module."""
     return _some[-1] if _some else None
