@@ -32,7 +32,7 @@ from benchmarks import clock, table
 from headwise import hf, look, reshape
 from headwise.models import tiny_path
 from headwise.reshape import Projections
-from headwise.reshape.regroup.regrouped_checkpoint import Regrouping, plan_regroup
+from headwise.reshape.regrouping.regrouped_checkpoint import Regrouping, plan_regroup
 from headwise.reshape.repair.calibration import family_in_memory, loss_of, projections_of
 from headwise.reshape.repair.distill import DistillConfig, distill
 from headwise.reshape.repair.reconstruct_modules import reconstruct_modules

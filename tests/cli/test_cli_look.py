@@ -12,7 +12,7 @@ from planted import DELIMITERS, NAMES, Planted, text
 from typer.testing import CliRunner
 
 from headwise import cli, look, models
-from headwise.hf.load import model as loading
+from headwise.hf.loading import model as loading
 from headwise.look import Look
 
 pytestmark = pytest.mark.unchecked

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from headwise import cli, hf
 from headwise.cli.options import media
 from headwise.extras import MissingExtra
-from headwise.hf.load import processor as senses
-from headwise.hf.load import tokenizer as tokens
+from headwise.hf.loading import processor as senses
+from headwise.hf.loading import tokenizer as tokens
 
 pytestmark = pytest.mark.unchecked
 

@@ -72,7 +72,7 @@ def test_two_models_are_there_before_one_is_read(monkeypatch: pytest.MonkeyPatch
     """Of one model alone, and of the one in the package, there is nothing to find out first."""
     names: list[str] = []
     monkeypatch.setattr("headwise.cli.compare.quiet", lambda command: None)  # it silences other libraries for good
-    monkeypatch.setattr("headwise.hf.load.model.checked", lambda name, **_: names.append(name))
+    monkeypatch.setattr("headwise.hf.loading.model.checked", lambda name, **_: names.append(name))
     for model, against, expected in ((None, None, []), ("a", None, []), (None, "b", ["b"]), ("a", "b", ["a", "b"])):
         names.clear()
         assert recorded(model, against=against, any_input=False) == [None, None]

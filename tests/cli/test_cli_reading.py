@@ -90,7 +90,7 @@ def test_what_cannot_be_read(here: Path) -> None:
 def test_readings_that_no_position_is_left_for(
     here: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr("headwise.hf.load.model._max_positions", lambda _: 3)
+    monkeypatch.setattr("headwise.hf.loading.model._max_positions", lambda _: 3)
     assert message in refused("--text", "a", *option)
 
 

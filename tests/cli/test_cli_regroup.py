@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other libraries are not silenced, and the proof is asked in this process."""
 
     monkeypatch.setattr(cli.options.models, "quiet", lambda command: None)
-    monkeypatch.setattr("headwise.hf.load.checkpoint.prove", prove_here)
+    monkeypatch.setattr("headwise.hf.loading.checkpoint.prove", prove_here)
 
 
 @pytest.fixture(scope="module")

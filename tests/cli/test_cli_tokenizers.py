@@ -15,7 +15,7 @@ from tokenizers import models as kinds
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import headwise.hf as hf
-from headwise.hf.load import tokenizer as tokens
+from headwise.hf.loading import tokenizer as tokens
 
 pytestmark = pytest.mark.unchecked
 FIXTURES = (as_it_was, here, tiny)

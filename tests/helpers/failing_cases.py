@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import headwise
 from headwise.parallel import Comm, context_parallel, join_sequence, split_sequence
-from headwise.parallel.context import key_exchange as stay
+from headwise.parallel.context_layouts import key_exchange as stay
 
 TIMEOUT = 4.0  # seconds; who hangs does so for longer, and is back for the next case
 HANGS = 7.0

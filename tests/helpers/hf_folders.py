@@ -15,7 +15,7 @@ from hf_models import VOCAB, Row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import headwise.hf as hf
-from headwise.hf.load import verify_process as proving
+from headwise.hf.loading import verify_process as proving
 
 
 @functools.cache

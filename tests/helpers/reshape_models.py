@@ -15,8 +15,8 @@ from hf_models import _BERT, _GQA, _IDS, _LM, BY_NAME, VOCAB, Row
 from safetensors.torch import save_file
 
 from headwise import hf
-from headwise.hf.load import verify_process as proving
-from headwise.reshape.prune.pruned_checkpoint import Pruning
+from headwise.hf.loading import verify_process as proving
+from headwise.reshape.pruning.pruned_checkpoint import Pruning
 
 DEEPSEEK = BY_NAME["DeepSeek-V3"]
 FAMILIES: dict[str, Row] = {

@@ -111,7 +111,7 @@ def sent() -> dict[Any, bool]:
 
 def messages_of_one_head() -> Any:
     """Makes messages of a ring have one head each, as those of long texts have; returns what undoes it."""
-    from headwise.parallel.context import ring
+    from headwise.parallel.context_layouts import ring
 
     before = ring.heads_at_once
     ring.heads_at_once = lambda heads, size: 1 if size > 300 else heads

@@ -21,7 +21,7 @@ import headwise
 from headwise.hf import ModelError, make_cache
 from headwise.hf.attention.function import headwise_attention
 from headwise.hf.attention.mask import StructuralMask
-from headwise.hf.load.tokenizer import encode
+from headwise.hf.loading.tokenizer import encode
 from headwise.hf.models.architectures import CACHE
 
 
@@ -202,5 +202,5 @@ def test_pieces_are_the_text_wherever_the_offsets_go() -> None:
 def _pieces(spans: list[tuple[int, int]], text: str) -> tuple[str, ...]:
     """`encode`, without the process in which a tokenizer is tried first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headwise.hf.load.tokenizer._refuse_long", lambda *args: None)
+        patch.setattr("headwise.hf.loading.tokenizer._refuse_long", lambda *args: None)
         return encode(Offsets(spans), text, None)[1]

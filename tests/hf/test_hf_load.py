@@ -233,7 +233,7 @@ def test_a_size_is_within_bounds_under_whatever_name_its_config_has_it(
     """Layers without end would be built, on the meta device, for ever."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, field: value}))
     with pytest.raises(hf.ModelError, match=rf"config.json: {field} is {value}, and an integer of [01] to 10*"):
-        hf.load.model.describe(tmp_path, any_input=True)
+        hf.loading.model.describe(tmp_path, any_input=True)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_tokenizer_is_read_strictly(model_folder: Path, file: str, monkeypatch
     path.write_text(text.rstrip()[:-1] + (", " if len(text) > 2 else "") + '"x": 1, "x": 2}')
     refused(model_folder, f"{file}: not valid JSON (the key 'x' stands there twice)")
     path.write_text(text[:-1] + " " * 99_000 + "}")
-    monkeypatch.setattr("headwise.hf.load.tokenizer.MAX_TOKENIZER", 90_000)
+    monkeypatch.setattr("headwise.hf.loading.tokenizer.MAX_TOKENIZER", 90_000)
     refused(model_folder, f"{file}: {path.stat().st_size} bytes, at most 90000 are read")
 
 

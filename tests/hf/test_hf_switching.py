@@ -17,7 +17,7 @@ from hf_seam_models import BY_NAME, ROWS, SeamRow, model_of, names, run, truth_o
 
 import headwise
 import headwise.hf as hf
-from headwise.hf.load import model as loading
+from headwise.hf.loading import model as loading
 from headwise.hf.models import own_attention as seams
 from headwise.hf.models.architectures import OUTSIDE, SEAMS
 from headwise.hf.models.own_attention import family_of

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from headwise.hf import ModelError, load
-from headwise.hf.load.tokenizer import bos_id, delimiters, encode
+from headwise.hf.loading.tokenizer import bos_id, delimiters, encode
 from headwise.models import tiny_path
 
 

@@ -84,7 +84,7 @@ SHOWN = {page: listed for page, listed in EVERY.items() if listed}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files and checkpoints of the names that the pages use; the proof of a checkpoint is asked in this process."""
     monkeypatch.setattr(cli.options.models, "quiet", lambda command: None)
-    monkeypatch.setattr("headwise.hf.load.checkpoint.prove", prove_here)
+    monkeypatch.setattr("headwise.hf.loading.checkpoint.prove", prove_here)
     monkeypatch.chdir(tmp_path)
     for name in ("path/to/checkpoint", "path/to/model", "before", "after", "model", "pruned", PACKAGED):
         shutil.copytree(models.tiny_path(), tmp_path / name)

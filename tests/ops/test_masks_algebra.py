@@ -14,7 +14,7 @@ import headwise
 from headwise import Mask, bias, causal, keep, look, prefix, rule, segments, statistics, weights, window
 from headwise.cache import StaticCache
 from headwise.ops.masks import Band, Rule
-from headwise.parallel.context.agreement import mask_text
+from headwise.parallel.context_layouts.agreement import mask_text
 from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, oracle
 
 ALL, NONE = Mask(()), ~Mask(())

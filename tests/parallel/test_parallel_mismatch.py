@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 
-from headwise.parallel.context.agreement import digest
+from headwise.parallel.context_layouts.agreement import digest
 
 
 @pytest.mark.parametrize("dtype, wide", [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)])

@@ -8,10 +8,10 @@ from torch import Tensor
 import headwise
 from headwise.ops.native.library import error_for
 from headwise.parallel import Comm
-from headwise.parallel.context.agreement import mask_text
-from headwise.parallel.context.block import Block, Partial, attend, gradient
-from headwise.parallel.context.call import CallOptions, ContextCall
-from headwise.parallel.context.merge import Merged, sink_gradient
+from headwise.parallel.context_layouts.agreement import mask_text
+from headwise.parallel.context_layouts.block import Block, Partial, attend, gradient
+from headwise.parallel.context_layouts.call import CallOptions, ContextCall
+from headwise.parallel.context_layouts.merge import Merged, sink_gradient
 
 N = Sizes(2, 6, 3, 23, 31, 5, 7)
 STRETCHES = ((0, 3), (3, 17), (17, 18), (18, 31))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headwise import Mask, blocks, causal, window
-from headwise.parallel.context.layout_costs import call_of, explain
+from headwise.parallel.context_layouts.layout_costs import call_of, explain
 from headwise.plan.ranks import communication as links
 from headwise.plan.ranks.communication import LAYOUTS, Link, decode_sent, layout_costs, price, sent
 from headwise.plan.ranks.sharding import (

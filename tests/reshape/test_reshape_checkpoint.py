@@ -169,7 +169,7 @@ def test_a_file_that_shrinks_is_not_read_as_zeros(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the check of its header and the reading of its tensors."""
-    from headwise.hf.load import checkpoint as checkpoints
+    from headwise.hf.loading import checkpoint as checkpoints
 
     folder = made(tmp_path / "model")
     monkeypatch.setattr(checkpoints, "_check_dtypes", lambda *_: rewritten(folder / "model.safetensors"))

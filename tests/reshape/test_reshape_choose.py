@@ -13,8 +13,8 @@ from reshape_models import Made, decoder
 from headwise.plan import of
 from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores
 from headwise.reshape.layout.head_axes import KeptHeads, Sizes
-from headwise.reshape.prune import budget as select
-from headwise.reshape.prune.selection import best_kept, parse_heads
+from headwise.reshape.pruning import budget as select
+from headwise.reshape.pruning.selection import best_kept, parse_heads
 
 Scores = dict[tuple[str, int], float]
 

@@ -20,7 +20,7 @@ from reshape_models import FAMILIES, put, saved
 from torch import Tensor
 
 from headwise import hf
-from headwise.hf.load import verify_process as proving
+from headwise.hf.loading import verify_process as proving
 from headwise.hf.models.architectures import CACHE
 from headwise.nn import AttentionCall, probe
 from headwise.reshape import plan_prune, random_scores

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from headwise.reshape.layout.head_weights import HeadWeights
 from headwise.reshape.maps import Maps, shared
-from headwise.reshape.regroup.alignment import KeyBasis, aligned_differences, orthogonal_rotations, phases, unlike
-from headwise.reshape.regroup.grouping import MOST_PARTITIONS, contiguous, cost, grouped, partitions
-from headwise.reshape.regroup.least_squares import basis, fitted_differences
-from headwise.reshape.regroup.merge import METHODS, merge
+from headwise.reshape.regrouping.alignment import KeyBasis, aligned_differences, orthogonal_rotations, phases, unlike
+from headwise.reshape.regrouping.grouping import MOST_PARTITIONS, contiguous, cost, grouped, partitions
+from headwise.reshape.regrouping.least_squares import basis, fitted_differences
+from headwise.reshape.regrouping.merge import METHODS, merge
 from headwise.reshape.repair.moments import Moments
 
 NORMS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from reshape_models import FAMILIES, proved, saved
 from safetensors.torch import load_file
 
 from headwise import hf, models, plan
-from headwise.hf.load import verify_process as proving
+from headwise.hf.loading import verify_process as proving
 from headwise.reshape import Proof, plan_prune, prune, random_scores
 from headwise.reshape.write.readme import markdown, rows
 from headwise.reshape.write.verify import planned, require
@@ -134,7 +134,7 @@ def test_the_loss_of_an_encoder_is_that_of_masked_words(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("here")
 def test_a_result_that_differs_is_never_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(FAMILIES["mistral"], tmp_path / "source")
-    from headwise.reshape.prune.pruned_checkpoint import Pruning
+    from headwise.reshape.pruning.pruned_checkpoint import Pruning
 
     monkeypatch.setattr(Pruning, "gates", lambda self: [[1, 1, 0, 0], [1, 0, 0, 1]])  # others than those that went
     with hf.checkpoint(source) as opened, pytest.raises(ValueError, match="differs from the original with those heads"):

@@ -14,7 +14,7 @@ from hf_models import VOCAB
 from reshape_models import FAMILIES, decoder, saved
 
 from headwise import hf
-from headwise.hf.load import verify_process as proving
+from headwise.hf.loading import verify_process as proving
 from headwise.reshape import Proof, plan_prune, reconstruct, write_pruned
 from headwise.reshape.repair.calibration import loss_of
 

@@ -16,14 +16,14 @@ from reshape_models import FAMILIES, Made, decoder
 from torch import Tensor
 
 from headwise import hf, reshape
-from headwise.hf.load import verify_process as proving
+from headwise.hf.loading import verify_process as proving
 from headwise.plan import of
 from headwise.reshape.layout.head_axes import Sizes, form
 from headwise.reshape.layout.layer_weights import head_weights, layer_tensors
 from headwise.reshape.layout.target_class import Target
-from headwise.reshape.prune.pruned_checkpoint import as_stored
-from headwise.reshape.regroup.merge import METHODS
-from headwise.reshape.regroup.regrouped_checkpoint import plan_regroup
+from headwise.reshape.pruning.pruned_checkpoint import as_stored
+from headwise.reshape.regrouping.merge import METHODS
+from headwise.reshape.regrouping.regrouped_checkpoint import plan_regroup
 from headwise.reshape.repair.calibration import family_in_memory, rows_of
 from headwise.reshape.repair.reconstruct import reconstruct
 from headwise.reshape.write.writer import Planned
@@ -56,7 +56,7 @@ class InMemory(Made):
         return self.state[name].clone()
 
     def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Any:
-        model = quiet(lambda: hf.load.model.build(config, state))
+        model = quiet(lambda: hf.loading.model.build(config, state))
         model.set_experts_implementation("eager")  # plain operations, in any sizes
         return model
 
@@ -201,7 +201,7 @@ def test_a_folder_is_written_and_proved(tmp_path: Path, monkeypatch: pytest.Monk
         source = {"config": dict(config), "weights": list(map(str, weights))}
         return quiet(lambda: proving.answer({**request, "folder": str(folder), "source": source}))
 
-    monkeypatch.setattr("headwise.hf.load.checkpoint.prove", prove)
+    monkeypatch.setattr("headwise.hf.loading.checkpoint.prove", prove)
     source = tmp_path / "source"
     quiet(lambda: FAMILIES["mistral"].build().half().save_pretrained(source))
     with hf.checkpoint(source) as checkpoint:

@@ -78,7 +78,7 @@ def _recorded(model: str | None, *, against: str | None, any_input: bool) -> lis
         looks.append(None)
         if name is not None and against is not None:
             quiet("headwise look")
-            from headwise.hf.load.model import checked
+            from headwise.hf.loading.model import checked
 
             checked(name, any_input=any_input)
     return looks

@@ -63,7 +63,7 @@ def _regroup(
         show("loading the libraries")
         hf = libraries("headwise regroup")
         from headwise import reshape
-        from headwise.reshape.regroup.regrouped_checkpoint import checked
+        from headwise.reshape.regrouping.regrouped_checkpoint import checked
 
         folder, _ = hf.files.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
@@ -125,7 +125,7 @@ def _distill(
         from headwise import reshape
 
         training = reshape.DistillConfig(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
-        checked = [hf.load.model.checked(name) for name in (folder, teacher)]
+        checked = [hf.loading.model.checked(name) for name in (folder, teacher)]
         with hf.checkpoint(folder) as source:
             check_place(out, source)
             for name, config in zip((folder, teacher), (one[2] for one in checked), strict=True):
@@ -164,7 +164,7 @@ def _distill(
 
 
 def _check_length(hf: Any, name: str, config: Any, length: int) -> None:
-    places = hf.load.model.declared_positions(config)
+    places = hf.loading.model.declared_positions(config)
     if places is not None and length > places:
         raise typer.BadParameter(f"--length {length}: {name} takes {places:,} tokens; give as many or fewer")
 
@@ -173,11 +173,11 @@ def _stream(hf: Any, folder: Path, config: Any, texts: Iterable[str]) -> tuple[A
     """Return the tokens of all texts in one row, without the first token of a text (BOS or CLS), and that token."""
     import torch
 
-    tokenizer = hf.load.tokenizer.load_tokenizer(folder, config)
-    first = hf.load.tokenizer.bos_id(tokenizer, config.get_text_config().vocab_size)
+    tokenizer = hf.loading.tokenizer.load_tokenizer(folder, config)
+    first = hf.loading.tokenizer.bos_id(tokenizer, config.get_text_config().vocab_size)
     ids: list[int] = []
     for text in texts:
-        tokens, _ = hf.load.tokenizer.encode(tokenizer, text, None)
+        tokens, _ = hf.loading.tokenizer.encode(tokenizer, text, None)
         ids += tokens[1:] if tokens[:1] == [first] else tokens
     return torch.tensor(ids, dtype=torch.long), first
 

@@ -26,14 +26,14 @@ from .decode.continuous_batching import batched_attention, serving
 from .distributed.context_parallel import Shards, context_parallel
 from .distributed.tensor_parallel import tensor_parallel, tensor_parallel_config
 from .errors import ModelError
-from .load.checkpoint import Checkpoint, checkpoint
-from .load.layouts import layouts
-from .load.model import Loaded, load
-from .load.processor import Prepared, prepared
+from .loading.checkpoint import Checkpoint, checkpoint
+from .loading.layouts import layouts
+from .loading.model import Loaded, load
+from .loading.processor import Prepared, prepared
 from .models.heads_by_layer import register_configs
 from .models.support import NAME
 from .pickling import import_where_unpickled
-from .probe import probe
+from .probing import probe
 from .training_callback import WatchCallback
 from .validate import check_what_is_built
 

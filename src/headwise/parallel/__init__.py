@@ -3,13 +3,13 @@
 from ..distributed.comm import Comm
 from ..distributed.errors import RankError, RankMismatch
 from .cache.sharded import ShardedCache
-from .context.attention import context_parallel
-from .context.call import Expansion
-from .context.layout_costs import explain
-from .context.modules import Context, context, sum_gradients
-from .context.sequence import join_sequence, order_for, positions, split_sequence
-from .load_slices import load_slices
-from .tensor_parallel import tensor_parallel
+from .context_layouts.attention import context_parallel
+from .context_layouts.call import Expansion
+from .context_layouts.layout_costs import explain
+from .context_layouts.modules import Context, context, sum_gradients
+from .context_layouts.sequence import join_sequence, order_for, positions, split_sequence
+from .tensor import tensor_parallel
+from .weights import load_slices
 
 __all__ = [
     "Comm",

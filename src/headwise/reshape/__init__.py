@@ -8,11 +8,11 @@
 """
 
 from ..distributed.workers import Processes
-from .prune.budget import Budget
-from .prune.module import prune_module
-from .prune.pruned_checkpoint import Pruning, plan_prune, prune, write_pruned
-from .prune.scores import Scorer, by_call, by_twins, random_scores
-from .regroup.regrouped_checkpoint import Regrouping, plan_regroup, regroup, write_regrouped
+from .pruning.budget import Budget
+from .pruning.module import prune_module
+from .pruning.pruned_checkpoint import Pruning, plan_prune, prune, write_pruned
+from .pruning.scores import Scorer, by_call, by_twins, random_scores
+from .regrouping.regrouped_checkpoint import Regrouping, plan_regroup, regroup, write_regrouped
 from .repair.distill import DistillConfig, LossCurve, distill
 from .repair.distilled_checkpoint import distill_facts, write_distilled
 from .repair.paired_models import Projections

@@ -130,7 +130,7 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool 
     length = min(ROW, loaded.max_positions or ROW)
     rows: list[list[int]] = []
     for content in contents:
-        ids, _ = hf.load.tokenizer.encode(loaded.tokenizer, content, None)
+        ids, _ = hf.loading.tokenizer.encode(loaded.tokenizer, content, None)
         rows += [ids[start : start + length] for start in range(0, len(ids), length)]
         if sum(map(len, rows)) >= TOKENS:
             break

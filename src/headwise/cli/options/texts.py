@@ -48,7 +48,7 @@ def fitting(loaded: Any, text: str) -> str:
     if text != default_text() or loaded.tokenizer is None or loaded.max_positions is None:
         return text
     from headwise.files.text import visible
-    from headwise.hf.load import tokenizer as tokens
+    from headwise.hf.loading import tokenizer as tokens
 
     part = tokens.beginning(loaded.tokenizer, text, loaded.max_positions)
     if not part or part == text.rstrip():

@@ -18,8 +18,8 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from ...nn.sharding.tokens import entered
 from ...parallel import Comm, Context, join_sequence, sum_gradients
-from ...parallel.context.agreement import digest
-from ...parallel.context.attention import LayoutOption
+from ...parallel.context_layouts.agreement import digest
+from ...parallel.context_layouts.attention import LayoutOption
 from ...plan.ranks.sharding import TokenOrder
 from ..errors import ModelError
 from ..models.support import NAME, attention_modules, refuse_own_code, title

@@ -20,7 +20,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from ...plan.config.fields import architectures
 from ...plan.model.heads_by_layer import CLASS_PREFIX, HOW, PREFIX, check_heads_by_layer
-from ..load.layouts import layouts
+from ..loading.layouts import layouts
 
 
 class HeadsByLayerConfig(PreTrainedConfig):

@@ -11,8 +11,8 @@ from ...distributed.comm import Comm
 from ...distributed.messages import ReceiveBuffer
 from ...ops.sharding.heads import Share
 from ...shapes import compute_dtype
-from ..context.block import Partial
-from ..context.merge import Merged
+from ..context_layouts.block import Partial
+from ..context_layouts.merge import Merged
 from .ownership import picked
 
 

@@ -25,7 +25,7 @@ from ...ops.sharding.heads import Share
 from ...ops.storage.paged import PAGE
 from ...shapes import check_gate, check_options, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown, whole_numbers
-from ..context.agreement import digest, mask_text, sinks_text
+from ..context_layouts.agreement import digest, mask_text, sinks_text
 from .merge_outputs import HeadExchange, merged
 from .ownership import TokenOwnership, owned, picked, picks
 from .shard_mask import fallen_at, shard_mask, spans

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...shapes.arguments import check_texts, shown
 from ..arguments import check_kind, check_models, check_writing
 from ..layout.protocol import ReshapableCheckpoint, check_source
-from ..prune.budget import bytes_of
+from ..pruning.budget import bytes_of
 from ..write.readme import proved
 from ..write.verify import PLAIN, Proof, planned
 from ..write.writer import Planned, write

@@ -14,8 +14,8 @@ from ..arguments import check_models, check_rows, check_told
 from ..layout.head_weights import HeadWeights
 from ..layout.layer_weights import layer_tensors
 from ..layout.protocol import BuildableCheckpoint
-from ..prune.pruned_checkpoint import Pruning
-from ..regroup.regrouped_checkpoint import Regrouping
+from ..pruning.pruned_checkpoint import Pruning
+from ..regrouping.regrouped_checkpoint import Regrouping
 from .calibration import family_in_memory, loss_of, projections_of, say, weights_in_memory
 from .paired_models import batches_of
 from .reconstruct_modules import Inputs, Reconstruction, reconstruct_modules

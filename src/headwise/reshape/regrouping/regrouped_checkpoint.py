@@ -20,8 +20,8 @@ from ..layout.head_weights import HeadWeights
 from ..layout.layer_weights import head_weights, layer_tensors
 from ..layout.protocol import ReshapableCheckpoint, check_source, check_unpruned
 from ..layout.target_class import Target, target
-from ..prune.budget import bytes_of
-from ..prune.pruned_checkpoint import as_stored
+from ..pruning.budget import bytes_of
+from ..pruning.pruned_checkpoint import as_stored
 from ..repair.calibration import (
     family_in_memory,
     read_moments,

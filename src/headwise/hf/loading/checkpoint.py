@@ -145,13 +145,13 @@ class Checkpoint:
     def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
         """Load a checkpoint that was made from this one in a fresh process, and compare both if `compare` is true.
 
-        See `headwise.hf.load.verify.prove`.
+        See `headwise.hf.loading.verify.prove`.
         """
         weights = [self.folder.resolve() / name for name in self._open]
         return prove(folder, self.config if compare else None, weights, request)
 
     def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PreTrainedModel:
-        """Return a text model of any architecture from its config and tensors: see `headwise.hf.load.model.build`."""
+        """Return a text model of any architecture from its config and tensors: see `loading.model.build`."""
         return build(config, state)
 
     def check(self) -> None:
