@@ -20,7 +20,7 @@ from hf_table_inputs import STEPS, Arguments, inputs, padded
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import headwise.hf.attention.function as bridge
+from headwise.hf import returned
 from headwise.hf.errors import ModelError
 from headwise.hf.models.architectures import CACHE
 from headwise.hf.models.support import attention_modules, unseen_modules
@@ -130,7 +130,7 @@ def gradients(model: PreTrainedModel, arguments: Arguments) -> Outputs:
 def calls(gate: bool = False) -> Iterator[list[int]]:
     """The heads of the attention calls that reach headwise; `gate`: with half of their first head."""
     seen: list[int] = []
-    exact = bridge.attention
+    exact = returned.attention
 
     def spy(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(query.shape[1])
@@ -138,7 +138,7 @@ def calls(gate: bool = False) -> Iterator[list[int]]:
             kwargs["gate"] = torch.tensor([0.5] + [1.0] * (query.shape[1] - 1), dtype=query.dtype)
         return exact(query, *args, **kwargs)
 
-    with mock.patch.object(bridge, "attention", spy):
+    with mock.patch.object(returned, "attention", spy):
         yield seen
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
 from transformers.masking_utils import sdpa_mask
 
-import headwise.hf.attention.function as bridge
+from headwise.hf import returned
 from headwise.hf.models.architectures import CACHE
 
 # -- the yardstick: attention written out, its softmax in float64 -----------------------------------------------------
@@ -65,13 +65,13 @@ AttentionMaskInterface.register("exact", sdpa_mask)
 def counted(gate: Callable[[int, Tensor], Tensor | None] = lambda call, query: None) -> Iterator[list[tuple[int, ...]]]:
     """The shapes of the queries that reach headwise's attention in the block; `gate(call, query)` may gate a call."""
     seen: list[tuple[int, ...]] = []
-    real = bridge.attention
+    real = returned.attention
 
     def spy(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(tuple(query.shape))
         return real(query, *args, gate=gate(len(seen) - 1, query), **kwargs)
 
-    with mock.patch.object(bridge, "attention", spy):
+    with mock.patch.object(returned, "attention", spy):
         yield seen
 
 

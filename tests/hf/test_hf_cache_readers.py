@@ -143,18 +143,19 @@ def test_a_window_that_only_the_cache_knows(plan: tuple[int, ...]) -> None:
 
 def test_a_window_in_the_mask_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second rule is added where the mask has one."""
-    import headwise.hf.attention.function as bridge
 
     model = BY_NAME["Mistral window"].build()
     model.set_attn_implementation("headwise")
     parts: list[int] = []
-    real = bridge.attention
+    from headwise.hf import returned
+
+    real = returned.attention
 
     def spy(*args: Any, mask: Any = None, **more: Any) -> Tensor:
         parts.append(len(mask.parts))
         return real(*args, mask=mask, **more)
 
-    monkeypatch.setattr(bridge, "attention", spy)
+    monkeypatch.setattr(returned, "attention", spy)
     greedy(model, {"input_ids": token_ids(7)}, make_cache(model, max_length=40))
     assert set(parts) == {1}
 

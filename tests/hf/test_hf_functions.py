@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers import masking_utils as theirs
 
 import headwise
-import headwise.hf.attention.function as bridge
+from headwise.hf import returned
 from headwise.hf.attention.mask import headwise_mask
 from headwise.hf.attention.mask_closures import Frame
 from headwise.hf.attention.mask_functions import function_mask
@@ -68,14 +68,14 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Tensor]] = {
 def masks() -> Iterator[list[Mask]]:
     """The masks that reach headwise's attention in the block."""
     seen: list[Mask] = []
-    real = bridge.attention
+    real = returned.attention
 
     def spy(*args: Any, mask: Any, **options: Any) -> Any:
         seen.append(Mask(()) if mask is None else mask)
         return real(*args, mask=mask, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bridge, "attention", spy)
+        patch.setattr(returned, "attention", spy)
         yield seen
 
 

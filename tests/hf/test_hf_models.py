@@ -12,7 +12,7 @@ from hf_models import BY_NAME, ROWS, Row, T, inputs, logits, padding, real_rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import headwise.hf.attention.function as bridge
+from headwise.hf import returned
 
 MODELS: dict[str, PreTrainedModel] = {}
 
@@ -110,7 +110,7 @@ def test_attentions_are_computed_only_when_asked_for() -> None:
     row = BY_NAME["Llama GQA"]
     model = model_of(row)
     model.set_attn_implementation("headwise")
-    with mock.patch.object(bridge, "weights", side_effect=AssertionError("nobody asked")):
+    with mock.patch.object(returned, "weights", side_effect=AssertionError("nobody asked")):
         logits(model, inputs(row))
     model.set_attn_implementation("eager")
 
@@ -127,12 +127,12 @@ FAULTS = {
 def test_an_argument_that_were_dropped_would_show(dropped: str) -> None:
     """The tolerance is far below what any argument does: each fault planted moves the logits by a hundred budgets."""
     name, side = FAULTS[dropped]
-    row, real = BY_NAME[name], bridge.attention
+    row, real = BY_NAME[name], returned.attention
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         return real(*args, **kwargs | {dropped: None})
 
-    with mock.patch.object(bridge, "attention", faulty):
+    with mock.patch.object(returned, "attention", faulty):
         error = distance(model_of(row), lambda m: logits(m, inputs(row, side)), real_rows(row, side))
     assert error.ours > 100 * error.budget, f"{dropped}: {error}"
 

@@ -177,10 +177,8 @@ def test_what_each_returns_takes_the_place_of_the_attention(name: str, monkeypat
     with hf.probe(model) as seen:
         expected = logits(model, arguments)
     ran: list[str] = []
-    own = headwise.hf.attention.function.attention_of_part
-    monkeypatch.setattr(
-        "headwise.hf.attention.function.attention_of_part", lambda *a, **k: ran.append("own") or own(*a, **k)
-    )
+    own = headwise.hf.returned.attention
+    monkeypatch.setattr("headwise.hf.returned.attention", lambda *a, **k: ran.append("own") or own(*a, **k))
     with hf.probe(model, lambda call: call.attend()):
         assert torch.equal(logits(model, arguments), expected) and ran == []
     first = seen.calls[0].module

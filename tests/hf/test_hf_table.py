@@ -27,8 +27,7 @@ from hf_table_measure import measure  # noqa: E402
 from hf_table_run import rows  # noqa: E402
 
 import headwise.hf  # noqa: E402, F401  (registers)
-import headwise.hf.attention.function as bridge  # noqa: E402
-from headwise.hf import ModelError  # noqa: E402
+from headwise.hf import ModelError, returned  # noqa: E402
 from headwise.hf.models.support import require_interface  # noqa: E402
 
 pytestmark = pytest.mark.unchecked  # whole models, a hundred calls each
@@ -78,28 +77,28 @@ def test_a_sample_is_as_the_page_says() -> None:
 
 @pytest.mark.parametrize("dropped", ["mask", "scale"])
 def test_an_argument_that_were_dropped_would_show(dropped: str) -> None:
-    real = bridge.attention
-    with mock.patch.object(bridge, "attention", lambda *args, **kwargs: real(*args, **kwargs | {dropped: None})):
+    real = returned.attention
+    with mock.patch.object(returned, "attention", lambda *args, **kwargs: real(*args, **kwargs | {dropped: None})):
         row = measure("gemma2")
     assert pages.group(row) == "broken" and not all(row["rounding"].values()), row
 
 
 def test_a_gradient_that_were_wrong_would_show() -> None:
-    real = bridge.attention
-    with mock.patch.object(bridge, "attention", lambda q, k, v, **kwargs: real(q, k, (v + v.detach()) / 2, **kwargs)):
+    real = returned.attention
+    with mock.patch.object(returned, "attention", lambda q, k, v, **kwargs: real(q, k, (v + v.detach()) / 2, **kwargs)):
         row = measure("bert")
     assert pages.group(row) == "broken" and list(row["rounding"]) == ["gradient"], row
 
 
 def test_attention_whose_result_were_not_used_would_show() -> None:
-    real = bridge.attention
-    with mock.patch.object(bridge, "attention", lambda *args, **kwargs: 0.0 * real(*args, **kwargs)):
+    real = returned.attention
+    with mock.patch.object(returned, "attention", lambda *args, **kwargs: 0.0 * real(*args, **kwargs)):
         row = measure("vit")
     assert pages.group(row) in ("broken", "left"), row
 
 
 def test_an_error_of_headwise_is_broken_and_a_refusal_is_not() -> None:
-    with mock.patch.object(bridge, "attention", side_effect=RuntimeError("shapes")):
+    with mock.patch.object(returned, "attention", side_effect=RuntimeError("shapes")):
         assert pages.group(measure("bert")) == "broken"
     row = measure("deepseek_v32")
     assert pages.group(row) == "refused" and "sparse attention" in pages.short(row)

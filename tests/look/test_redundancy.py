@@ -38,7 +38,7 @@ def test_patterns_against_whole_matrices(name: str, monkeypatch: pytest.MonkeyPa
     P = 0.999 * P + 0.001 / P.shape[-1]
     for rows, picked in ((128, list(range(11))), (3, [0, 3, 7])):
         for numbers in (1 << 23, 200):  # blocks of a few rows give the same
-            monkeypatch.setattr(sys.modules["headwise.look.redundancy"], "NUMBERS", numbers)
+            monkeypatch.setattr(sys.modules["headwise.look.interventions.similarity"], "NUMBERS", numbers)
             got = pattern_distances(calls, rows)
             for a, b in itertools.product(range(8), repeat=2):
                 p, q = P[a, picked], P[b, picked]

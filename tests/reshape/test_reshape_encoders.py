@@ -102,7 +102,7 @@ def test_auto_classes_load_it_save_it_and_load_it_again(name: str, head: str, fo
 
 def _same_gradient(model: Any, original: Any, name: str) -> None:
     """Of each kept head's query weights, where the others of the original are switched off by their columns of W_O."""
-    family = reshape.calibrate.family_in_memory(original, hf.layouts())
+    family = reshape.repair.calibration.family_in_memory(original, hf.layouts())
     for layer in family.layers:
         output = next(key for key, form in layer.tensors.items() if "o" in form.parts() and key.endswith("weight"))
         with torch.no_grad():
@@ -280,5 +280,5 @@ def test_the_command_writes_a_classifier_and_says_in_one_line_what_has_no_loss(f
 def test_an_encoder_that_is_not_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
     config = {"model_type": name, "hidden_size": 28, "num_attention_heads": 4, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match=f"how {name!r} stores its heads is not known; ") as caught:
-        reshape.layout.family_of(config, [], hf.layouts())
+        reshape.layout.families.family_of(config, [], hf.layouts())
     assert "\n" not in str(caught.value)
