@@ -168,7 +168,7 @@ RECORDED = """
     Explanation HeadStatistics RowStatistics TopKeys AttentionCall Stage Trace Probe QuantizationError HeadRecord Look
     Score Evidence Passage Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner
     LatentCache Comparison HeadChange Curve Point Ablation Circuits Composition HeadImportance HeadWrites Importance
-    Redundancy Twin Vocabulary Migration Pruning Regrouping Reconstruction Processes
+    Redundancy SimilarHead LossCurve Vocabulary Pruning Regrouping Reconstruction Processes
     Projections ModelOverRanks
 """
 RECORDS = RECORDED.split()
@@ -187,6 +187,7 @@ HANDED_ON = {
     "KVCache.set_lengths": "by KVCache.truncate",
     "KVCache.set_rows": "by KVCache.reorder",
     "KVCache.step": "by modules, after their projections",
+    "KVCache.positions": "by modules, of tokens that they checked",
     "KVCache.takes_steps": "by modules, after their projections",
     "Rotary.turn": "by modules, for a step of a cache",
     "Proof.request": "by what writes a checkpoint",

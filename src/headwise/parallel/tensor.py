@@ -12,7 +12,7 @@ from ..nn.hooks.projections import HOOKS
 from ..nn.inner_attention import InnerAttention
 from ..nn.latent import LatentAttention
 from ..nn.multihead import MultiHeadAttention
-from ..nn.sharding.heads import GatheredNorm, RankHeads, ReplicatedLinear, SumOfHeads
+from ..nn.sharding.heads import GatheredNorm, RankHeadsLinear, ReplicatedLinear, SumOfHeads
 from ..ops.sharding.heads import Group, Share
 from ..shapes.arguments import shown
 
@@ -176,9 +176,9 @@ def _deal_inner(inner: nn.Module, group: Group) -> None:
         _place(inner, "sinks", group, Shard(0))
 
 
-def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> RankHeads:
+def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> RankHeadsLinear:
     """Return a projection to heads: split by rows, or complete if several processes need the same head."""
-    own = _like(RankHeads, linear)
+    own = _like(RankHeadsLinear, linear)
     own.group, own.keys, own.size = group, keys, size
     place: Placement = Shard(0) if keys is None else Replicate()
     for name in ("weight", "bias"):

@@ -22,7 +22,7 @@ from ..hooks.projections import HOOKS, description, has_hooks, is_linear
 from .tokens import LocalHeads, within_heads
 
 
-class RankHeads(nn.Linear):
+class RankHeadsLinear(nn.Linear):
     """A projection to the heads of this rank.
 
     Attributes:
@@ -84,8 +84,8 @@ class HeadShards:
     share: Share
 
     def entering(self, projection: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the projections; for `RankHeads`, the gradient of each is summed over ranks once."""
-        if not isinstance(projection, RankHeads):
+        """Return the inputs of the projections; for `RankHeadsLinear`, the gradient of each is summed over ranks once."""
+        if not isinstance(projection, RankHeadsLinear):
             return inputs
         shared = {id(x): self.group.shared(x) for x in inputs}
         return tuple(shared[id(x)] for x in inputs)
@@ -106,7 +106,7 @@ class HeadShards:
         If every rank has the keys of all heads, those of this rank are selected and their gradients are summed.
         """
         fused, K = here_of(fused), self.share.num_kv_heads
-        own = isinstance(projection, RankHeads)
+        own = isinstance(projection, RankHeadsLinear)
         here = len(self.share.keys) if own else K // self.group.size
         if fused.shape[-1] == here * size and (own or self.share.deals_keys):
             return _as_heads(fused, size)
@@ -164,7 +164,7 @@ class HeadShards:
             TypeError: torch split the projection, and it is not a plain linear layer, so that its output and the
                 summation of its gradients are unknown.
         """
-        if type(projection) is RankHeads:
+        if type(projection) is RankHeadsLinear:
             whole = projection.bias is None and not has_hooks(projection) and "forward" not in vars(projection)
             return self.parameter(projection.weight) if whole else None
         hooks = [hook for kind in HOOKS for hook in getattr(projection, kind).values()]

@@ -17,7 +17,7 @@ from ...plan.ranks.sharding import TokenOrder
 from ...shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown
 from .agreement import digest, mask_text
-from .call import CallOptions, ContextCall, Expansion, leaves_of
+from .call import ContextCall, Expansion, ScoreOptions, leaves_of
 from .gather import GATHER
 from .key_exchange import KeyExchange
 from .layout_costs import fastest_layout
@@ -186,7 +186,7 @@ class _Arguments:
         with torch.enable_grad():
             mask = self.mask.computed_in(compute_dtype(self.query))
         some = None if self.some is None else (self.some.total, self.some.first)
-        numbers = CallOptions(self.scale, self.softcap, self.dropout, seed, some)
+        numbers = ScoreOptions(self.scale, self.softcap, self.dropout, seed, some)
         name = f"context_parallel, operation {comm.count}"
         return ContextCall(
             comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name

@@ -37,7 +37,7 @@ class Expansion:
     width: int
 
 
-class CallOptions(NamedTuple):
+class ScoreOptions(NamedTuple):
     """The options of a call for its scores, without the mask."""
 
     scale: float
@@ -69,7 +69,7 @@ class ContextCall:
     queries: tuple[tuple[Stretch, ...], ...]
     keys: tuple[tuple[Stretch, ...], ...]
     mask: Mask
-    numbers: CallOptions
+    numbers: ScoreOptions
     heads: int
     kv_heads: int
     value_dim: int
