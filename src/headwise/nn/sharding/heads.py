@@ -84,7 +84,7 @@ class HeadShards:
     share: Share
 
     def entering(self, projection: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the projections; for `RankHeadsLinear`, the gradient of each is summed over ranks once."""
+        """Return the inputs of the projections; of `RankHeadsLinear`, each gradient is summed over ranks once."""
         if not isinstance(projection, RankHeadsLinear):
             return inputs
         shared = {id(x): self.group.shared(x) for x in inputs}
