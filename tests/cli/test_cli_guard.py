@@ -159,7 +159,7 @@ def test_a_long_message_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_stands_in_for_a_closed_stream_keeps_its_number_when_it_is_replaced() -> None:
     """Else the next file that is opened would get the number of stdout, and what is printed would run into it."""
-    code = "import os, sys; from headwise.cli import guard; guard.open_streams(); sys.stdout = None; os.fstat(1)"
+    code = "import os, sys; from headwise.cli import errors; errors.open_streams(); sys.stdout = None; os.fstat(1)"
     line = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
     done = subprocess.run(line, stderr=-1, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -286,8 +286,8 @@ call = lambda: [headwise.attention(*qkv, mask=headwise.causal(), backend="native
 bits = lambda outs: [x.numpy().tobytes() for x in outs]     # torch.equal, parallel, would hang in the child
 """
 EARLY = """
-from headwise.ops.native.library import trouble
-assert trouble() is None                      # loads the library, and calls nothing of it
+from headwise.ops.native.library import error_for
+assert error_for() is None                      # loads the library, and calls nothing of it
 torch.randn(1 << 20).exp()                    # starts torch's threads
 child = os.fork()
 if child == 0:

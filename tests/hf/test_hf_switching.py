@@ -99,6 +99,7 @@ def test_a_copy_and_a_pickle_run_as_the_model_does() -> None:
             assert model.config._attn_implementation == "headwise"
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer does it
 @pytest.mark.unchecked  # the compiler cannot trace the checker's wrapping at a first call
 def test_compiled_code_calls_such_a_module_as_it_is() -> None:
     row = BY_NAME["Bloom"]

@@ -346,13 +346,17 @@ class LatentAttention(nn.Module):
             return "expanded"
         return self.uncached if held is None else self.costs.cheaper(queries, whole_numbers("held", held))
 
-    @outside_graphs
     def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """Return whether this call runs absorbed; raise ValueError if `form` is "expanded" and that is impossible."""
         if form == "absorbed" and self._up() is None:
             raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
         if cache is None:
             return (self.form(new) if form == "auto" and self._tells() else form) == "absorbed"
+        return self._absorbs_stored(new, cache, form, mask=mask, lengths=lengths)
+
+    @outside_graphs
+    def _absorbs_stored(self, new: int, cache: LatentCache, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
+        """As `_absorbs`, of the latents in a cache, whose lengths a graph must not hold."""
         stored = list(cache.lengths)
         if (self.form(new, stored) if form == "auto" else form) == "absorbed":
             return True
@@ -391,7 +395,5 @@ class LatentAttention(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes."""
         low = "" if self.q_lora_rank is None else f"q_lora_rank={self.q_lora_rank}, "
-        return (
-            f"{self.d_model}, {self.num_heads}, {low}kv_lora_rank={self.kv_lora_rank}, nope_dim={self.nope_dim}, "
-            f"rope_dim={self.rope_dim}, value_dim={self.value_dim}"
-        )
+        sizes = f"nope_dim={self.nope_dim}, rope_dim={self.rope_dim}, value_dim={self.value_dim}"
+        return f"{self.d_model}, {self.num_heads}, {low}kv_lora_rank={self.kv_lora_rank}, {sizes}"
