@@ -1,7 +1,7 @@
 // The few C functions of torch's stable ABI that headwise calls. torch keeps them from version 2.10 on, no matter which
 // compiler or version built it. They are declared here so that building needs neither torch's headers nor a download of
-// hundreds of megabytes into a build environment. tests/csrc/test_native_build.py compiles this file together with torch's
-// own declarations.
+// hundreds of megabytes into a build environment. tests/csrc/test_native_build.py compiles this file together with
+// torch's own declarations.
 #pragma once
 
 #include <stddef.h>
