@@ -41,9 +41,13 @@ def of(batch: WholeBatch, positions: Tensor, documents: Tensor | None) -> Iterat
     look for documents still ignores them.
     """
     theirs: dict[str, Any] = {"find_packed_sequence_indices": lambda _: documents}
+    # In newer transformers, the mask function that these two wrap counts positions within documents.
     join = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if join is not None:  # newer transformers: the mask function that it wraps counts positions within documents
+    if join is not None:
         theirs["packed_sequence_compatibility_function"] = lambda function, *_: join(function, positions, documents)
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    if remap is not None:  # since 5.24
+        theirs["remap_positions_for_packed_sequence"] = lambda function, _: remap(function, positions)
     before = {name: getattr(masking_utils, name) for name in theirs}
     _whole.append(batch)
     for name, function in theirs.items():
