@@ -51,7 +51,7 @@ class NativeBuildHook(BuildHookInterface):
         return ["cmake>=3.22", "ninja"] if _wanted() and _compiler() and not shutil.which("cmake") else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Builds; a wheel with the library in it is for this platform, but for any Python."""
+        """Build the library; a wheel that holds it is for this platform and for any Python."""
         if self.target_name != "wheel":
             return
         library = _wanted() and self._built()
@@ -77,7 +77,7 @@ class NativeBuildHook(BuildHookInterface):
 
 
 def platform_tag() -> str:
-    """The platform in a wheel's name; of Linux, `auditwheel repair` makes a manylinux of it."""
+    """Return the platform in a wheel's name; on Linux, `auditwheel repair` changes it to manylinux."""
     name = sysconfig.get_platform()
     if name.startswith("macosx"):  # Python may be for two machines, and for an older system; the library is for one
         name = f"macosx-{os.environ.get('MACOSX_DEPLOYMENT_TARGET', MACOS)}-{platform.machine()}"
@@ -85,7 +85,7 @@ def platform_tag() -> str:
 
 
 def sbom(version: str, library: bool) -> dict[str, Any]:
-    """The bill of materials (CycloneDX 1.6, as PEP 770 has it in a wheel); the same bytes for the same package."""
+    """Return the bill of materials (CycloneDX 1.6, in a wheel by PEP 770); the same bytes for the same package."""
     ours = {"type": "library", "bom-ref": f"pkg:pypi/headwise@{version}", "name": "headwise", "version": version}
     ours |= {"purl": ours["bom-ref"], "licenses": _licence("Apache-2.0")}
     weights = PACKAGE / "models" / "tiny" / "model.safetensors"
@@ -115,7 +115,7 @@ def _file(kind: str, path: Path, licence: str, description: str) -> dict[str, An
 
 
 def _javascript(recipe: Path, licence: str) -> list[dict[str, Any]]:
-    """The packages in a bundle of JavaScript, as its recipe names them, without the tools that make it."""
+    """Return the packages in a bundle of JavaScript by its recipe, without the tools that make it."""
     names = re.findall(r"(@?[a-z][a-z0-9/-]+)@(\d+\.\d+\.\d+)", recipe.read_text())
     about = {"type": "library", "licenses": _licence(licence)}
     parts = [(name, version) for name, version in dict.fromkeys(names) if name not in ("esbuild", "wabt")]
@@ -128,7 +128,7 @@ def _licence(name: str) -> list[dict[str, Any]]:
 
 
 def build(show: bool = False) -> None:
-    """Configures and compiles what has changed since the last time. Raises `NativeError`."""
+    """Configure, and compile what has changed since the last build. Raises `NativeError`."""
     if not sys.platform.startswith(("linux", "darwin")):
         raise NativeError(f"not written for {sys.platform}")
     if not _compiler():

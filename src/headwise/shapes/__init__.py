@@ -199,7 +199,7 @@ def _sinks_form(H: int | None) -> str:
 
 
 def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> Tensor:
-    """A gate (H,), (B, H), (B, H, T) or (B, H, T, V), made to broadcast against out (B, H, T, V)."""
+    """Return a gate (H,), (B, H), (B, H, T) or (B, H, T, V) that broadcasts against out (B, H, T, V)."""
     if not isinstance(gate, Tensor):
         raise TypeError(f"{_gate_rule(out_shape)}; got {type(gate).__name__}")
     check_dense("gate", gate)

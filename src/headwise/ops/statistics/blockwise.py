@@ -87,7 +87,7 @@ class _Sums:
         self._add_maps(block, p_BHRC, mass, alive)
 
     def _places(self, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """pos (R, 1) of the block's queries among the keys, and its keys (1, C)."""
+        """Return pos (R, 1) of the block's queries among the keys, and its keys (1, C)."""
         R, C = block.scores_BHRC.shape[2:]
         i, j = (torch.arange(n, device=self.device) for n in (R, C))
         return (i + _first(block.rows))[:, None] + (self.S - self.T), (j + _first(block.keys))[None]
@@ -158,7 +158,7 @@ class _Sums:
 
 
 def _first(pick: slice) -> int:
-    """The first index of a slice, which says none where the axis is a symbol of torch.compile."""
+    """Return the first index of a slice, which has none if the axis is a symbol of torch.compile."""
     return pick.start or 0
 
 
