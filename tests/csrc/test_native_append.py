@@ -187,7 +187,7 @@ def test_what_python_must_quantise(monkeypatch: pytest.MonkeyPatch) -> None:
         cache = StaticCache(B, K, D, V, capacity=9, dtype=torch.int8).append(learned, value)
     same(cache)
     assert not any(x.scale.requires_grad for x in cache.view())
-    monkeypatch.setattr(native_append, "trouble", lambda: "none here")
+    monkeypatch.setattr(native_append, "error_for", lambda: "none here")
     same(StaticCache(B, K, D, V, capacity=9, dtype=torch.int8).append(key, value))
 
 
