@@ -110,12 +110,19 @@ def _prune(  # private: a command has many options, and Python users call headwi
             if dry_run or out is None:
                 facts = plan.facts(context or 8192)
             else:
-                show("writing")
-                roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
-                proof = _proof(reshape, loaded, rows) if verify else None
-                facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
-                facts |= {} if roles is None else {"roles": roles.record}
+                facts = _write(hf, plan, out, loaded, rows, show, verify=verify)
     print_facts(facts, None if dry_run else out, as_json)
+
+
+def _write(hf: Any, plan: Any, out: Any, loaded: Any, rows: Any, show: Any, *, verify: bool) -> dict[str, Any]:
+    """Write the pruned checkpoint and return its facts, with the roles before and after if a model was loaded."""
+    from headwise import reshape
+
+    show("writing")
+    roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
+    proof = _proof(reshape, loaded, rows) if verify else None
+    facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
+    return facts | ({} if roles is None else {"roles": roles.record})
 
 
 def _criterion(

@@ -106,8 +106,7 @@ def at(
     row = rows[0] or rows[1]
     words = inputs.vocabulary(row, named, delimiters, facts)
     others = inputs.checked_readings(readings, facts)
-    if not rows[0]:  # only pictures or sound: no ids to repeat
-        repeats = None
+    repeats = repeats if rows[0] else None  # only pictures or sound: no ids to repeat
     passes = 1 + (repeats is not None) + len(others)
     reader = Reader(
         model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
@@ -117,9 +116,8 @@ def at(
         maps, neurons = reader.maps, reader.neurons
         copies = read_more(reader, repeats, others)
     length = len(row) or max(tally.widest[0] for tally in reader.tallies)
-    seen = look_of(reader, name, started, length=length, tokens=named, maps=tuple(maps), neurons=tuple(neurons))
-    if source is not None:
-        seen = replace(seen, pictures=source.pictures())
+    kept = {"maps": tuple(maps), "neurons": tuple(neurons), "pictures": source.pictures() if source is not None else ()}
+    seen = look_of(reader, name, started, length=length, tokens=named, **kept)
     spelt = dict(zip(row, named, strict=True))
     return replace(seen, excerpts=around(seen.heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")))
 

@@ -173,12 +173,7 @@ def trace(
     parameters = _parameters(mha)
     check_input(x, mha.d_model, mha.q_proj)
     for_keys, for_values = mha._sources(x, memory)
-    stages = [Stage("x", "X", x, "batch, tokens, d_model")]
-    if for_values is not for_keys:
-        stages.append(Stage("memory_keys", "M", for_keys, "keys come from here"))
-        stages.append(Stage("memory_values", "N", for_values, "values come from here"))
-    elif memory is not None:
-        stages.append(Stage("memory", "M", for_keys, "keys and values come from here"))
+    stages = _inputs(x, memory, for_keys, for_values)
     split = {}
     for letter, projection, source, heads, size in (
         ("q", mha.q_proj, x, mha.num_heads, mha.head_dim),
@@ -215,6 +210,19 @@ def trace(
     stages.append(Stage("output", mixed, mha.o_proj(joined), "W_O mixes the heads"))
     mixing = None if joined.is_meta or not joined.numel() else measure_mixing(mha, joined)
     return Trace(tuple(stages), parameters, mixing)
+
+
+def _inputs(
+    x: Tensor, memory: Tensor | tuple[Tensor, Tensor] | None, for_keys: Tensor, for_values: Tensor
+) -> list[Stage]:
+    """Return the stages of the inputs: x, and the memory if one is given."""
+    stages = [Stage("x", "X", x, "batch, tokens, d_model")]
+    if for_values is not for_keys:
+        stages.append(Stage("memory_keys", "M", for_keys, "keys come from here"))
+        stages.append(Stage("memory_values", "N", for_values, "values come from here"))
+    elif memory is not None:
+        stages.append(Stage("memory", "M", for_keys, "keys and values come from here"))
+    return stages
 
 
 def trace_shape(
