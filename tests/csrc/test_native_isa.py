@@ -7,14 +7,13 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-from backends import ISAS, NATIVE, attend, natives, needs_native
+from backends import ISAS, KNOWN, NATIVE, attend, natives, needs_native
 from mask_cases import Sizes
 from native_cases import dtypes
 
 import headwise
 from headwise.testing import make_qkv
 
-KNOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon_bf16", "neon", "baseline")
 pytestmark = needs_native
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 import headwise
 from headwise.ops.native.library import isas
 
+KNOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon_bf16", "neon", "baseline")  # best first
 ISAS = isas()  # of this CPU and build; none where the library is not built
 MUST = ("auto", "reference", "blocks")  # these run everything that is valid
 OPTIONAL = ("native", "sdpa", "flex")
