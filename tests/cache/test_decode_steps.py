@@ -18,7 +18,6 @@ from torch import Tensor
 
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
-from headwise.ops.native.decode_step import Scores
 from headwise.testing import assert_same_bits, naive, strided
 
 pytestmark = pytest.mark.unchecked
@@ -36,15 +35,14 @@ def cache_of(kind: str, n: Sizes) -> Any:
 
 
 def definition(
-    n: Sizes, allowed: Tensor, added: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    n: Sizes, allowed: Tensor, added: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     """softmax(Q K^T) V in float64 over all keys, from the matrix of what is seen."""
-    scale = n.D**-0.5 if scores.scale is None else scores.scale
-    products = scale * (query.double() @ key.double().repeat_interleave(n.H // n.K, 1).mT)
-    if scores.softcap is not None:
-        products = scores.softcap * torch.tanh(products / scores.softcap)
+    products = options.get("scale", n.D**-0.5) * (query.double() @ key.double().repeat_interleave(n.H // n.K, 1).mT)
+    if "softcap" in options:
+        products = options["softcap"] * torch.tanh(products / options["softcap"])
     logits = (products + added).masked_fill(~allowed, -math.inf)
-    sinks = torch.full((n.H,), -math.inf) if scores.sinks is None else scores.sinks
+    sinks = options.get("sinks", torch.full((n.H,), -math.inf))
     logits = torch.cat([logits, sinks.double().view(1, -1, 1, 1).expand(n.B, -1, n.T, 1)], -1)
     weights = torch.softmax(logits, -1)[..., :-1].masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     return weights @ value.double().repeat_interleave(n.H // n.K, 1)
@@ -60,23 +58,22 @@ def test_a_step_under_every_mask_is_the_definition(kind: str, n: Sizes) -> None:
         torch.randn(n.B, heads, length, width, generator=make)
         for heads, length, width in ((n.H, 1, n.D), (n.K, n.S, n.D), (n.K, n.S, n.V))
     )
-    every = (Scores(), Scores(0.7, 1.3, torch.linspace(-1, 2, n.H)))
+    every: tuple[dict[str, Any], ...] = ({}, {"scale": 0.7, "softcap": 1.3, "sinks": torch.linspace(-1, 2, n.H)})
     with collected() as attempt, torch.no_grad():
         for turn, name in enumerate(MASKS):
             allowed, added = dense(name, n)
             if kind == "rolling first":
                 j = torch.arange(n.S)
                 allowed = allowed & ((j >= n.S - WINDOW) | (j < FIRST))
-            scores = every[turn % 2]
+            options = every[turn % 2]
             cache = cache_of(kind, n).append(key[:, :, :-1], value[:, :, :-1])
             mask = MASKS[name](n).mask
-            out = cache.step(query, key[:, :, -1:], value[:, :, -1:], mask=mask, scores=scores)
+            out = cache.step(query, key[:, :, -1:], value[:, :, -1:], mask=mask, **options)
             taken += out is not None
             if out is None:
-                options = {name: x for name, x in scores._asdict().items() if x is not None}
                 cache.append(key[:, :, -1:], value[:, :, -1:])
                 out = headwise.attention(query, cache, mask=mask, **options)
-            want = definition(n, allowed, torch.where(allowed, added, 0.0), query, key, value, scores)
+            want = definition(n, allowed, torch.where(allowed, added, 0.0), query, key, value, **options)
             near = {"rtol": 2e-6, "atol": 4e-6}
             attempt(name, torch.testing.assert_close, out.double(), want, **near)
     assert taken >= len(MASKS) * 3 // 4, f"only {taken} steps of {len(MASKS)} were taken by the kernel"
@@ -129,7 +126,7 @@ def test_a_step_asks_a_function_about_every_head_and_row(kind: str, name: str) -
                 slopes = torch.tensor([0.5, 0.25, 1.0, 2.0]).view(1, -1, 1, 1)
                 added = added - slopes * (length - 1 - torch.arange(length))
             pair = key[:, :, :length], value[:, :, :length]
-            want = definition(n._replace(S=length), allowed, added, query, *pair, Scores())
+            want = definition(n._replace(S=length), allowed, added, query, *pair)
             torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=4e-6)
 
 
@@ -168,7 +165,7 @@ def test_drawn_schedules_of_one_process_give_what_lists_of_tokens_give(kind: str
                 sinks = torch.randn(H, generator=draw) if make.random() < 0.3 else None
                 out = None
                 if T == 1 and lengths is None:
-                    out = cache.step(query, key, value, scores=Scores(None, None, sinks))
+                    out = cache.step(query, key, value, sinks=sinks)
                 if out is None:
                     cache.append(key, value, lengths=lengths, side=side)
                     out = headwise.attention(query, cache, sinks=sinks)
@@ -283,5 +280,5 @@ def test_naive_agrees_with_the_definition_here() -> None:
     """The definition of this file is that of `headwise.testing`."""
     n = FEW_KEYS
     q, k, v = (torch.randn(*s).double() for s in ((2, 6, 1, 11), (2, 3, 7, 11), (2, 3, 7, 13)))
-    ours = definition(n, torch.ones(2, 6, 1, 7, dtype=torch.bool), torch.zeros(2, 6, 1, 7), q, k, v, Scores())
+    ours = definition(n, torch.ones(2, 6, 1, 7, dtype=torch.bool), torch.zeros(2, 6, 1, 7), q, k, v)
     torch.testing.assert_close(ours, naive(q, k, v)[0])

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from headwise import Mask
 from headwise.ops.native.gradient import Training
-from headwise.ops.native.mask_arguments import Rules, lowered
-from headwise.ops.options import Scoring
+from headwise.ops.native.mask_arguments import LoweredOptions, lowered
+from headwise.ops.options import ScoreOptions
 from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, ulp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,9 +50,9 @@ native_dtypes = pytest.mark.parametrize(
 )
 
 
-def rules_of(mask: Mask, T: int, S: int) -> Rules:
+def rules_of(mask: Mask, T: int, S: int) -> LoweredOptions:
     """A mask alone in the operator's terms."""
-    return lowered(Scoring(mask, 1.0, None, None), T, S)
+    return lowered(ScoreOptions(mask, 1.0), T, S)
 
 
 def training_of(mask: Mask, *qkv: Tensor) -> Training:

@@ -9,13 +9,14 @@ from torch import Tensor
 import headwise
 from headwise.ops.backends.wrappers import aligned, fenced, gated
 from headwise.ops.call import Call, Result
-from headwise.ops.options import Scoring
+from headwise.ops.options import ScoreOptions
 
 B, H, K, T, S = 2, 6, 3, 5, 7
 
 
 def call_of(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **more: Any) -> Call:
-    return Call(query, key, value, Scoring.of(query, key, mask, None, None, None), **more)
+    options = ScoreOptions.checked(query, key, mask, None, None, None)
+    return Call(query, key, value, options._replace(**more))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

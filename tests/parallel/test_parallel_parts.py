@@ -7,10 +7,11 @@ from torch import Tensor
 
 import headwise
 from headwise.ops.native.library import error_for
+from headwise.ops.options import ScoreOptions
 from headwise.parallel import Comm
 from headwise.parallel.context_layouts.agreement import mask_text
 from headwise.parallel.context_layouts.block import Block, Partial, attend, gradient
-from headwise.parallel.context_layouts.call import ContextCall, ScoreOptions
+from headwise.parallel.context_layouts.call import ContextCall
 from headwise.parallel.context_layouts.merge import Merged, sink_gradient
 
 N = Sizes(2, 6, 3, 23, 31, 5, 7)
@@ -21,8 +22,8 @@ NAMES = ("causal", "window 3", "lengths start", "segments (B,)", "relative 2", "
 def job(mask: headwise.Mask, dropout: float = 0.0) -> ContextCall:
     comm = object.__new__(Comm)  # of no group: nothing is sent here
     comm.rank, comm.world = 0, 1
-    numbers = ScoreOptions(N.D**-0.5, None, dropout, 91)
-    return ContextCall(comm, (((0, N.T),),), (((0, N.S),),), mask.sized(N.B, N.H), numbers, N.H, N.K, N.V)
+    options = ScoreOptions(mask.sized(N.B, N.H), N.D**-0.5, dropout=dropout)
+    return ContextCall(comm, (((0, N.T),),), (((0, N.S),),), options, N.H, N.K, N.V, 91)
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

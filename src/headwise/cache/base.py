@@ -15,9 +15,11 @@ from ..ops.attention import attention
 from ..ops.compiled_calls import methods_outside_graphs
 from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
-from ..ops.native.decode_step import CacheStep, RotaryStep, Scores, VisibleKeys, decode_step, runs_plain
+from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, decode_step, runs_plain
+from ..ops.options import ScoreOptions
 from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
+from ..shapes import default_scale
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
@@ -262,7 +264,9 @@ class KVCache(Saved, ABC):
         *,
         turn: RotaryStep | None = None,
         mask: Mask | None = None,
-        scores: Scores = Scores(),  # noqa: B008  # immutable
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         checked: bool = False,
     ) -> Tensor | None:
         """Append one token to each row and attend in one native kernel call, equal to `append` and then `attend`.
@@ -273,7 +277,9 @@ class KVCache(Saved, ABC):
             value: (B, K, 1, V); None if values are shared with the keys.
             turn: the rotary embedding that is applied to query and key first.
             mask: a further rule, as for `attend`.
-            scores: scale, softcap and sinks.
+            scale: as for `attend`.
+            softcap: as for `attend`.
+            sinks: as for `attend`.
             checked: True if `takes_steps` has just returned True for this mask.
 
         Returns:
@@ -282,10 +288,14 @@ class KVCache(Saved, ABC):
             Then nothing was added; call `append` and `attend`, which also raise the errors.
         """
         mask = EVERYTHING if mask is None else mask
-        if not ((checked or self.takes_steps(mask)) and self._fits(query, key, value, scores.sinks)):
+        if not ((checked or self.takes_steps(mask)) and self._fits(query, key, value, sinks)):
             return None
         storage = self._reserve_step()
-        out = decode_step(query, key, value, turn, storage, scores, self._in_sight(storage.places, mask))
+        seen = self._in_sight(storage.places, mask)
+        mask = mask if seen is not None else self._rule(None) & mask
+        scale = default_scale(self.head_dim) if scale is None else float(scale)
+        options = ScoreOptions(mask, scale, None if softcap is None else float(softcap), sinks)
+        out = decode_step(query, key, value, turn, storage, options, seen)
         if out is not None:
             self._lengths = [n + 1 for n in self._lengths]
             self._last, self._input_dtype = _Append(1, [1] * self.batch, "right"), key.dtype
@@ -336,15 +346,15 @@ class KVCache(Saved, ABC):
         """Return how many keys a query attends, including its own (None for all), and how many first keys besides."""
         return None, 0
 
-    def _in_sight(self, places: list[int], mask: Mask) -> VisibleKeys:
-        """Return the visible keys of the queries at these columns, by the cache's rule and the caller's mask."""
+    def _in_sight(self, places: list[int], mask: Mask) -> VisibleKeys | None:
+        """Return the visible keys of the queries at these columns; None if only a mask describes them."""
         window, first = self._sight()
         if len(places) > 1:
             rows = [[-FAR if window is None else n + 1 - window, n + 1, 0, n + 1] for n in places]
             return VisibleKeys(bounds=torch.tensor(rows, device="cpu"))
         band = mask.simple_band
         if band is None or first:
-            return VisibleKeys(mask=self._rule(None) & mask)
+            return None
         low, high, at_end = band
         shift = places[0] if at_end else 0
         lows = [-FAR if low is None else low + shift, -FAR if window is None else places[0] + 1 - window]

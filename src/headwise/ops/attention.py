@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import check_attention, check_gate, check_options
+from ..shapes import check_attention
 from ..shapes.arguments import check_flags, shown
 from .autocast import in_autocast_dtype, without_autocast
 from .backends import blocks, flex, sdpa
@@ -16,7 +16,7 @@ from .backends.wrappers import aligned, dense_keys, fenced, gated
 from .call import Call, Limit, Result, Run, refusal
 from .masks.mask import Mask
 from .native import backend as native
-from .options import CallOptions, Options, Scoring
+from .options import AttentionKeywords, ScoreOptions
 from .reference import reference
 from .sharding.dtensor_attention import any_dtensor, attend_parts
 from .storage.int8 import Quantized
@@ -34,15 +34,33 @@ BY_PLACE = "over processes dropout is drawn by headwise's own kernel, from a wei
 
 @overload
 def attention(
-    query: Query, key: Keys, value: Values = None, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    query: Query,
+    key: Keys,
+    value: Values = None,
+    *,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+    **options: Unpack[AttentionKeywords],
 ) -> Out: ...
 @overload
 def attention(
-    query: Query, key: Keys, value: Values = None, *, return_lse: Literal[True], **options: Unpack[Options]
+    query: Query,
+    key: Keys,
+    value: Values = None,
+    *,
+    return_lse: Literal[True],
+    backend: str = "auto",
+    **options: Unpack[AttentionKeywords],
 ) -> tuple[Out, Lse]: ...
 @overload
 def attention(
-    query: Query, key: Keys, value: Values = None, *, return_lse: bool = False, **options: Unpack[Options]
+    query: Query,
+    key: Keys,
+    value: Values = None,
+    *,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **options: Unpack[AttentionKeywords],
 ) -> Out | tuple[Out, Lse]: ...
 def attention(
     query: Query,
@@ -191,7 +209,7 @@ def explain(
     *,
     return_lse: bool = False,
     backend: str = "auto",
-    **options: Unpack[CallOptions],
+    **options: Unpack[AttentionKeywords],
 ) -> Explanation:
     """Explain which backend `attention` would run with these arguments. Nothing is computed.
 
@@ -215,7 +233,7 @@ def explain(
       not flex: FlexAttention has no float64
       not blocks: able, but slower than a fused kernel
     """
-    refuse_others({name: None for name in options if name not in CallOptions.__optional_keys__})
+    refuse_others({name: None for name in options if name not in AttentionKeywords.__optional_keys__})
     k, v, layout = parts_of(key, value)
     query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)
@@ -236,16 +254,9 @@ class _Backend(NamedTuple):
 
 
 def _run_reference(call: Call) -> Result:
-    scoring = call.scoring
+    mask, scale, softcap, sinks, dropout, _ = call.options
     return reference(
-        call.query,
-        call.key,
-        call.value,
-        mask=scoring.mask,
-        scale=scoring.scale,
-        softcap=scoring.softcap,
-        sinks=scoring.sinks,
-        dropout=call.dropout,
+        call.query, call.key, call.value, mask=mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
     )
 
 
@@ -337,9 +348,9 @@ def _checked(
         check_attention(query, sized, layout.shown(value), quantised=quantised)
     else:
         check_attention(query, key, value)
-    scale, softcap, dropout = check_options(query, scale, softcap, sinks, dropout)
     check_flags(return_lse=return_lse)
-    (B, H, T, _), S, V = query.shape, sized.shape[2], value.shape[3]
-    scoring = Scoring.of(query, sized, mask, scale, softcap, sinks).trimmed(T, S)
-    gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
-    return Call(query, key, value, scoring, dropout, return_lse, gate, layout)
+    rest = (mask, scale, softcap, sinks, dropout, gate)
+    options = ScoreOptions.checked(query, sized, *rest, value_dim=value.shape[3]).trimmed(
+        query.shape[2], sized.shape[2]
+    )
+    return Call(query, key, value, options, return_lse, layout)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .options import Scoring
+from .options import ScoreOptions
 from .storage.layout import StorageLayout
 
 
@@ -21,10 +21,8 @@ class Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    scoring: Scoring
-    dropout: float = 0.0
+    options: ScoreOptions
     return_lse: bool = False
-    gate: Tensor | None = None  # four axes, each 1 or the output's size
     layout: StorageLayout | None = None  # set if key and value are int8 or in pages
     seed: Tensor | None = None  # the dropout seed from `seed_of_part` if this is a part of a call
 
@@ -51,13 +49,13 @@ class Call:
         """True if query, key, value, sinks, gate or a bias of the mask needs a gradient."""
         if not torch.is_grad_enabled():
             return False
-        tensors = (self.query, self.key, self.value, self.gate, *(self.layout or ())[:2])
-        return any(t is not None and t.requires_grad for t in tensors) or self.scoring.learns
+        tensors = (self.query, self.key, self.value, *(self.layout or ())[:2])
+        return any(t is not None and t.requires_grad for t in tensors) or self.options.learns
 
     @property
     def bias_needs_grad(self) -> bool:
         """True if a bias or the slopes of ALiBi need a gradient."""
-        return torch.is_grad_enabled() and self.scoring.mask.learns
+        return torch.is_grad_enabled() and self.options.mask.learns
 
     def dense(self) -> Call:
         """Return the call with plain float keys and values, and the query in their dtype."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..shapes import compute_dtype
 from .masks.mask import Mask
-from .options import Scoring
+from .options import ScoreOptions
 from .tracing import is_symbol
 
 # Elements of one head's R x S block of scores: 1 MiB of float32, about the L2 cache of one core.
@@ -67,10 +67,10 @@ class ScoreBlock:
     allowed_BHRC: Tensor | None
 
 
-def score_block(query: Tensor, key: Tensor, scoring: Scoring, rows: slice) -> ScoreBlock:
+def score_block(query: Tensor, key: Tensor, options: ScoreOptions, rows: slice) -> ScoreBlock:
     """Compute the masked scores of these rows."""
-    keys, allowed, added = strip_of(scoring.mask, rows, query.shape[2], key.shape[2], query.device)
-    scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], scoring.scale), scoring.softcap, allowed)
+    keys, allowed, added = strip_of(options.mask, rows, query.shape[2], key.shape[2], query.device)
+    scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], options.scale), options.softcap, allowed)
     return ScoreBlock(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
 
 

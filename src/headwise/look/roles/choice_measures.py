@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops.masks import Mask, keep, window
-from ...ops.options import ScoringOptions
+from ...ops.options import ScoreKeywords
 from ...ops.statistics.top_keys import top_keys
 from .call_tokens import CallTokens
 from .controls import other_queries
@@ -76,7 +76,7 @@ class Argmax:
 
     def _choose(self, got: CallStatistics) -> Tensor:
         call, among = got.call, self._among(got.scene, got.call.query.device)
-        options: ScoringOptions = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
+        options: ScoreKeywords = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
         return top_keys(call.query, call.key, 1, **options).keys[..., 0].cpu()
 
     def _among(self, scene: CallTokens, device: torch.device) -> Mask:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.masks import Mask
-from ...ops.options import Scoring
+from ...ops.options import ScoreOptions
 from ...ops.row_blocks import softcapped
 from ...ops.statistics.api import RowStatistics
 from .call_tokens import CallTokens
@@ -127,12 +127,12 @@ class CallStatistics:
     def _scores(self, keys: Tensor) -> Tensor:
         """Return the score of each query on one key, (B, H, T), softcap and biases included."""
         call, (T, S) = self.call, (self.call.query.shape[2], self.call.key.shape[2])
-        scoring = Scoring.of(call.query, call.key, call.mask, call.scale, call.softcap, call.sinks)
+        options = ScoreOptions.checked(call.query, call.key, call.mask, call.scale, call.softcap, call.sinks)
         keys, group = keys.to(call.query.device), call.query.shape[1] // call.key.shape[1]
         chosen = call.key.repeat_interleave(group, 1).take_along_dim(keys[..., None], 2)
-        scores = softcapped((call.query.float() * chosen.float()).sum(-1) * scoring.scale, scoring.softcap)
+        scores = softcapped((call.query.float() * chosen.float()).sum(-1) * options.scale, options.softcap)
         rows = torch.arange(T, device=keys.device)[:, None]
-        added = scoring.mask.at(rows[None, None], keys[..., None], T, S)[1]
+        added = options.mask.at(rows[None, None], keys[..., None], T, S)[1]
         return (scores if added is None else scores + added[..., 0]).cpu()
 
 

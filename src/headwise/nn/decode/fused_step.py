@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.masks.mask import Mask
-from ...ops.native.decode_step import RotaryStep, Scores
+from ...ops.native.decode_step import RotaryStep
 from ..hooks.projections import is_unmodified, plain_weight
 from ..inner_attention import InnerAttention
 from ..rotary import Rotary
@@ -49,11 +49,6 @@ def heads_of(fused: Any, heads: int, size: int) -> Tensor | None:
     if type(fused) is not Tensor or fused.ndim != 3 or fused.shape[1] != 1 or fused.shape[2] != heads * size:
         return None
     return fused.view(fused.shape[0], heads, 1, size) if fused.is_contiguous() else None
-
-
-def scores_of(inner: InnerAttention) -> Scores:
-    """Return the scale, softcap and sinks of an inner part."""
-    return Scores(inner.scale, inner.softcap, inner.sinks)
 
 
 def projected(part: nn.Module, x: Tensor) -> Any:
@@ -92,7 +87,9 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
     turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
-    out = cache.step(query, key, value, turn=turn, mask=mask, scores=scores_of(parts["inner"]), checked=True)
+    inner = parts["inner"]
+    options = {"mask": mask, "scale": inner.scale, "softcap": inner.softcap, "sinks": inner.sinks}
+    out = cache.step(query, key, value, turn=turn, checked=True, **options)
     return None if out is None else out.view(x.shape[0], 1, -1)
 
 
@@ -128,10 +125,10 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     else:
         nope, rope = fused.reshape(B, H, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
         query = torch.cat((torch.bmm(nope.transpose(0, 1), up_HNC).transpose(0, 1), rope), -1).unsqueeze(2)
-    scores = scores_of(parts["inner"])
-    if scores.scale is None:
-        scores = scores._replace(scale=mla.head_dim**-0.5)
-    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), mask=mask, scores=scores, checked=True)
+    inner = parts["inner"]
+    scale = mla.head_dim**-0.5 if inner.scale is None else inner.scale
+    options = {"mask": mask, "scale": scale, "softcap": inner.softcap, "sinks": inner.sinks}
+    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), checked=True, **options)
     if out is None:
         return None
     if B == 1:

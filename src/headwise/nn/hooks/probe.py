@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...ops.attention import attention
 from ...ops.autocast import autocasts
 from ...ops.masks.mask import Mask, as_mask
-from ...ops.options import ScoringOptions
+from ...ops.options import ScoreKeywords
 from ...shapes import describe
 from ...shapes.arguments import check_dense, shown
 from ..checks import check_part
@@ -52,7 +52,7 @@ class AttentionCall:
     gate: Tensor | None = None
 
     @property
-    def scoring(self) -> ScoringOptions:
+    def scoring(self) -> ScoreKeywords:
         """The mask, scale, softcap and sinks, as keywords for `headwise.weights`, `statistics` and `top_keys`.
 
         >>> import headwise

@@ -30,11 +30,11 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     _, H, K, _, _ = call.sizes
-    block = score_block(call.query, call.key, call.scoring, rows)
+    block = score_block(call.query, call.key, call.options, rows)
     allowed = block.allowed_BHRC
-    weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.scoring.sinks)
-    if call.dropout > 0:
-        weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=True)
+    weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.options.sinks)
+    if call.options.dropout > 0:
+        weights_BHRC = torch.dropout(weights_BHRC, call.options.dropout, train=True)
     # By way of one axis: where two of four axes are flattened, torch.export guards their strides, and with bounded
     # sizes it cannot show that the guard always holds.
     B, _, R, C = weights_BHRC.shape

@@ -31,7 +31,7 @@ LOWEST = torch.finfo(torch.float32).min / 2
 LIMITS = (
     Limit(lambda c: c.is_empty, "FlexAttention takes no empty tensors"),
     Limit(lambda c: c.query.dtype == torch.float64, "FlexAttention has no float64"),
-    Limit(lambda c: c.dropout > 0, "FlexAttention has no dropout"),
+    Limit(lambda c: c.options.dropout > 0, "FlexAttention has no dropout"),
     Limit(lambda c: c.bias_needs_grad, "FlexAttention gives no gradient to a bias here"),
     Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
     Limit(
@@ -40,8 +40,8 @@ LIMITS = (
     ),
     Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
     Limit(
-        lambda c: without_form(c.scoring.mask.parts) is not None,
-        lambda c: f"FlexAttention has no form here for {without_form(c.scoring.mask.parts)}",
+        lambda c: without_form(c.options.mask.parts) is not None,
+        lambda c: f"FlexAttention has no form here for {without_form(c.options.mask.parts)}",
     ),
     Limit(
         lambda c: c.device_type != "cpu" and min(c.query.shape[-1], c.value.shape[-1]) < MIN_HEAD_DIM,
@@ -55,29 +55,29 @@ def is_worthwhile(call: Call) -> bool:
     _, _, _, T, S = call.sizes
     if call.device_type != "cuda" or T < TILE or S < TILE:
         return False
-    mask, scoring = call.scoring.mask, call.scoring
+    mask, options = call.options.mask, call.options
     square = not mask.parts or mask.is_top_left
-    return not square or scoring.softcap is not None or scoring.sinks is not None or call.return_lse
+    return not square or options.softcap is not None or options.sinks is not None or call.return_lse
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
-    (_, H, K, T, S), scoring = call.sizes, call.scoring
+    (_, H, K, T, S), options = call.sizes, call.options
     attend = _uncompiled if call.device_type == "cpu" else _compiled()
     out, aux = attend(
         call.query,
         call.key,
         call.value,
-        score_mod=_score_mod(scoring.mask, scoring.softcap, T, S),
-        block_mask=_block_mask(scoring.mask, T, S, call.query.device),
-        scale=scoring.scale,
+        score_mod=_score_mod(options.mask, options.softcap, T, S),
+        block_mask=_block_mask(options.mask, T, S, call.query.device),
+        scale=options.scale,
         enable_gqa=H != K,
         return_aux=AuxRequest(lse=True),
     )
     lse_BHT = aux.lse
     empty_BHT = lse_BHT == -torch.inf
-    if scoring.sinks is not None:  # the denominator has one more term, so out is multiplied by sigmoid(lse - sink)
-        sinks = scoring.sinks.to(lse_BHT.dtype).view(1, H, 1)
+    if options.sinks is not None:  # the denominator has one more term, so out is multiplied by sigmoid(lse - sink)
+        sinks = options.sinks.to(lse_BHT.dtype).view(1, H, 1)
         sinks = sinks.masked_fill(sinks == torch.inf, torch.nan)  # Inf / Inf gives NaN
         lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)  # finite, so that its gradient is not NaN
         out = (out * torch.sigmoid(lse_BHT - sinks)[..., None]).to(out.dtype)

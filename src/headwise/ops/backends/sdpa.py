@@ -27,11 +27,12 @@ ALIGNED_ROWS, TILE_ROWS = 4, 32
 
 LIMITS = (
     Limit(lambda c: c.is_empty, "torch's fused kernel takes no empty tensors"),
-    Limit(lambda c: c.scoring.softcap is not None, "torch's SDPA has no softcap"),
-    Limit(lambda c: c.scoring.sinks is not None, "torch's SDPA has no sinks"),
+    Limit(lambda c: c.options.softcap is not None, "torch's SDPA has no softcap"),
+    Limit(lambda c: c.options.sinks is not None, "torch's SDPA has no sinks"),
     Limit(lambda c: c.return_lse, "torch's SDPA does not return the lse"),
     Limit(
-        lambda c: c.dropout > 0 and c.device_type == "cpu", "torch's SDPA with dropout leaves its fused kernel on CPU"
+        lambda c: c.options.dropout > 0 and c.device_type == "cpu",
+        "torch's SDPA with dropout leaves its fused kernel on CPU",
     ),
     Limit(lambda c: c.bias_needs_grad, "torch's SDPA leaves its fused kernel where a bias needs a gradient"),
     Limit(lambda c: c.is_transformed, "torch's fused kernel has no torch.func rules (vmap, jvp)"),
@@ -49,8 +50,8 @@ def run(call: Call) -> tuple[Tensor, None]:
     """Return out (B, H, T, V) and None for the lse."""
     T, V = call.sizes[3], call.value.shape[-1]
     query, key, value = _equal_head_dims(call.query, call.key, call.value)
-    mask = call.scoring.mask
-    if not mask.parts or (mask.is_top_left and call.scoring.scale > 0):  # SDPA scales -inf after masking
+    mask = call.options.mask
+    if not mask.parts or (mask.is_top_left and call.options.scale > 0):  # SDPA scales -inf after masking
         return _fused(call, query, key, value, causal=bool(mask.parts))[..., :V], None
     if mask.is_same_for_rows and statically_true(T >= TILE_ROWS):  # one mask row is valid for all rows
         return _strip(call, query, key, value, slice(None), mask_rows=slice(0, 1))[..., :V], None
@@ -78,7 +79,7 @@ def _fused(
     # `enable_gqa` must be a plain bool: under torch.compile the comparison would be a symbol.
     grouped = True if query.shape[1] != K else False  # noqa: SIM210
     out = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=call.scoring.scale, enable_gqa=grouped
+        query, key, value, attn_mask=mask, is_causal=causal, scale=call.options.scale, enable_gqa=grouped
     )
     out = out[:, :, :R] if lacking else out
     return out if G == 1 else out.unflatten(2, (G, -1)).flatten(1, 2)
@@ -89,7 +90,7 @@ def _strip(
 ) -> Tensor:
     """Attend with some query rows to the keys that they can reach, with those rows of the mask."""
     T, S = call.sizes[3:]
-    cols, allowed, added = strip_of(call.scoring.mask, mask_rows or rows, T, S, query.device)
+    cols, allowed, added = strip_of(call.options.mask, mask_rows or rows, T, S, query.device)
     empty = None
     if allowed is not None:
         # Not every kernel returns 0 for an empty row, so the row attends to one key and is zeroed afterwards. Only one

@@ -34,13 +34,13 @@ def gated(run: Run) -> Run:
     @wraps(run)
     def then_gate(call: Call) -> Result:
         out, lse = run(call)
-        if call.gate is None:
+        if call.options.gate is None:
             return out, lse
-        gate = call.gate.to(out.dtype)
-        if not call.scoring.mask.parts or not gate.requires_grad:
+        gate = call.options.gate.to(out.dtype)
+        if not call.options.mask.parts or not gate.requires_grad:
             return out * gate, lse
         T, S = call.sizes[3:]
-        return quiet(out * gate, ~alive_rows(call.scoring.mask, T, S, out.device)[..., None]), lse
+        return quiet(out * gate, ~alive_rows(call.options.mask, T, S, out.device)[..., None]), lse
 
     return then_gate
 
@@ -77,12 +77,12 @@ def fenced(run: Run) -> Run:
         query, key, value = call.query, call.key, call.value
         # A bad value always makes the output bad because 0 * NaN is NaN, so the smaller output is checked instead of
         # the values. With a gradient or dropout the values are checked, so that the kernel runs only once.
-        once = call.needs_grad or call.dropout > 0
+        once = call.needs_grad or call.options.dropout > 0
         if is_finite_hint(query, key, *([value] if once else [])):
             out, lse = run(call)
             if once or is_finite_hint(out):
                 return out, lse
-        query, key, value, rows_BHT = mask_nonfinite(query, key, value, call.scoring.mask)
+        query, key, value, rows_BHT = mask_nonfinite(query, key, value, call.options.mask)
         out, lse = run(replace(call, query=query, key=key, value=value))
         return show(out, rows_BHT[..., None]), None if lse is None else show(lse, rows_BHT)
 

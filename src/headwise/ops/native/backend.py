@@ -19,7 +19,7 @@ from ...shapes.arguments import FAR
 from ..backends.wrappers import gated
 from ..call import Call, Limit, Result
 from ..masks.mask import Mask, as_mask
-from ..options import Scoring
+from ..options import ScoreOptions
 from ..storage.layout import StorageLayout
 from ..tracing import in_onnx_export
 from . import library as native_library
@@ -36,7 +36,7 @@ LIMITS = (
         lambda c: any(is_traceable_wrapper_subclass(x) for x in (c.query, c.key, c.value)),
         "headwise's own kernel takes plain tensors, no subclass that wraps others",
     ),
-    Limit(lambda c: trouble_with(c.scoring.mask) is not None, lambda c: trouble_with(c.scoring.mask) or ""),
+    Limit(lambda c: trouble_with(c.options.mask) is not None, lambda c: trouble_with(c.options.mask) or ""),
     Limit(
         lambda c: c.layout is not None and c.needs_grad,
         "headwise's own kernel has no gradient through int8 keys and values, or through pages",
@@ -52,14 +52,14 @@ def run(call: Call) -> Result:
 
 
 def _dropout(call: Call) -> tuple[float, Tensor | None]:
-    if not call.dropout > 0:
+    if not call.options.dropout > 0:
         return 0.0, None
-    return call.dropout, torch.randint(1 << 62, (1,), device="cpu") if call.seed is None else call.seed
+    return call.options.dropout, torch.randint(1 << 62, (1,), device="cpu") if call.seed is None else call.seed
 
 
 @gated
 def _with_gradient(call: Call) -> Result:
-    rules = lowered(call.scoring, *call.sizes[3:])
+    rules = lowered(call.options, *call.sizes[3:])
     # The operator is used only for tracing: its dispatcher overhead is as long as a small backward pass.
     tracing = torch.compiler.is_compiling()
     attend_train = torch.ops.headwise.attend_train if tracing else native_library.attend_train
@@ -68,8 +68,8 @@ def _with_gradient(call: Call) -> Result:
 
 def _without_gradient(call: Call) -> Result:
     (B, H, _, T, S), V = call.sizes, call.value.shape[3]
-    gate = None if call.gate is None else call.gate.expand(B, H, T, V)
-    rules = (*lowered(call.scoring, T, S), gate, *_dropout(call))
+    gate = None if call.options.gate is None else call.options.gate.expand(B, H, T, V)
+    rules = (*lowered(call.options, T, S), gate, *_dropout(call))
     if call.layout is None:
         return torch.ops.headwise.attend_full(call.query, call.key, call.value, *rules)
     key_scale, value_scale, *pages = call.layout
@@ -163,16 +163,16 @@ def _with_rules(
     ):
         return None
     B, H, T, _ = query.shape
-    scoring = Scoring(mask.sized(B, H) if mask.parts else mask, scale, softcap, sinks)
-    tensors = (gate, *(layout or ())[:2])
-    if scoring.learns or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
+    options = ScoreOptions(mask.sized(B, H) if mask.parts else mask, scale, softcap, sinks, 0.0, gate)
+    scales = (layout or ())[:2]
+    if options.learns or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in scales)):
         return None
     if sinks is not None:
         check_sinks(sinks, H, query.device)
     if gate is not None:
         gate = check_gate(gate, (B, H, T, value.shape[3]), query.device).expand(B, H, T, value.shape[3])
     try:
-        rules = (*lowered(scoring, T, S), gate, 0.0, None)
+        rules = (*lowered(options, T, S), gate, 0.0, None)
     except (
         UnsupportedMask,
         RuntimeError,

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from ...shapes import default_scale
 from ...shapes.arguments import FAR
-from ..masks.mask import Mask
-from ..options import Scoring
+from ..options import ScoreOptions
 from . import library as native_library
 from .library import raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered
@@ -52,21 +50,12 @@ class CacheStep(NamedTuple):
     value_dim: int
 
 
-class Scores(NamedTuple):
-    """The options for the scores of a step."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
 class VisibleKeys(NamedTuple):
-    """The keys for the queries: columns low <= j < high; or `bounds`, one row per batch row; or a mask over all."""
+    """The keys for the queries if no mask is needed: columns low <= j < high; or `bounds`, one row per batch row."""
 
     low: int = -FAR
     high: int = FAR
     bounds: Tensor | None = None
-    mask: Mask | None = None
 
 
 def runs_plain() -> bool:
@@ -89,24 +78,23 @@ def decode_step(
     value: Tensor | None,
     turn: RotaryStep | None,
     storage: CacheStep,
-    scores: Scores,
-    seen: VisibleKeys,
+    options: ScoreOptions,
+    seen: VisibleKeys | None,
 ) -> Tensor | None:
     """Attend with query (B, H, 1, D) and append key (B, K, 1, D) and value (B, K, 1, V); return (B, H, 1, V).
 
-    Returns None, without any change, if the kernel does not support the call. The kernel checks sizes and dtypes.
+    With `seen`, the mask of the options is not used. Returns None, without any change, if the kernel does not support
+    the call. The kernel checks sizes and dtypes.
     """
-    scale, softcap, sinks = scores
-    scale = default_scale(query.shape[3]) if scale is None else float(scale)
-    low, high, bounds, mask = seen
     rules: tuple[Any, ...]
-    if mask is None:
+    if seen is not None:
+        _, scale, softcap, sinks, *_ = options
         sinks = None if sinks is None else sinks.float().contiguous()
-        rules = (scale, float(softcap or 0.0), sinks, low, high, bounds, None, None, None, None, None)
+        rules = (scale, softcap or 0.0, sinks, *seen, None, None, None, None, None)
     else:
-        sized = mask.sized(query.shape[0], query.shape[1])
+        options = options._replace(mask=options.mask.sized(query.shape[0], query.shape[1]))
         try:
-            rules = lowered(Scoring(sized, scale, softcap, sinks), 1, max(storage.places) + 1)
+            rules = lowered(options, 1, max(storage.places) + 1)
         except (UnsupportedMask, RuntimeError):
             return None
     turned = (

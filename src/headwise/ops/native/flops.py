@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..masks.tiles import SIDE
 from ..tracing import without_numbers
-from .mask_arguments import Rules
+from .mask_arguments import LoweredOptions
 
 ROWS = 1024
 """The number of queries per block when pairs are counted one by one."""
@@ -74,21 +74,21 @@ def flash_for_cpu_backward(
     return _of(query, key.shape[2], 3 * query.shape[3] + 2 * value.shape[3], _band(1.0, None, 1 if causal else None))
 
 
-def _rules(args: Sequence[Any]) -> Rules:
-    return Rules(*args[: len(Rules._fields)])
+def _rules(args: Sequence[Any]) -> LoweredOptions:
+    return LoweredOptions(*args[: len(LoweredOptions._fields)])
 
 
-def _band(scale: float, low: int | None, high: int | None) -> Rules:
+def _band(scale: float, low: int | None, high: int | None) -> LoweredOptions:
     far = 1 << 62
-    return Rules(scale, 0.0, None, -far if low is None else low, far if high is None else high, *[None] * 6)
+    return LoweredOptions(scale, 0.0, None, -far if low is None else low, far if high is None else high, *[None] * 6)
 
 
-def _of(query: Tensor, S: int, width: int, rules: Rules) -> int:
+def _of(query: Tensor, S: int, width: int, rules: LoweredOptions) -> int:
     B, H, T, _ = query.shape
     return 2 * width * _pairs(rules, B, H, T, S)
 
 
-def _pairs(rules: Rules, B: int, H: int, T: int, S: int) -> int:
+def _pairs(rules: LoweredOptions, B: int, H: int, T: int, S: int) -> int:
     """Return the number of computed (query, key) pairs over all rows and heads; all pairs if tensors have no data."""
     tensors = [rules.bounds, *(rules.segments or ()), *(rules.maps or ())]
     if any(x is not None and x.is_meta for x in tensors) or (without_numbers() and any(x is not None for x in tensors)):
@@ -102,7 +102,7 @@ def _pairs(rules: Rules, B: int, H: int, T: int, S: int) -> int:
     return int(seen.sum()) * (B // seen.shape[0]) * H
 
 
-def _ends(rules: Rules, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
+def _ends(rules: LoweredOptions, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return each query's first key, the key after its last, and the number of first keys it always attends to."""
     far = 1 << 40
     if rules.bounds is None:
@@ -115,7 +115,7 @@ def _ends(rules: Rules, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
     return first, last, always[0] if always else torch.zeros_like(low)
 
 
-def _counted(rules: Rules, B: int, H: int, T: int, S: int) -> int:
+def _counted(rules: LoweredOptions, B: int, H: int, T: int, S: int) -> int:
     """Return `_pairs` by counting pair by pair, one block of queries at a time."""
     total, j = 0, torch.arange(S, device="cpu")
     for begin in range(0, T, ROWS):

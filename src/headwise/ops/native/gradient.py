@@ -19,7 +19,7 @@ from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
 from ..storage.layout import StorageLayout
-from .mask_arguments import Rules
+from .mask_arguments import LoweredOptions
 
 
 class Training(NamedTuple):
@@ -28,7 +28,7 @@ class Training(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    rules: Rules
+    rules: LoweredOptions
     dropout: float
     seed: Tensor | None
 
@@ -36,7 +36,7 @@ class Training(NamedTuple):
     def of(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Training:
         """Return the call from the operator's list of arguments."""
         *rules, dropout, seed = rest
-        return Training(query, key, value, Rules(*rules), dropout, seed)
+        return Training(query, key, value, LoweredOptions(*rules), dropout, seed)
 
     @property
     def arguments(self) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .gradient import Training, by_definition
-from .mask_arguments import Rules
+from .mask_arguments import LoweredOptions
 from .operators import register
 
 _trouble = register()
@@ -164,5 +164,5 @@ def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Training:
         lengths = (numbers.segments, numbers.maps, numbers.dense, numbers.alibi, numbers.relative)
         segments, maps, dense, alibi, relative = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
     scale, softcap, low, high, dropout, *_ = numbers
-    rules = Rules(scale, softcap, sinks, low, high, bounds, segments, dense, alibi, maps, relative)
+    rules = LoweredOptions(scale, softcap, sinks, low, high, bounds, segments, dense, alibi, maps, relative)
     return Training(query, key, value, rules, dropout, seed)

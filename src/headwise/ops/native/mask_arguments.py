@@ -20,7 +20,7 @@ from ..masks.mask import Mask
 from ..masks.positional_rules import Alibi, Blocks, Relative
 from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import tile_map
-from ..options import Scoring
+from ..options import ScoreOptions
 from ..tracing import without_numbers
 
 MAPS = "rules without a form of their own"
@@ -29,8 +29,12 @@ ROOM = {"mask tensors": 8, "pairs of segments": 4, "rules of ALiBi": 4, MAPS: 4}
 FIRSTS = "headwise's own kernel takes windows that all keep the same first keys in sight"
 
 
-class Rules(NamedTuple):
-    """The score arguments that all operators of the library share, in their order (`HEADWISE_RULES` in csrc)."""
+class LoweredOptions(NamedTuple):
+    """`ScoreOptions` in the kernel's form for one T and S: the arguments that all operators of the library share.
+
+    The order is that of `HEADWISE_RULES` in csrc. It is another type than the options because the rules of the mask are
+    here numbers, ids and tensors, which depend on T and S. Dropout and gate are separate arguments of some operators.
+    """
 
     scale: float
     softcap: float  # 0 means none
@@ -61,13 +65,13 @@ class _Terms:
     maps: list[Tensor] = field(default_factory=list)
     relative: list[Tensor] = field(default_factory=list)
 
-    def rules(self, scale: float, softcap: float, sinks: Tensor | None) -> Rules:
+    def rules(self, scale: float, softcap: float, sinks: Tensor | None) -> LoweredOptions:
         """Return all arguments in the operator's form, together with the other options."""
         lows, highs = self.numbers
         low = reduce(torch.sym_max, lows) if lows else None
         high = reduce(torch.sym_min, highs) if highs else None
         bounds = _bounds((low, high, None, None, None), self.tensors) if any(self.tensors) else None
-        return Rules(
+        return LoweredOptions(
             scale,
             softcap,
             sinks,
@@ -89,26 +93,26 @@ class UnsupportedMask(TypeError):
     """The operator does not support a mask."""
 
 
-def lowered(scoring: Scoring, T: int, S: int) -> Rules:
+def lowered(options: ScoreOptions, T: int, S: int) -> LoweredOptions:
     """Return the options as arguments of the operator; the operator itself refuses tensors that do not fit the call.
 
     Raises UnsupportedMask for a mask without a form, and for an index that is not an integer tensor, because a
     conversion would hide that error.
     """
-    parts = scoring.mask.parts
-    sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
-    softcap = scoring.softcap or 0.0
+    parts = options.mask.parts
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    softcap = options.softcap or 0.0
     if not parts:
-        return Rules(scoring.scale, softcap, sinks, *_NOTHING)
+        return LoweredOptions(options.scale, softcap, sinks, *_NOTHING)
     terms = _Terms(T, S)
-    if len(parts) > 1 and len(_firsts(scoring.mask)) > 1:
+    if len(parts) > 1 and len(_firsts(options.mask)) > 1:
         raise UnsupportedMask(FIRSTS)
     for rule in parts:
         form = form_of(rule)
         if form is None:
             raise UnsupportedMask(_without_form(rule))
         form.put(rule, terms)
-    return terms.rules(scoring.scale, softcap, sinks)
+    return terms.rules(options.scale, softcap, sinks)
 
 
 def trouble_with(mask: Mask) -> str | None:

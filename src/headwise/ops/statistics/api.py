@@ -24,7 +24,7 @@ from ...shapes import check_attention
 from ..attention import attention
 from ..autocast import of_one_dtype
 from ..masks.mask import Mask
-from ..options import ScoringOptions
+from ..options import ScoreKeywords
 from ..torch_keywords import refuse
 from . import blockwise as blocks
 from . import native
@@ -154,7 +154,7 @@ def _measured(
     return None, fields
 
 
-class StatisticsOptions(ScoringOptions, StatisticsSums, total=False):
+class StatisticsOptions(ScoreKeywords, StatisticsSums, total=False):
     """The keywords of `statistics`."""
 
 
@@ -197,19 +197,10 @@ def attention_statistics(
     query, key, value = of_one_dtype(query, key, value)
     check_attention(query, key, value)
     request = checked(query, key, **options)
-    scoring = request.scoring
-    learns = scoring.learns or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
+    learns = request.options.learns or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
     out, fields = _measured(request, None if learns else value)
     if learns or out is None:
-        out = attention(
-            query,
-            key,
-            value,
-            mask=scoring.mask,
-            scale=scoring.scale,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
-        )
+        out = attention(query, key, value, **request.options._asdict())
     return out, RowStatistics(**fields)
 
 

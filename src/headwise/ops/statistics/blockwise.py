@@ -16,13 +16,13 @@ from .request import Request
 
 def measure_in_blocks(request: Request) -> dict[str, Any]:
     """Compute the fields of `HeadStatistics`."""
-    query, key, scoring = request.query, request.key, request.scoring
+    query, key, options = request.query, request.key, request.options
     sums = _Sums(request)
     with without_autocast(query.device.type):
         for rows in row_blocks(query.shape[2], key.shape[2]):
-            block = score_block(query, key, scoring, rows)
+            block = score_block(query, key, options, rows)
             if block.scores_BHRC.shape[-1]:
-                sums.add(block, scoring.sinks)
+                sums.add(block, options.sinks)
         return sums.result()
 
 

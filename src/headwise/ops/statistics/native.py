@@ -19,14 +19,14 @@ from .request import Request
 
 def serves(request: Request, value: Tensor | None) -> bool:
     """Return whether the kernel supports the call: the limits of `native`, and no tracing (the code reads numbers)."""
-    call = Call(request.query, request.key, request.key if value is None else value, request.scoring)
+    call = Call(request.query, request.key, request.key if value is None else value, request.options)
     return not without_numbers() and refusal(native.LIMITS, call) is None
 
 
 def measure_natively(request: Request, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:
     """Return out (V = 0 without a value) and the fields of `RowStatistics`, plus `received` if it is requested."""
     query, key, targets = request.query, request.key, request.targets
-    rules = lowered(request.scoring, query.shape[2], key.shape[2])
+    rules = lowered(request.options, query.shape[2], key.shape[2])
     picks, slots = _picks(request)
     finite = all(not x.is_floating_point() or bool(x.isfinite().all()) for x in request.features.values())
     second = received or not finite  # because 0 times NaN is NaN, such features use the mass that each key receives

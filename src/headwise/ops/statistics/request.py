@@ -13,7 +13,7 @@ from ...shapes import DTYPES, INTEGERS, check_query_key, describe
 from ...shapes.arguments import check_counts, check_dense, is_one_of, shown, whole_numbers
 from ..autocast import of_one_dtype
 from ..masks.mask import Mask
-from ..options import Scoring
+from ..options import ScoreOptions
 from ..tracing import without_numbers
 
 MOST_OFFSETS = 1 << 20  # because each has its own column
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
     query: Tensor
     key: Tensor
-    scoring: Scoring
+    options: ScoreOptions
     offsets: tuple[int, ...]
     features: dict[str, Tensor]
     targets: dict[str, Tensor]
@@ -65,11 +65,11 @@ def checked(
     query, key = of_one_dtype(query, key)
     check_query_key(query, key)
     T, S = query.shape[2], key.shape[2]
-    scoring = Scoring.of(query, key, mask, scale, softcap, sinks).trimmed(T, S)
+    options = ScoreOptions.checked(query, key, mask, scale, softcap, sinks).trimmed(T, S)
     places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # farther offsets match no key
     check_counts(1, pool=pool)
     columns, lists = _checked_features(features, query, S), _checked_targets(targets, query, S)
-    return Request(query, key, scoring, places, columns, lists, pool)
+    return Request(query, key, options, places, columns, lists, pool)
 
 
 def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:

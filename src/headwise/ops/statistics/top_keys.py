@@ -11,7 +11,7 @@ from ...shapes import check_query_key
 from ...shapes.arguments import check_counts
 from ..autocast import of_one_dtype, without_autocast
 from ..masks.mask import Mask
-from ..options import Scoring
+from ..options import ScoreOptions
 from ..row_blocks import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips
 from .weights import chosen, mask_of_rows
 
@@ -72,7 +72,7 @@ def top_keys(
     """
     query, key = of_one_dtype(query, key)
     check_query_key(query, key)
-    scoring = Scoring.of(query, key, mask, scale, softcap, sinks)
+    options = ScoreOptions.checked(query, key, mask, scale, softcap, sinks)
     check_counts(1, k=k)
     (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
     row_index, head_index = chosen("rows", rows, T, query.device), chosen("heads", heads, H, query.device)
@@ -81,8 +81,8 @@ def top_keys(
     pieces: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad(), without_autocast(query.device.type):
         for some in strips(len(row_index), max(1, BLOCK_ELEMENTS // max(S, 1))) if len(row_index) else [slice(0, 0)]:
-            scores = softcapped(score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, scoring.scale), scoring.softcap)
-            allowed, added = mask_of_rows(scoring.mask, T, S, row_index[some], head_index)
+            scores = softcapped(score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, options.scale), options.softcap)
+            allowed, added = mask_of_rows(options.mask, T, S, row_index[some], head_index)
             scores = mask_scores(scores, allowed, added)
             order = scores.argsort(stable=True, dim=-1, descending=True)[..., :k]
             weights = softmax_rows(scores, allowed, sinks)[0].gather(-1, order)

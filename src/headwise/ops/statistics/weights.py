@@ -12,7 +12,7 @@ from ...shapes.arguments import check_dense, shown
 from ..autocast import of_one_dtype, without_autocast
 from ..masks.mask import Mask, as_mask
 from ..nonfinite import clean, fence_pairs, is_finite_hint, show
-from ..options import Scoring
+from ..options import ScoreOptions
 from ..row_blocks import mask_scores, score_rows, softcapped, softmax_rows, whole_axis
 from ..tracing import without_numbers
 
@@ -58,7 +58,7 @@ def weights(
     """
     query, key = of_one_dtype(query, key)
     check_query_key(query, key)
-    scoring = Scoring.of(query, key, mask, scale, softcap, sinks)
+    options = ScoreOptions.checked(query, key, mask, scale, softcap, sinks)
     if not isinstance(stage, str) or stage not in STAGES:
         raise ValueError(f"stage is one of {', '.join(STAGES)}; got {shown(stage)}")
     (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
@@ -66,7 +66,7 @@ def weights(
     head_index = chosen("heads", heads, H, query.device)
 
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    seen = whole_axis(S) if learns or stage != "probabilities" else _reach(scoring.mask, row_index, T, S)
+    seen = whole_axis(S) if learns or stage != "probabilities" else _reach(options.mask, row_index, T, S)
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, :, seen][:, head_index // (H // K)]
@@ -74,11 +74,11 @@ def weights(
     if learns and stage in STAGES[2:] and not is_finite_hint(q_BhrD, k_BhSD):  # 0 * NaN would be in the gradient
         q_BhrD, k_BhSD, bad = fence_pairs(q_BhrD, k_BhSD)
     with without_autocast(query.device.type):
-        scores = score_rows(q_BhrD, k_BhSD, scoring.scale)
+        scores = score_rows(q_BhrD, k_BhSD, options.scale)
     if stage in ("raw", "softcapped"):
-        return softcapped(scores, None if stage == "raw" else scoring.softcap)
-    allowed, added = mask_of_rows(scoring.mask, T, S, row_index, head_index, seen)
-    scores = mask_scores(softcapped(scores, scoring.softcap, allowed), allowed, added)
+        return softcapped(scores, None if stage == "raw" else options.softcap)
+    allowed, added = mask_of_rows(options.mask, T, S, row_index, head_index, seen)
+    scores = mask_scores(softcapped(scores, options.softcap, allowed), allowed, added)
     met = bad if bad is None or allowed is None else bad & allowed
     if stage == "biased":
         return scores if met is None else show(scores, met)

@@ -12,12 +12,13 @@ from ...distributed.comm import Comm, eager
 from ...nn.sharding.tokens import LocalHeads
 from ...ops.autocast import in_autocast_dtype
 from ...ops.masks.mask import as_mask
+from ...ops.options import ScoreOptions
 from ...ops.sharding.heads import drawn
 from ...plan.ranks.sharding import TokenOrder
 from ...shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown
 from .agreement import digest, mask_text
-from .call import ContextCall, Expansion, ScoreOptions, leaves_of
+from .call import ContextCall, Expansion, leaves_of
 from .gather import GATHER
 from .key_exchange import KeyExchange
 from .layout_costs import fastest_layout
@@ -186,11 +187,10 @@ class _Arguments:
         with torch.enable_grad():
             mask = self.mask.computed_in(compute_dtype(self.query))
         some = None if self.some is None else (self.some.total, self.some.first)
-        numbers = ScoreOptions(self.scale, self.softcap, self.dropout, seed, some)
+        options = ScoreOptions(mask, self.scale, self.softcap, dropout=self.dropout)
+        sizes = (self.heads, self.kv_heads, self.value_dim)
         name = f"context_parallel, operation {comm.count}"
-        return ContextCall(
-            comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name
-        )
+        return ContextCall(comm, queries, keys, options, *sizes, seed, some, self.expansion, name)
 
 
 def _check_expansion(query: Tensor, key: Tensor, value: Tensor | None, expansion: Expansion) -> None:

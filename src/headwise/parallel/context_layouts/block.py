@@ -23,7 +23,7 @@ from ...ops.masks.mask import Mask
 from ...ops.native.gradient import Training, leaves_of
 from ...ops.native.library import error_for
 from ...ops.native.mask_arguments import lowered, trouble_with
-from ...ops.options import Scoring
+from ...ops.options import ScoreOptions
 from ...ops.sharding.heads import seed_of_part
 from ...plan.ranks.sharding import Stretch
 from .call import ContextCall
@@ -66,21 +66,20 @@ def is_native(query: Tensor, mask: Mask) -> bool:
     return serves and error_for() is None and trouble_with(mask) is None
 
 
-def scoring_of(job: ContextCall, at: Block, sinks: Tensor | None = None) -> Scoring:
-    """Return the scale, softcap, mask and sinks that apply to the scores of a block."""
-    if at not in job.scorings:  # The backward pass uses it again: rules without a kernel form have their maps then.
-        mask = job.mask.part(at.rows, at.cols, job.T, job.S, heads=at.heads)
-        scoring = Scoring(mask, job.numbers.scale, job.numbers.softcap, None)
-        job.scorings[at] = scoring.trimmed(at.rows[1] - at.rows[0], at.cols[1] - at.cols[0])
-    return job.scorings[at]._replace(sinks=sinks)
+def options_of(job: ContextCall, at: Block, sinks: Tensor | None = None) -> ScoreOptions:
+    """Return the options of a call for a block, with its part of the mask and these sinks."""
+    if at not in job.of_blocks:  # The backward pass uses it again: rules without a kernel form have their maps then.
+        options = job.options._replace(mask=job.mask.part(at.rows, at.cols, job.T, job.S, heads=at.heads))
+        job.of_blocks[at] = options.trimmed(at.rows[1] - at.rows[0], at.cols[1] - at.cols[0])
+    return job.of_blocks[at]._replace(sinks=sinks)
 
 
 def seed_of(job: ContextCall, at: Block) -> Tensor | None:
     """Return the dropout seed of a block, so that the kernel keeps the same weights as one process, or None."""
-    if not job.numbers.dropout:
+    if not job.options.dropout:
         return None
-    total, first = job.numbers.some or (job.heads, 0)
-    return seed_of_part(job.numbers.seed, total, first + at.heads[0], at.rows[0], at.cols[0])
+    total, first = job.some or (job.heads, 0)
+    return seed_of_part(job.seed, total, first + at.heads[0], at.rows[0], at.cols[0])
 
 
 def attend(
@@ -88,25 +87,18 @@ def attend(
 ) -> Partial:
     """Compute the partial result of a block, without an autograd graph."""
     with torch.no_grad():
-        scoring = scoring_of(job, at, sinks)
-        if is_native(query, scoring.mask):
-            rules = lowered(scoring, query.shape[2], key.shape[2])
-            more = (job.numbers.dropout, seed_of(job, at))
+        options = options_of(job, at, sinks)
+        if is_native(query, options.mask):
+            rules = lowered(options, query.shape[2], key.shape[2])
+            more = (job.options.dropout, seed_of(job, at))
             return Partial(*torch.ops.headwise.attend_kept.default(query, key, value, *rules, *more))
-        out, lse = merge_blocks(job, at, scoring, query, key, value)
+        out, lse = merge_blocks(job, at, options, query, key, value)
         return Partial(out, lse, None)
 
 
-def merge_blocks(job: ContextCall, at: Block, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Any:
+def merge_blocks(job: ContextCall, at: Block, options: ScoreOptions, query: Tensor, key: Tensor, value: Tensor) -> Any:
     """Compute out and lse of a block by `headwise.attention`, with the dropout of the whole call."""
-    rules: dict[str, Any] = {
-        "mask": scoring.mask,
-        "scale": scoring.scale,
-        "softcap": scoring.softcap,
-        "sinks": scoring.sinks,
-    }
-    more: dict[str, Any] = {"dropout": job.numbers.dropout, "seed": seed_of(job, at), "return_lse": True}
-    return attention_of_part(query, key, value, **rules, **more)
+    return attention_of_part(query, key, value, seed=seed_of(job, at), return_lse=True, **options._asdict())
 
 
 def gradient(
@@ -135,14 +127,14 @@ def gradient(
         sinks: the sinks of the forward pass, used only with `has_all`.
     """
     with torch.enable_grad():
-        scoring = scoring_of(job, at)
+        options = options_of(job, at)
     if whole.ends is None:
-        return _by_autograd(scoring, tensors, whole, grad_out, grad_lse, leaves)
+        return _by_autograd(options, tensors, whole, grad_out, grad_lse, leaves)
     query, key, value = tensors
     sinks = sinks if has_all else None
     with torch.enable_grad():
-        rules = lowered(scoring._replace(sinks=sinks), query.shape[2], key.shape[2])
-    more = (job.numbers.dropout, seed_of(job, at))
+        rules = lowered(options._replace(sinks=sinks), query.shape[2], key.shape[2])
+    more = (job.options.dropout, seed_of(job, at))
     wanted = bool(leaves)
     run = torch.ops.headwise.attend_backward if has_all else torch.ops.headwise.attend_part_backward
     with torch.no_grad():
@@ -158,7 +150,7 @@ def gradient(
 
 
 def _by_autograd(
-    scoring: Scoring,
+    options: ScoreOptions,
     tensors: tuple[Tensor, Tensor, Tensor],
     whole: Partial,
     grad_out: Tensor,
@@ -168,9 +160,7 @@ def _by_autograd(
     with torch.enable_grad():
         own = [x.detach().requires_grad_() for x in tensors]
         query, key, value = own
-        out, lse = attention(
-            query, key, value, mask=scoring.mask, scale=scoring.scale, softcap=scoring.softcap, return_lse=True
-        )
+        out, lse = attention(query, key, value, return_lse=True, **options._asdict())
     with torch.no_grad():
         weight = torch.exp(lse - whole.lse.masked_fill(whole.lse == -torch.inf, 0.0))
         of_lse = (grad_out * (out - whole.out)).to(lse.dtype).sum(-1)

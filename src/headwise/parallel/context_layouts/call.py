@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...distributed.comm import Comm
 from ...ops.masks.mask import Mask
-from ...ops.options import Scoring
+from ...ops.options import ScoreOptions
 from ...plan.ranks.sharding import Stretch
 from ...shapes import compute_dtype
 
@@ -37,17 +36,6 @@ class Expansion:
     width: int
 
 
-class ScoreOptions(NamedTuple):
-    """The options of a call for its scores, without the mask."""
-
-    scale: float
-    softcap: float | None
-    dropout: float
-    seed: int
-    some: tuple[int, int] | None = None
-    """If the heads of the module are split as well: its total number of heads, and the first of these heads."""
-
-
 @dataclass(frozen=True, eq=False)
 class ContextCall:
     """A call over all ranks; every rank has the same information.
@@ -56,11 +44,12 @@ class ContextCall:
         comm: the ranks.
         queries: the stretches of queries of each rank, in the order in which it holds them.
         keys: the stretches of keys of each rank, likewise.
-        mask: the mask of the whole call, with its sizes checked.
-        numbers: scale, softcap, dropout.
+        options: mask, scale, softcap and dropout of the whole call; the sinks are an argument, for their gradient.
         heads: query heads H.
         kv_heads: key-value heads K of the tensors that ranks send.
         value_dim: V.
+        seed: the dropout seed of the whole call.
+        some: if the heads of the module are split as well: its total number of heads, and the first of these heads.
         expansion: the `Expansion`, if keys and values are computed from the tensors that ranks send.
         name: the name of the call in errors of its backward pass.
     """
@@ -68,14 +57,20 @@ class ContextCall:
     comm: Comm
     queries: tuple[tuple[Stretch, ...], ...]
     keys: tuple[tuple[Stretch, ...], ...]
-    mask: Mask
-    numbers: ScoreOptions
+    options: ScoreOptions
     heads: int
     kv_heads: int
     value_dim: int
+    seed: int = 0
+    some: tuple[int, int] | None = None
     expansion: Expansion | None = None
     name: str = "attention"
-    scorings: dict[object, Scoring] = field(default_factory=dict)
+    of_blocks: dict[object, ScoreOptions] = field(default_factory=dict)
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of the whole call."""
+        return self.options.mask
 
     @property
     def T(self) -> int:
@@ -126,7 +121,7 @@ class ContextCall:
         if leaves:
             mask = pytree.tree_unflatten(list(leaves), pytree.tree_flatten(mask)[1])
         mask = mask.computed_in(compute_dtype(query))
-        return self if mask is self.mask else replace(self, mask=mask, scorings={})
+        return self if mask is self.mask else replace(self, options=self.options._replace(mask=mask), of_blocks={})
 
     @property
     def read(self) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ...distributed.messages import Pending, ReceiveBuffer
 from ...plan.ranks.sharding import HeadShare, Stretch, head_shares
 from ...shapes import compute_dtype
-from .block import Block, merge_blocks, scoring_of
+from .block import Block, merge_blocks, options_of
 from .call import ContextCall, leaves_of
 
 HeadRanges = tuple[Stretch, ...]
@@ -190,6 +190,6 @@ def _own_heads(
     assert value is not None
     at = Block((0, job.T), (0, job.S), (first, last))
     job = job.with_leaves(query, [])
-    scoring = scoring_of(job, at, None if sinks is None else sinks[first:last])
-    out, lse = merge_blocks(job, at, scoring, query, key, value)
+    options = options_of(job, at, None if sinks is None else sinks[first:last])
+    out, lse = merge_blocks(job, at, options, query, key, value)
     return out, lse
