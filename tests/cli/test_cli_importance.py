@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 import headwise.hf as hf
 from headwise import cli, models
-from headwise.look import ablate, circuits, importance
+from headwise.look import LogitDifference, ablate, attribute, circuits, importance, patch
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
 runner = CliRunner()
+PATCH = "--clean 'return x' --answer x --wrong y"
 TEXT = "def f(x):\n    return x\n\ndef f(x):\n    return x\n"
 
 
@@ -69,6 +70,47 @@ def test_circuits_are_what_the_function_gives(tiny: Any) -> None:
     assert len(re.findall(r"│ +\d │ +\d │ +[\d.]+ │ +-?[\d.]+ │", shown)) == 32
 
 
+@pytest.mark.parametrize("positions", [[], ["--positions"]])
+def test_patching_is_what_the_function_gives(positions: list[str], tiny: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    texts = ["def f(x):\n    return x", "def f(y):\n    return y"]
+    answer, wrong = (tiny.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("x", "y"))
+    ids = [tiny.encode(text)[0] for text in texts]
+    metric = LogitDifference(answer, wrong)
+    options = {"heads": [(3, 1), (2, 1)], "positions": bool(positions), "decode": tiny.decode, "name": "headwise tiny"}
+    expected = patch(tiny.model, *ids, metric, **options)
+    command = [
+        "patch",
+        "--clean",
+        texts[0],
+        "--corrupt",
+        texts[1],
+        "--answer",
+        "x",
+        "--wrong",
+        "y",
+        "--heads",
+        "3.1,2.1",
+    ]
+    out = tmp_path / "patch.svg"
+    done = runner.invoke(cli.app, [*command, *positions, "--json", "--out", str(out)])
+    assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(expected.to_json())
+    assert out.read_text().startswith("<?xml") and "patch.svg" in done.stderr
+    shown = runner.invoke(cli.app, [*command, *positions], terminal_width=200).stdout
+    best = expected.best(1)[0]
+    assert "headwise tiny: logit of 'x' minus 'y'" in shown and f"{best.effect:+.3f} │" in shown
+
+
+def test_attribution_is_what_the_function_gives(tiny: Any) -> None:
+    answer, wrong = (tiny.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("x", "y"))
+    ids = tiny.encode("return x")[0]
+    expected = attribute(tiny.model, ids, answer, wrong, decode=tiny.decode, name="headwise tiny")
+    command = ["attribute", "--text", "return x", "--answer", "x", "--wrong", "y"]
+    assert json.loads(runner.invoke(cli.app, [*command, "--json"]).stdout) == json.loads(expected.to_json())
+    shown = runner.invoke(cli.app, command, terminal_width=200).stdout
+    assert "direct logit of 'x' minus 'y'" in shown and f"together {expected.difference:+.3f}" in shown
+
+
 def test_a_mask_token_is_for_encoders_alone(tiny: Any) -> None:
     assert tiny.kind == "decoder" and tiny.mask_id is None
     import dataclasses
@@ -80,7 +122,7 @@ def test_a_mask_token_is_for_encoders_alone(tiny: Any) -> None:
 def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text(TEXT)
-    for command in ("importance", "ablate", "circuits"):
+    for command in ("importance", "ablate", "circuits", "patch", "attribute"):
         shown = runner.invoke(cli.app, [command, "--help"], terminal_width=200).stdout
         example = re.search(r"Example: headwise (.*)", shown)
         assert example is not None
@@ -102,6 +144,12 @@ def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.Monke
         ("importance --by zero,half", "--by takes gradient, zero, mean, contribution, with commas; got 'zero,half'"),
         ("importance --by zero,mean,zero", "--by names each criterion once; got 'zero,mean,zero'"),
         ("ablate", "Missing option '--heads'"),
+        (f"patch {PATCH} --corrupt 'a b c d'", "both have as many tokens; got "),
+        (f"patch {PATCH} --corrupt 'return y' --heads 2", "--heads takes layer.head with commas"),
+        (f"patch {PATCH} --corrupt ' '", "--corrupt: the text is empty"),
+        (f"patch {PATCH} --corrupt 'return y' --out patch.txt", "ends in none of .svg .png .json"),
+        (f"patch {PATCH} --corrupt 'return y' --wrong 'y = 17'", "--wrong takes one token, and 'y = 17' is "),
+        (f"patch {PATCH} --corrupt 'return x'", "so there is no difference to restore"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,11 @@ def seen() -> look.Look:
     return look.at(Reader(), IDS, repeats=None)
 
 
+@functools.cache
+def patched() -> look.Patching:
+    return look.patch(Speaker(), [2, *IDS[1:]], IDS, look.LogitDifference(5, 7))
+
+
 class Ranks:
     """Importance of heads, as `plot_importance` reads it."""
 
@@ -168,6 +173,19 @@ LOOK: dict[str, Callable[[], Call]] = {
         loss=lambda output, ids: output.float().mean((1, 2)), seed=1, name="m", progress=step,
     ),
     "ablate masked": lambda: of(look.ablate, model=Speaker(), ids=IDS, heads=[(0, 1)], mask_id=7, decode=str),
+    "patch": lambda: of(
+        look.patch, model=Speaker(), clean=IDS, corrupted=[1, *IDS[1:]], metric=look.LogitDifference(5, 7),
+        heads=[(0, 1)], positions=True, decode=str, name="m", progress=step,
+    ),
+    "LogitDifference.__call__": lambda: of(
+        look.LogitDifference(5, 7), output=torch.zeros(1, 8, 97), ids=torch.tensor([IDS])
+    ),
+    "Patching.best": lambda: of(patched().best, most=2),
+    "Patching.table": lambda: of(patched().table, most=2),
+    "attribute": lambda: of(
+        look.attribute, model=Speaker(), ids=IDS, answer=5, wrong=7, decode=str, name="m"
+    ),
+    "Attribution.table": lambda: of(look.attribute(Speaker(), IDS, 5, 7).table, most=2),
     "circuits": lambda: of(look.circuits, model=Speaker(), ids=IDS, most=2, name="m", progress=step),
     "Circuits.table": lambda: of(circuits().table, most=2),
     "redundancy": lambda: of(

@@ -97,7 +97,7 @@ def test_what_cannot_be_written_is_told_before_the_work(planted: Look, tmp_path:
             look.write(planted, tmp_path / name)
     with pytest.raises(FileNotFoundError, match="its folder does not exist"):
         files.check(tmp_path / "none" / "h.csv")
-    with pytest.raises(TypeError, match="a look, a comparison or a curve is written; got dict"):
+    with pytest.raises(TypeError, match="a look, a comparison, a curve or a patching is written; got dict"):
         look.write({}, tmp_path / "h.csv")
     assert not list(tmp_path.iterdir())
 

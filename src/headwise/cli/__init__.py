@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import importance, look, plan, regroup, tour, trace
+from . import importance, look, patch, plan, regroup, tour, trace
 from . import prune as reshape
 from .errors import OneLine, leave, open_streams
 
@@ -62,6 +62,8 @@ for command, name, example in (
     (importance.importance, "importance", "importance path/to/checkpoint --by gradient,zero"),
     (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
     (importance.circuits, "circuits", "circuits path/to/checkpoint --json"),
+    (patch.patch, "patch", "patch --clean 'return x' --corrupt 'return y' --answer x --wrong y --out patch.svg"),
+    (patch.attribute, "attribute", "attribute path/to/checkpoint --text 'return x' --answer x --wrong y"),
     (tour.tour, "tour", "tour --out tour.html --open"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),

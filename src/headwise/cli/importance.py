@@ -51,7 +51,7 @@ def importance(
 
         return importance(loaded.model, ids, by=names, mask_id=loaded.mask_id, name=loaded.name, progress=show)
 
-    result = _measured("importance", model, content, device, dtype, work)
+    result = measured("importance", model, device, dtype, on_text(work, content))
     if as_json:
         print(result.to_json())
     else:
@@ -82,7 +82,7 @@ def ablate(
         options = {"by": by, "mask_id": loaded.mask_id, "decode": loaded.decode, "name": loaded.name}
         return ablate(loaded.model, ids, pairs, progress=show, **options)
 
-    result = _measured("ablate", model, content, device, dtype, work)
+    result = measured("ablate", model, device, dtype, on_text(work, content))
     if as_json:
         print(result.to_json())
         return
@@ -107,7 +107,7 @@ def circuits(
 
         return circuits(loaded.model, ids, name=loaded.name, progress=show)
 
-    result = _measured("circuits", model, content, device, dtype, work)
+    result = measured("circuits", model, device, dtype, on_text(work, content))
     if as_json:
         print(result.to_json())
         return
@@ -130,20 +130,19 @@ def pairs_of(heads: str) -> list[tuple[int, int]]:
     return named
 
 
-def _measured(
-    command: str,
-    model: str | None,
-    content: str,
-    device: str,
-    dtype: str | None,
-    work: Callable[[Any, Any, Callable[..., object]], Any],
+def measured(
+    command: str, model: str | None, device: str, dtype: str | None, work: Callable[[Any, Callable[..., object]], Any]
 ) -> Any:
-    """Return the result of `work` for the loaded model and the text's ids, with a model name that is safe to print."""
+    """Return the result of `work` for the loaded model, with a model name that is safe to print."""
     from headwise.files.text import visible
 
     with progress() as show:
         loaded = load(model, device, dtype, show, f"headwise {command}")
-        ids, _ = loaded.encode(fitting(loaded, content))
         show("measuring")
-        result = work(loaded, ids, show)
+        result = work(loaded, show)
     return replace(result, model=visible(result.model if model is not None else "headwise tiny", limit=100))
+
+
+def on_text(work: Callable[[Any, Any, Callable[..., object]], Any], content: str) -> Callable[[Any, Any], Any]:
+    """Return `work` with the ids of a text as its second argument, for `measured`."""
+    return lambda loaded, show: work(loaded, loaded.encode(fitting(loaded, content))[0], show)

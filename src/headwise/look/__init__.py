@@ -16,6 +16,7 @@ from .inputs.needles import needles
 from .inputs.repeated_tokens import Repeats
 from .interventions.ablation import Ablation, ablate
 from .interventions.importance import HeadImportance, Importance, importance
+from .interventions.patching import HeadPatch, LogitDifference, Patching, patch
 from .interventions.similarity import Redundancy, SimilarHead, redundancy
 from .records.axes import Axis
 from .records.head import HeadMap, HeadRecord
@@ -27,10 +28,12 @@ from .roles.catalog import ROLES, Role
 from .views.figures import plot_formation, plot_importance
 from .weights.attribution import HeadWrites
 from .weights.composition import Circuits, Composition, circuits
+from .weights.logit_attribution import Attribution, HeadLogit, attribute
 
 __all__ = [
     "ROLES",
     "Ablation",
+    "Attribution",
     "Axis",
     "Circuits",
     "Comparison",
@@ -39,12 +42,16 @@ __all__ = [
     "Evidence",
     "HeadChange",
     "HeadImportance",
+    "HeadLogit",
     "HeadMap",
+    "HeadPatch",
     "HeadRecord",
     "HeadWrites",
     "Importance",
+    "LogitDifference",
     "Look",
     "Passage",
+    "Patching",
     "Picture",
     "Point",
     "Redundancy",
@@ -57,12 +64,14 @@ __all__ = [
     "ablate",
     "annotate",
     "at",
+    "attribute",
     "circuits",
     "compare",
     "documents",
     "importance",
     "needles",
     "over",
+    "patch",
     "plot_formation",
     "plot_importance",
     "read",

@@ -5,7 +5,8 @@
     .md                the head card
     .svg  .png         a figure of the roles, layer by head
 
-Comparisons of two looks and training curves are written the same way, in the formats that they support.
+Comparisons of two looks, training curves and patching results are written the same way, in the formats that they
+support.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from ..files.text import visible
 from .result import Look
 from .views import tables
 
+PLOTS = ("plot_roles", "plot_formation", "plot_patching")
+"""The methods that draw a figure; an object has one of them."""
+
 ENDINGS = (".parquet", ".csv", ".json", ".md", ".svg", ".png")
 
 MAX_FILE = 2_000_000_000
@@ -30,7 +34,7 @@ MAX_FILE = 2_000_000_000
 
 
 def write(what: Any, path: str | os.PathLike[str]) -> int:
-    """Write a look, a comparison or a curve; an existing file is replaced.
+    """Write a look, a comparison, a curve or the result of patching; an existing file is replaced.
 
     Returns:
         The number of bytes written.
@@ -97,12 +101,11 @@ def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str
 
 def endings_of(what: object) -> tuple[str, ...]:
     """Return the file endings that an object supports, by the methods that it has."""
-    plots = ("plot_roles", "plot_formation")
-    ways: dict[str, tuple[str, ...]] = {".svg": plots, ".png": plots, ".json": ("to_json",), ".md": ("card",)}
+    ways: dict[str, tuple[str, ...]] = {".svg": PLOTS, ".png": PLOTS, ".json": ("to_json",), ".md": ("card",)}
     ways |= {".csv": ("rows",), ".parquet": ("rows",)}
     endings = tuple(ending for ending in ENDINGS if any(hasattr(what, way) for way in ways[ending]))
     if not endings:
-        raise TypeError(f"a look, a comparison or a curve is written; got {type(what).__name__}")
+        raise TypeError(f"a look, a comparison, a curve or a patching is written; got {type(what).__name__}")
     return endings
 
 
@@ -142,7 +145,7 @@ def _figure(what: Any, ending: str) -> bytes:
 
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none"}):
-        figure = what.plot_roles() if isinstance(what, Look) else what.plot_formation()
+        figure = next(getattr(what, name) for name in PLOTS if hasattr(what, name))()
         figure.savefig(file, format=ending[1:], dpi=150, metadata={"Date": None} if ending == ".svg" else None)
     return file.getvalue()
 

@@ -29,13 +29,20 @@ def read_text(text: str | None, file: str | None) -> str:
     if text is not None and file is not None:
         raise typer.BadParameter("give --text or --file, not both")
     if text is not None:
-        where, content = "--text", _decode(_typed(text), "--text")
-    elif file is not None:
-        where, content = f"--file {file}", _decode(_read(file), f"--file {file}")
-    else:
+        return typed_text(text)
+    if file is None:
         from headwise.models import default_text
 
         return default_text()
+    return _with_words(_decode(_read(file), f"--file {file}"), f"--file {file}")
+
+
+def typed_text(text: str, option: str = "--text") -> str:
+    """Return a text that was typed as an option; raise BadParameter if it is empty, or no UTF-8 text."""
+    return _with_words(_decode(_typed(text, option), option), option)
+
+
+def _with_words(content: str, where: str) -> str:
     if not content.strip():
         raise typer.BadParameter(f"{where}: the text is empty; give a few words at least")
     return content
@@ -71,12 +78,12 @@ def check_corpus(corpus: str) -> None:
         raise typer.BadParameter(f"--corpus {corpus}: may not be read; check its permissions")
 
 
-def _typed(text: str) -> bytes:
+def _typed(text: str, option: str) -> bytes:
     """Return the bytes of a typed text; with LC_ALL=C Python decodes only ASCII and keeps the rest as surrogates."""
     try:
         return os.fsencode(text) if any("\udc80" <= c <= "\udcff" for c in text) else text.encode()
     except UnicodeEncodeError:
-        raise typer.BadParameter("--text: holds half of a surrogate pair; give UTF-8 text") from None
+        raise typer.BadParameter(f"{option}: holds half of a surrogate pair; give UTF-8 text") from None
 
 
 def _read(file: str) -> bytes:

@@ -196,7 +196,7 @@ def ablate(
             progress(done, total)
 
     step(0)
-    risen = rises(model, texts, base, groups, by, step)
+    risen = rises(model, texts, base, groups, base.instead(by), step)
     kl, places = _changes(model, texts, base, chosen, by, decode) if texts[0].names_words else (None, ())
     return Ablation(
         model=name or model_name(model),
@@ -226,7 +226,7 @@ def _changes(
             length = text.labels.shape[1]
             logits = []
             for gated in ({}, gates):  # both through the probe, so that they differ only by the heads
-                with probe(model, off(gated, base.mean if by == "mean" else None)):
+                with probe(model, off(gated, base.instead(by))):
                     logits.append(logits_of(text.output(model), length)[0])
             before, after = logits
             kl = divergence(before, after)

@@ -23,6 +23,9 @@ WAYS = ("zero", "mean")
 
 LayerHead = tuple[int, int]
 
+Place = tuple[int, ...]
+"""(layer, head), or (layer, head, position) for a head at one query position of a text."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -58,6 +61,10 @@ class Survey:
     def mean(self, layer: int) -> Tensor:
         """Return the mean output of each head of a layer over all tokens of all texts, (H, 1, V) float32."""
         return (self.sums[layer] / self.rows[layer])[:, None]
+
+    def instead(self, by: str) -> Callable[[int], Tensor] | None:
+        """Return what a head that is off outputs, for `off`: None for ``"zero"``, the mean for ``"mean"``."""
+        return self.mean if by == "mean" else None
 
     def check(self, heads: Iterable[Sequence[int]]) -> list[LayerHead]:
         """Return the pairs (layer, head), after checking that the model has each of them.
@@ -126,29 +133,39 @@ def survey(
     return result
 
 
-def gates_of(base: Survey, groups: Sequence[Sequence[LayerHead]]) -> dict[int, Tensor]:
-    """Return layer -> (rows, H) bool: one row per group, False for its heads; other layers are left out."""
+def gates_of(base: Survey, groups: Sequence[Sequence[Place]]) -> dict[int, Tensor]:
+    """Return layer -> (rows, H) bool: one row per group, False for its heads; other layers are left out.
+
+    If the groups name positions, it is (rows, H, T), for the one text of the survey.
+    """
     sizes = {site.layer: site.num_heads for site in base.sites}
     gates: dict[int, Tensor] = {}
     for row, group in enumerate(groups):
-        for layer, head in group:
-            on = torch.ones(len(groups), sizes[layer], dtype=torch.bool, device="cpu")
-            gates.setdefault(layer, on)[row, head] = False
+        for layer, *place in group:
+            if layer not in gates:
+                positions = (base.rows[layer],) * (len(place) - 1)
+                gates[layer] = torch.ones(len(groups), sizes[layer], *positions, dtype=torch.bool, device="cpu")
+            gates[layer][(row, *place)] = False
     return gates
 
 
 def off(
-    gates: Mapping[int, Tensor], means: Callable[[int], Tensor] | None = None
+    gates: Mapping[int, Tensor], instead: Callable[[int], Tensor] | None = None
 ) -> Callable[[AttentionCall], Tensor | None]:
-    """Return a probe function that switches heads off: `gates` is layer -> (rows, H) bool, False for off."""
+    """Return a probe function that replaces the outputs of heads.
+
+    Args:
+        gates: The result of `gates_of`: False for a head that is replaced.
+        instead: Returns for a layer what its heads output instead, (H, 1, V) or (H, T, V); zero without it.
+    """
 
     def each(call: AttentionCall) -> Tensor | None:
         gate = gates.get(call.order)
         if gate is None:
             return None
         out = call.attend()
-        there = torch.zeros((), device="cpu") if means is None else means(call.order)
-        return torch.where(gate[:, :, None, None].to(out.device), out, there.to(out))
+        there = torch.zeros((), device="cpu") if instead is None else instead(call.order)
+        return torch.where(gate.reshape(*gate.shape[:2], -1, 1).to(out.device), out, there.to(out))
 
     return each
 
@@ -157,20 +174,19 @@ def rises(
     model: nn.Module,
     texts: Sequence[Reading],
     base: Survey,
-    groups: Sequence[Sequence[LayerHead]],
-    by: str,
+    groups: Sequence[Sequence[Place]],
+    instead: Callable[[int], Tensor] | None,
     step: Callable[[int], object] = lambda heads: None,
 ) -> list[float]:
-    """Return the rise of the loss when each group of heads is off, as the mean over the texts."""
-    means = base.mean if by == "mean" else None
+    """Return the rise of the loss when each group of heads is replaced as by `off`, as the mean over the texts."""
     risen = [0.0] * len(groups)
     with resting(model):
         for text, before in zip(texts, base.losses, strict=True):
-            rows = max(1, min(ROWS, TOKENS // text.width, NUMBERS // (text.width * text.vocabulary)))
-            rows = rows if text.many else 1
+            logits = (1 if text.last else text.width) * text.vocabulary
+            rows = max(1, min(ROWS, TOKENS // text.width, NUMBERS // logits)) if text.many else 1
             for first in range(0, len(groups), rows):
                 chunk = groups[first : first + rows]
-                with probe(model, off(gates_of(base, chunk), means)):
+                with probe(model, off(gates_of(base, chunk), instead)):
                     losses = text.losses(model, len(chunk))
                 for row, loss in enumerate(losses.tolist()):
                     risen[first + row] += (loss - before) / len(texts)

@@ -263,7 +263,7 @@ def _measured(
             done += heads
             progress(done, total)
 
-        risen = iter(rises(model, texts, base, [[head] for head in base.heads], name, step))
+        risen = iter(rises(model, texts, base, [[head] for head in base.heads], base.instead(name), step))
         columns[name] = [[next(risen) for _ in range(site.num_heads)] for site in base.sites]
     return base, columns
 

@@ -41,6 +41,7 @@ class Reading:
         call: the model's arguments by name, if they are more than a text.
         classes: whether the logits are of classes, and the labels are the predictions of the unchanged model.
         embedded: (1, M) the embedding of the unchanged model, from which the loss is the drift; or None.
+        last: whether only the logits of the last position are needed; models that can, compute no others.
     """
 
     inputs: tuple[Tensor, ...]
@@ -50,11 +51,14 @@ class Reading:
     call: Mapping[str, Tensor] = field(default_factory=dict)
     classes: bool = False
     embedded: Tensor | None = None
+    last: bool = False
 
     def output(self, model: nn.Module, rows: int = 1) -> Any:
         """Return the output of the model for the text, repeated in `rows` rows."""
         named = inspect.signature(model.forward).parameters
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
+        if self.last and "logits_to_keep" in named:
+            options["logits_to_keep"] = 1
         call = inputs.by_name(model, self.call)
         options |= {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in call.items()}
         read = [ids.expand(rows, -1) for ids in self.inputs]
@@ -142,7 +146,7 @@ def checked_losses(losses: object, rows: int) -> Tensor:
     """
     if not isinstance(losses, Tensor) or losses.shape != (rows,) or not losses.is_floating_point():
         raise ValueError(
-            f"loss gives a float for each row of the batch, ({rows},), so that several ablations run side by side; got "
+            f"a loss or metric gives a float for each row of the batch, ({rows},), as several run side by side; got "
             f"{shown(losses)}; reduce over tokens alone"
         )
     return losses.float()

@@ -169,47 +169,60 @@ def _additive(step: Any) -> list[tuple[Any, float]]:
     return []
 
 
-def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Matrices]) -> tuple[HeadWrites, ...]:
-    """Return the output records of every head on a text; the end of the model is found on a short text."""
-    ending = ending_of(model, short)
-    outs: dict[int, tuple[Tensor, Tensor]] = {}
+@torch.no_grad()
+def observed(
+    model: nn.Module, ending: Ending | None, text: Reading
+) -> tuple[dict[int, tuple[str, Tensor, Tensor]], dict[str, Tensor]]:
+    """Return of one run layer -> (module, heads' outputs (H, T, V), values (K, S, V)), and the inputs of the ending."""
+    outs: dict[int, tuple[str, Tensor, Tensor]] = {}
     read: dict[str, Tensor] = {}
 
     def each(call: AttentionCall) -> Tensor:
         out = call.attend()
         assert call.value is not None
-        outs[call.order] = out[0], call.value[0]
+        outs[call.order] = call.module, out[0], call.value[0]
         return out
 
+    with ExitStack() as undo:
+        undo.enter_context(resting(model))
+        undo.enter_context(probe(model, each))
+        for name in () if ending is None else ending.watched:
+            part = model.get_submodule(name)
+            keep = in_this_thread(lambda _, x, n=name: read.update({n: x[0]}))
+            undo.callback(part.register_forward_pre_hook(keep).remove)
+        text.output(model)
+    return outs, read
+
+
+def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Matrices]) -> tuple[HeadWrites, ...]:
+    """Return the output records of every head on a text; the end of the model is found on a short text."""
+    ending = ending_of(model, short)
+    outs, read = observed(model, ending, text)
     with resting(model):
-        with ExitStack() as undo:
-            undo.enter_context(probe(model, each))
-            for name in () if ending is None else ending.watched:
-                part = model.get_submodule(name)
-                keep = in_this_thread(lambda _, x, n=name: read.update({n: x[0]}))
-                undo.callback(part.register_forward_pre_hook(keep).remove)
-            text.output(model)
         final = None if ending is None else Final.of(model, ending, read, text)
         result = []
         for layer in layers:
-            factor, linear, size = _way(model, ending, layer, read)
-            out, value = (x.float() for x in outs[layer.layer])
+            factor, linear, size = way(model, ending, layer.layer, layer.output, read)
+            out, value = (x.float() for x in outs[layer.layer][1:])
             written = torch.stack([heads @ W for heads, W in zip(out, layer.output @ linear.mT, strict=True)]) * size
             copied = [value[h * len(value) // len(out)] @ W for h, W in enumerate(layer.output @ linear.mT)]
             result += _of_layer(layer, written, copied, factor, final, text)
     return tuple(result)
 
 
-def _way(
-    model: nn.Module, ending: Ending | None, layer: Matrices, read: dict[str, Tensor]
+def way(
+    model: nn.Module, ending: Ending | None, layer: int, output: Tensor, read: dict[str, Tensor]
 ) -> tuple[float | None, Tensor, Tensor]:
-    """Return the path of a layer's heads to the residual stream: a factor, a matrix, and a scale (T, 1) of its norm."""
-    width = layer.output.shape[-1]
-    eye, one = torch.eye(width, device=layer.output.device), torch.ones(1, 1, device=layer.output.device)
+    """Return the path of a layer's heads to the residual stream: a factor, a matrix, and a scale (T, 1) of its norm.
+
+    `output` is W_O of the heads, (H, V, M), and `read` has the inputs of the ending.
+    """
+    width = output.shape[-1]
+    eye, one = torch.eye(width, device=output.device), torch.ones(1, 1, device=output.device)
     if ending is None:
         return None, eye, one
-    factor = ending.factors.get(layer.layer)
-    name = ending.behind.get(layer.layer)
+    factor = ending.factors.get(layer)
+    name = ending.behind.get(layer)
     if factor is None or name is None:
         return factor, eye, one
     frozen = frozen_norm(model.get_submodule(name), read[name])
