@@ -21,7 +21,7 @@ from reports import Elements, inflated, numbers, values
 from headwise import report
 from headwise.files.text import visible
 from headwise.look import ROLES, HeadRecord, Look, Score
-from headwise.look.views.palette import COLOURS, GREY, letter_and_colour
+from headwise.look.views.palette import COLOURS, GREY, label, letter_and_colour, linear_rgb, mark
 from headwise.report import maps, pack
 from headwise.report.escape import cut, json_for_html
 
@@ -237,16 +237,41 @@ def test_roles_stand_in_the_order_of_their_heads() -> None:
 
 
 def test_each_role_has_a_letter_and_a_colour() -> None:
-    """Roles of the catalogue: a letter each, but for relations, which share two; unknown ones are grey."""
+    """Every role of the catalogue has a letter of its own, or two; unknown ones are grey."""
     style = resources.files("headwise.report").joinpath("shared", "tokens.css").read_text("utf8")
     shown = dict(re.findall(r"--role-(\d+): light-dark\((#[0-9a-f]{6})", style))
     assert [shown[str(number)] for number in range(len(COLOURS))] == list(COLOURS) and len(shown) == len(COLOURS)
     drawn = {role.name: letter_and_colour(role.name) for role in ROLES}
-    assert all(len(letter) == 1 and colour < GREY for letter, colour in drawn.values())
-    single = [look for name, look in drawn.items() if " to head" not in name and "head to " not in name]
-    assert len(set(single)) == len(single)
-    assert {drawn["nsubj to head"][0], drawn["head to nsubj"][0]} == {"r", "R"}
+    assert all(1 <= len(letter) <= 2 and colour != GREY for letter, colour in drawn.values())
+    assert len({letter for letter, _ in drawn.values()}) == len({label(name) for name in drawn}) == len(drawn)
+    assert not [name for name in drawn if " to head" in label(name) or "head to " in label(name)]
     assert [letter_and_colour(name) for name in ("7 zoo", "\u202e", "offset-")] == [("z", GREY), ("?", GREY), ("o", 8)]
+
+
+SIGHT = {
+    "all cones": np.eye(3),
+    "no long ones": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no middle ones": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "no short ones": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+"""Machado et al. 2009, severity 1: what is left of red, green and blue light."""
+XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]])
+
+
+def seen_as(colour: str, sight: Any) -> Any:
+    """The colour in CIELAB, to an eye."""
+    light = XYZ @ np.clip(np.asarray(sight) @ linear_rgb(colour), 0, 1) / XYZ.sum(1)
+    x, y, z = np.where(light > 0.008856, np.cbrt(light), 7.787 * light + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize(("sight", "least"), [(s, 25 if s == "all cones" else 10) for s in SIGHT])
+def test_colours_of_roles_differ(sight: str, least: float) -> None:
+    """2.3 is just noticeable side by side; states and unknown roles are drawn as marks, or named."""
+    plain = {letter_and_colour(role.name)[1] for role in ROLES if not mark(role.name)}
+    seen = [seen_as(COLOURS[number], SIGHT[sight]) for number in sorted(plain)]
+    near = min(float(np.linalg.norm(a - b)) for i, a in enumerate(seen) for b in seen[:i])
+    assert near > least, near
 
 
 def test_weights_that_are_none_are_shown_as_none() -> None:

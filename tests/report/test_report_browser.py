@@ -118,14 +118,37 @@ def test_filter_by_role(opened: Any) -> None:
     page = opened(look).page
     wanted = [h.role == "induction" for h in look.heads]
     page.locator("#roles .chip", has_text="induction").click()
-    off = page.evaluate("[...document.querySelectorAll('#grid .tile')].map((t) => t.classList.contains('off'))")
-    assert off == [not w for w in wanted]
+    framed = page.evaluate("[...document.querySelectorAll('#grid .tile')].map((t) => t.classList.contains('plays'))")
+    assert framed == wanted and page.locator("#grid .tile.off").count() == 0
+    scores = [float(said) for said in page.locator("#grid .tile .letter").all_text_contents()]
+    assert scores == [pytest.approx(h.value("induction"), abs=0.006) for h in look.heads]
+    best = max(look.heads, key=lambda h: h.value("induction"))
+    assert page.locator("#head-title").text_content() == f"Layer {best.layer}, head {best.head}"
     assert page.locator("#table tbody tr").count() == sum(wanted)
     assert page.locator("#count").text_content() == f"{sum(wanted)} of 15 heads"
     page.locator("#roles .chip", has_text="no role").click()
-    assert page.locator("#table tbody tr").count() == sum(wanted) + sum(h.role == "-" for h in look.heads)
+    idle = [h.role == "-" for h in look.heads]
+    assert page.locator("#table tbody tr").count() == sum(idle)
+    off = page.evaluate("[...document.querySelectorAll('#grid .tile')].map((t) => t.classList.contains('off'))")
+    assert off == [not one for one in idle] and page.locator("#show").input_value() == "role"
     page.locator("#roles .chip", has_text="all heads").click()
     assert page.locator("#grid .tile.off").count() == 0
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(30, 9), (32, 32), (80, 64)])
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_a_large_matrix_stays_on_one_screen(opened: Any, layers: int, heads: int, size: tuple[int, int]) -> None:
+    look = make_look(layers=layers, heads=heads, tokens=words(3))
+    page = opened(look, viewport={"width": size[0], "height": size[1]}).page
+    box = page.locator("#grid").bounding_box()
+    assert box["height"] < size[1] and box["width"] < size[0]
+    if size[0] > 1000:
+        assert box["y"] + box["height"] <= size[1]
+    page.locator("#roles .chip", has_text="induction").click()
+    best = max(look.heads, key=lambda h: h.value("induction") if h.role == "induction" else 0)
+    assert page.locator("#head-title").text_content() == f"Layer {best.layer}, head {best.head}"
+    chosen = page.locator(".tile[aria-current]").bounding_box()
+    assert chosen["y"] >= 0 and chosen["y"] + chosen["height"] <= size[1]
 
 
 def test_an_encoders_head_shows_what_it_attends_ahead(opened: Any) -> None:

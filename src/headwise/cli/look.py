@@ -78,9 +78,12 @@ def _look(  # private: a command has many options, and Python users call headwis
             show_default="heads-plan.json in its folder",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print the line of every head, also where they do not fit the screen.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
 ) -> None:
-    """Show what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
+    """Show what each attention head of a model does on a text, a picture or a sound: the roles, and a report to open."""
     beside = (image, audio, target, pair)
     measured = {"text": text, "file": file, "corpus": corpus, "sentences": sentences, "needles": needles}
     measured |= {"importance": importance, "image": image, "audio": audio, "target": target, "pair": pair}
@@ -97,11 +100,11 @@ def _look(  # private: a command has many options, and Python users call headwis
         kept=plan,
     )
     if several.speaks():
-        _put(result, names, as_json, compared=against is not None)
+        _put(result, names, as_json, every=every, compared=against is not None)
 
 
-def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) -> None:
-    """Write the files; print JSON, or the table and the names of the files."""
+def _put(result: Any, names: Sequence[str], as_json: bool, *, every: bool, compared: bool) -> None:
+    """Write the files; print JSON, or the tables and the names of the files, that of the report last."""
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json() if compared else result.to_json(maps=False))
@@ -109,7 +112,7 @@ def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) ->
     if compared:
         put(result.table())
     else:
-        _print_heads(result)
+        _print_heads(result, every=every)
     print(*lines, sep="\n", end="\n" * bool(lines))
 
 
@@ -155,13 +158,27 @@ SPARE = ("next", "self", "dup", "delim", "largest", "distance", "entropy")
 """The columns that a narrow terminal omits, in this order; the files and --json have them."""
 
 
-def _print_heads(result: Any) -> None:
-    """Print the table of heads, with a safe model name; in a narrow terminal without a frame and some columns."""
+PIPE_LINES = 100
+"""The lines that count as a screen where the output is no terminal."""
+
+
+def _print_heads(result: Any, *, every: bool) -> None:
+    """Print the roles with their best heads, then a line for each head if these fit the screen or `every` is true.
+
+    The name of the model is made safe. In a narrow terminal the table of heads has no frame and fewer columns.
+    """
     from dataclasses import replace
 
     from headwise.files.text import visible
+    from headwise.look.views.tables import summary_table
 
     shown, look = console(), replace(result, model=visible(result.model, limit=100))
+    summary = summary_table(look)
+    put(summary)
+    lines = summary.row_count + look.num_layers + len(look.heads) + 12
+    if not every and lines > (shown.height if shown.is_terminal else PIPE_LINES):
+        shown.print(f"{len(look.heads)} heads: --all prints a line for each")
+        return
     table = look.table()
     if shown.measure(table, options=shown.options.update(width=1000)).maximum > shown.width:
         table = _narrow(look, shown)

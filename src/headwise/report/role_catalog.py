@@ -7,13 +7,13 @@ from typing import Any
 
 from headwise.look.records.head import HeadRecord
 from headwise.look.roles.catalog import ROLES
-from headwise.look.views.palette import letter_and_colour
+from headwise.look.views import palette
 
 from .escape import cut
 
 
 def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
-    """Return every measured role: played ones by number of heads, then by name; then those that no head plays."""
+    """Return every measured role: played ones by number of heads, then by name, states last; then those of no head."""
     counts: dict[str, int] = {}
     thresholds: dict[str, float] = {}
     for head in heads:
@@ -22,19 +22,25 @@ def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
             thresholds.setdefault(name, score.threshold)
     known = {role.name: role for role in ROLES}
     place = {name: i for i, name in enumerate(known)}
+
+    def rank(name: str) -> tuple[str, int, str]:
+        return name if counts[name] else "", place.get(name, len(place)), name
+
     order = sorted(
-        counts, key=lambda name: (-counts[name], name if counts[name] else "", place.get(name, len(place)), name)
+        counts,
+        key=lambda name: (not counts[name], bool(counts[name] and palette.mark(name)), -counts[name], *rank(name)),
     )
     listed = []
     for name in order:
         role = known.get(name)
-        letter, colour = letter_and_colour(name)
+        letter, colour = palette.letter_and_colour(name)
         listed.append(
             {
                 "name": name,
-                "label": cut(name),
+                "label": cut(palette.label(name)),
                 "letter": letter,
                 "colour": colour,
+                "mark": palette.mark(name),
                 "played": counts[name],
                 "threshold": thresholds[name],
                 "formula": cut(role.formula, 500) if role else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,9 +192,11 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
 def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more: More) -> Any:
     """Return the look with the tokens around its evidence, and with the importance and output of heads if requested."""
     from headwise.look.collect.excerpts import with_excerpts
+    from headwise.look.collect.text import repeats_of
 
-    if read:
-        result = with_excerpts(result, read, _spelt(loaded))
+    ahead = result.kind == "encoder"
+    copies = repeats_of(loaded.model, ids, result.tokens, loaded.delimiters, ahead=ahead)
+    result = with_excerpts(result, {"copies": copies, **read}, speller(loaded))
     if not more.importance:
         return result
     from headwise.look import circuits, importance
@@ -207,9 +210,21 @@ def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more:
     return result.with_extras(**numbers)
 
 
-def _spelt(loaded: Any) -> list[str]:
-    """Return the text of each token id, with spaces and newlines restored."""
-    return [name.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n") for name in loaded.names()]
+def speller(loaded: Any) -> Callable[[int], str]:
+    """Return a function that gives the text of an id as it continues a text, with its space, by the tokenizer itself.
+
+    A tokenizer decides in its decoding whether a space stands before a token: one whose tokens mark the inside of a
+    word (WordPiece) has no mark for the beginning of one. So an id is decoded behind a word, and the word taken off.
+    """
+    word = loaded.tokenizer("a", add_special_tokens=False).input_ids[-1:]
+    before: str = loaded.tokenizer.decode(word)
+
+    @cache
+    def spell(one: int) -> str:
+        text: str = loaded.tokenizer.decode([*word, one])
+        return text[len(before) :] if word and text.startswith(before) else loaded.decode(one)
+
+    return spell
 
 
 def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:

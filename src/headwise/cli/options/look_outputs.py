@@ -42,12 +42,12 @@ def _check(name: str, endings: Sequence[str]) -> None:
 
 
 def write(what: Any, names: Sequence[str]) -> list[str]:
-    """Write the files; return one line to print for each."""
+    """Write the files; return one line to print for each, the report last."""
     from headwise import report
     from headwise.files.text import visible
 
     lines = []
-    for name in names:
+    for name in sorted(names, key=lambda name: Path(name).suffix.lower() in PAGES):
         if Path(name).suffix.lower() in PAGES:
             size, then = report.write(what, name), ": open it in a browser"
         else:

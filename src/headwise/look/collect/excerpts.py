@@ -43,12 +43,12 @@ def around(
     return excerpts
 
 
-def with_excerpts(look: Look, readings: Mapping[str, Sequence[Passage]], names: Sequence[str]) -> Look:
+def with_excerpts(look: Look, readings: Mapping[str, Sequence[Passage]], name: Callable[[int], str]) -> Look:
     """Return the look with the tokens around each piece of evidence from the readings.
 
     Args:
         look: the result of `at` or `over` with these readings.
         readings: the passages by kind.
-        names: the token of each id, in order.
+        name: returns the token of an id.
     """
-    return replace(look, excerpts={**look.excerpts, **around(look.heads, readings, names.__getitem__)})
+    return replace(look, excerpts={**look.excerpts, **around(look.heads, readings, name)})

@@ -122,6 +122,17 @@ def at(
     return replace(seen, excerpts=around(seen.heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")))
 
 
+def repeats_of(
+    model: nn.Module, ids: Ids, tokens: Sequence[str] | None, delimiters: Collection[int] | None, *, ahead: bool
+) -> Sequence[Passage]:
+    """Return the repeated random tokens that `at` reads beside this text; `ahead` is true for an encoder."""
+    model = unwrap(model)
+    row = inputs.as_row(ids)
+    facts = inputs.IdFacts.of(model, row)
+    words = inputs.vocabulary(row, inputs.as_tokens(row, tokens), delimiters, facts)
+    return random_copies(REPEATS, facts, words, ahead=ahead)
+
+
 def _read(
     model: nn.Module, ids: Ids | Mapping[str, Any], tokens: Any
 ) -> tuple[Source | None, tuple[list[int], list[int]], tuple[str, ...], inputs.IdFacts]:

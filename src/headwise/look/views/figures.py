@@ -18,6 +18,7 @@ from ...extras import missing_extra
 from ...files.text import visible
 from ...shapes.arguments import shown
 from . import palette
+from .cells import cell_of, roles_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..records.head import HeadRecord
     from ..records.look_data import LookData
     from ..records.scores import Score
+    from .cells import Cell
 
 
 MOST_LETTERS = 48
@@ -96,27 +98,34 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
 
 
 def plot_roles(look: LookData) -> Figure:
-    """Return a figure of every head's strongest role: one row per layer, one column per head.
+    """Return a figure of every head's most specific role: one row per layer, one column per head.
+
+    A dot marks a head that is a sink, a ring one that attends broadly.
 
     Raises:
         MissingExtra: Matplotlib is not installed.
     """
     width, height = look.num_heads, look.num_layers
-    figure = new_figure(min(16.0, 3.6 + 0.32 * width), min(20.0, 1.4 + 0.32 * height), "compressed")
+    cells = [(head, cell_of(head)) for head in look.heads]
+    played = Counter(cell.role for _, cell in cells if cell.role)
+    tall = max(1.4 + 0.32 * height, 1.2 + 0.19 * (len(played) + 3))  # the legend stands beside the matrix
+    figure = new_figure(min(16.0, 3.6 + 0.32 * width), min(20.0, tall), "compressed")
     axes = figure.add_subplot()
-    played = Counter(head.role for head in look.heads if head.roles)
     names = [name for name, _ in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))]
     numbers = np.full((max(1, height), max(1, width)), np.nan)
-    for head in look.heads:
-        numbers[head.layer, head.head] = names.index(head.role) + 1 if head.roles else 0
-        if head.roles and max(width, height) <= MOST_LETTERS:
-            _letter(axes, head.head, head.layer, palette.letter(head.role), palette.ink(palette.colour(head.role)))
+    for head, cell in cells:
+        numbers[head.layer, head.head] = names.index(cell.role) + 1 if cell.role else 0
+        if cell.role and max(width, height) <= MOST_LETTERS:
+            _letter(axes, head.head, head.layer, cell.letter, palette.ink(cell.colour))
     _cells(axes, numbers, [palette.NONE, *map(palette.colour, names)])
     axes.set(xlabel="head", ylabel="layer")
-    _title(axes, look.title)
+    marked = _state_marks(axes, [(head.head, head.layer, cell) for head, cell in cells])
+    figure.suptitle(visible(look.title, limit=60), fontsize=10, parse_math=False)
     idle = len(look.heads) - played.total()
-    entries = [(f"{palette.letter(name)}  {name} ({played[name]})", palette.colour(name)) for name in names]
-    _legend(figure, [*entries, (f"no role ({idle})", palette.NONE)])
+    entries = [
+        (f"{palette.letter(name)}  {palette.label(name)} ({played[name]})", palette.colour(name)) for name in names
+    ]
+    _legend(figure, [*entries, (f"no role ({idle})", palette.NONE)], marked)
     return figure
 
 
@@ -134,7 +143,7 @@ def plot_head(look: LookData, layer: int, head: int) -> Figure:
     large = look.maps[look.heads.index(record)].weights() if look.maps else record.map
     _map(left, look, record, np.array(large, dtype=float).reshape(len(large), -1))
     _scores(right, scored[:MOST_ROLES])
-    roles = ", ".join(map(str, record.roles)) or "no role"
+    roles = roles_text(record) or "no role"
     title = f"{visible(look.model, limit=40)}, head {layer}.{head}: {roles}"
     figure.suptitle(visible(title, limit=120), fontsize=11, parse_math=False)
     return figure
@@ -255,11 +264,25 @@ def _whole_ticks(axes: Axes, width: int, height: int) -> None:
     axes.tick_params(length=0, labelsize=8)
 
 
-def _legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
+def _state_marks(axes: Axes, cells: Sequence[tuple[int, int, Cell]]) -> list[Any]:
+    """Draw dots and rings at the corners of the cells of sinks and of broad heads; return them, with their counts."""
+    drawn = []
+    for mark, side, about in (("dot", 0.32, "sink"), ("ring", -0.32, "broad")):
+        places = [(x + side, y - 0.32) for x, y, cell in cells if mark in cell.marks]
+        if not places:
+            continue
+        inside = "#444444" if mark == "dot" else "none"
+        xs, ys = zip(*places, strict=True)
+        label = f"{about} ({len(places)})"
+        drawn.append(axes.scatter(xs, ys, s=9, facecolors=inside, edgecolors="#444444", linewidths=0.7, label=label))
+    return drawn
+
+
+def _legend(figure: Figure, entries: Sequence[tuple[str, str]], marks: Sequence[Any]) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=visible(text, limit=40)) for text, colour in entries]
-    drawn = figure.legend(handles=patches, loc="outside right upper", fontsize=8, frameon=False)
+    drawn = figure.legend(handles=[*patches, *marks], loc="outside right center", fontsize=8, frameon=False)
     for text in drawn.get_texts():
         text.set_parse_math(False)
 
@@ -290,7 +313,9 @@ def _scores(axes: Axes, scores: Sequence[Score]) -> None:
             axes.plot(score.null, y, "x", color="#171b26", markersize=5)
         if score.low is not None and score.high is not None:
             axes.plot([score.low, score.high], [y, y], color="#171b26", linewidth=1.0)
-    axes.set_yticks(places, [visible(score.name, limit=40) for score in scores], fontsize=8, parse_math=False)
+    axes.set_yticks(
+        places, [visible(palette.label(score.name), limit=40) for score in scores], fontsize=8, parse_math=False
+    )
     axes.set(xlim=(0, 1), xlabel="score;  | threshold,  x chance")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

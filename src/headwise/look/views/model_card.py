@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...files.text import visible
 from ..roles.catalog import COPIES, NEEDLES, ROLES, SENTENCES, TEXT, Role
+from . import palette
 
 if TYPE_CHECKING:
     from ..records.head import HeadRecord
@@ -100,13 +101,13 @@ def _row(look: LookData, name: str) -> str:
     best = heads[0]
     score = best.scores[name]
     numbers = f"{score.value:.2f} | {_number(score.null)} | {_interval(score) or '-'}"
-    return f"| {_cell(name)} | {len(heads)} | {_place(best)} | {numbers} |"
+    return f"| {_cell(palette.label(name))} | {len(heads)} | {_place(best)} | {numbers} |"
 
 
 def _section(look: LookData, name: str) -> Iterable[str]:
     heads = look.with_role(name)
     role = _ROLES.get(name)
-    yield f"### {code(name)}"
+    yield f"### {code(palette.label(name))}"
     yield ""
     if role is not None:
         above = f"above {heads[0].scores[name].threshold:.2f} and {_bar(role)}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...files.text import visible
 from . import palette, tables
+from .cells import MARKS, cell_of, roles_text
 
 if TYPE_CHECKING:
     from ..records.head import HeadRecord
@@ -25,14 +26,14 @@ _PLAIN = "padding:0 .5em;text-align:right;font:11px monospace;border:0;backgroun
 
 def markup(look: LookData) -> str:
     """Return the grid of heads by role, and the table of heads."""
-    played = Counter(head.role for head in look.heads if head.roles)
+    played = Counter(cell.role for cell in map(cell_of, look.heads) if cell.role)
     legend = "".join(
         _legend(name, count) for name, count in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))
     )
     idle = len(look.heads) - played.total()
     return (
         f"<div><b>{_escaped(look.title)}</b>"
-        f"<div style='margin:.4em 0'>{legend}<span style='white-space:nowrap'>{idle} without a role</span></div>"
+        f"<div style='margin:.4em 0'>{legend}<span style='white-space:nowrap'>{idle} without a role; {MARKS['dot']} sink, {MARKS['ring']} broad</span></div>"
         f"{_grid(look)}{_details(look)}</div>"
     )
 
@@ -43,7 +44,7 @@ def _legend(name: str, count: int) -> str:
     letter = html.escape(palette.letter(name))
     return (
         f"<span style='white-space:nowrap;margin-right:1em'><span style='{style}'>{letter}</span> "
-        f"{_escaped(name)} ({count})</span> "
+        f"{_escaped(palette.label(name))} ({count})</span> "
     )
 
 
@@ -61,9 +62,10 @@ def _grid(look: LookData) -> str:
 
 
 def _head(head: HeadRecord, titled: bool) -> str:
-    colour = palette.colour(head.role) if head.roles else palette.NONE
-    letter = palette.letter(head.role) if head.roles else ""
-    says = f"{head.layer}.{head.head}: {', '.join(map(str, head.roles)) or 'no role'}, entropy {head.entropy:.2f}"
+    cell = cell_of(head)
+    colour = cell.colour
+    letter = cell.letter + "".join(MARKS[mark] for mark in cell.marks if cell.role)
+    says = f"{head.layer}.{head.head}: {roles_text(head) or 'no role'}, entropy {head.entropy:.2f}"
     title = f' title="{_escaped(says)}"' if titled else ""
     style = f"{_CELL};background:{colour};background-clip:padding-box;color:{palette.ink(colour)}"
     return f"<td style='{style}'{title}>{html.escape(letter)}</td>"

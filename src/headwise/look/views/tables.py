@@ -8,7 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...extras import missing_extra
+from ...files.text import visible
 from ..records.axes import TEXT
+from . import palette
+from .cells import roles_text
 
 if TYPE_CHECKING:
     import pandas
@@ -59,6 +62,34 @@ def _caption(look: LookData, without: Sequence[str]) -> str:
     return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
 
 
+BEST = 5
+"""The most heads that the summary names for a role."""
+
+
+def summary_table(look: LookData) -> rich.table.Table:
+    """Return a Rich table with a row for each played role: how many heads play it, and the best of them.
+
+    The order is that of the report: roles by their number of heads, then states (sinks, broad).
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(look.title), title_justify="left", header_style="bold")
+    table.add_column("role", no_wrap=True)
+    table.add_column("heads", justify="right", no_wrap=True)
+    table.add_column("best, with their scores")
+    played = {name: look.with_role(name) for name in dict.fromkeys(s.name for head in look.heads for s in head.roles)}
+    for name in sorted(played, key=lambda one: (bool(palette.mark(one)), -len(played[one]), one)):
+        heads = played[name]
+        best = ", ".join(f"{head.layer}.{head.head} {head.scores[name].value:.2f}" for head in heads[:BEST])
+        more = ", ..." if len(heads) > BEST else ""
+        style = "dim" if palette.mark(name) else ""
+        table.add_row(Text(visible(palette.label(name))), str(len(heads)), Text(best + more), style=style)
+    idle = sum(not head.roles for head in look.heads)
+    table.add_row("no role", str(idle), "", style="dim")
+    return table
+
+
 def _cells(head: HeadRecord) -> Sequence[str]:
     values = [head.value(name) for name in _SCORES]
     return (
@@ -68,7 +99,7 @@ def _cells(head: HeadRecord) -> Sequence[str]:
         f"{head.largest:.2f}",
         "-" if head.distance is None else f"{head.distance:.1f}",
         *("-" if value is None else f"{value:.2f}" for value in values),
-        ", ".join(map(str, head.roles)) or "-",
+        roles_text(head) or "-",
     )
 
 

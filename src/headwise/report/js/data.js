@@ -8,7 +8,8 @@ const FIRST_SCORE = look.numbers.own;
 
 const heads = []; // filled once the numbers are unpacked
 
-// One object a head. `values` run parallel to look.statistics; `roles` holds those it plays, strongest first.
+// One object a head. `values` run parallel to look.statistics; `roles` holds those it plays, its own
+// role first, states (sinks, broad) last; `main` is that role, null where it plays none but states.
 async function loadNumbers() {
   const numbers = JSON.parse(new TextDecoder().decode(await inflate(look.numbers.data)));
   look.heads.place.forEach((place, index) => {
@@ -25,6 +26,8 @@ async function loadNumbers() {
       evidence: numbers.evidence[index][n],
       detail: numbers.details[index][n],
     }));
+    head.main = head.roles.find(({ role }) => !look.roles[role].mark) ?? null;
+    head.marks = [...new Set(head.roles.map(({ role }) => look.roles[role].mark).filter(Boolean))];
     head.scores = look.roles.map((_, role) => scoreOf(numbers, role, index)).filter((score) => score.value !== null);
     heads.push(head);
   });
@@ -41,7 +44,7 @@ const state = {
   head: 0,
   query: 0, // a row of the open map
   key: null, // a column of it; null stands for the strongest
-  roles: new Set(),
+  role: null, // the chosen chip; the number of roles stands for "no role"
   search: "",
   show: "role",
   order: "head",
@@ -64,6 +67,12 @@ function roleColour(role) {
   return role === undefined || role === null ? "var(--none)" : `var(--role-${look.roles[role].colour})`;
 }
 
+// The letter of a role; a state is a mark.
+function signOf(role) {
+  const { mark, letter } = look.roles[role];
+  return { dot: "\u25cf", ring: "\u25cb" }[mark] ?? letter;
+}
+
 // What is written upon that colour.
 function roleInk(role) {
   return role === undefined || role === null ? "var(--ink)" : `var(--on-${look.roles[role].colour})`;
@@ -73,11 +82,10 @@ function rolesText(head) {
   return head.roles.map(({ role, value }) => `${look.roles[role].label} ${number(value, 2)}`).join(", ");
 }
 
-// Roles are joined by "or"; the number of roles stands for "no role".
 function matches(head) {
-  if (!state.roles.size) return true;
-  if (!head.roles.length) return state.roles.has(look.roles.length);
-  return head.roles.some(({ role }) => state.roles.has(role));
+  if (state.role === null) return true;
+  if (state.role === look.roles.length) return !head.roles.length;
+  return head.roles.some(({ role }) => role === state.role);
 }
 
 function selectHead(index) {

@@ -1,4 +1,4 @@
-// The filter by role, and the search for a token: what does not match steps back.
+// The choice of a role, and the search for a token. A role turns the matrix into the heatmap of its score.
 
 const FEW_CHIPS = 14;
 
@@ -12,19 +12,20 @@ function buildRoles() {
     button.style.setProperty("--role", roleColour(role));
     button.style.setProperty("--on", roleInk(role));
     button.addEventListener("click", () => {
-      if (role === null) state.roles.clear();
-      else if (!state.roles.delete(role ?? look.roles.length)) state.roles.add(role ?? look.roles.length);
+      const chosen = role === null ? null : (role ?? look.roles.length);
+      state.role = state.role === chosen ? null : chosen;
       emit("filter");
+      if (state.role !== null) goToFirst();
     });
     on("filter", () => {
-      const pressed = role === null ? !state.roles.size : state.roles.has(role ?? look.roles.length);
+      const pressed = state.role === (role === null ? null : (role ?? look.roles.length));
       button.setAttribute("aria-pressed", String(pressed));
     });
     place.append(button);
   };
   chip("all heads", heads.length, null, "Show every head");
   const played = look.roles.map((role, i) => [role, i]).filter(([role]) => role.played);
-  for (const [role, i] of played) chip(plainText(role.label, 40), role.played, i, plainText(role.formula, 300), role.letter);
+  for (const [role, i] of played) chip(plainText(role.label, 40), role.played, i, plainText(role.formula, 300), signOf(i));
   if (none) chip("no role", none, undefined, "Heads that play none of the roles looked for", "\u00b7");
   if (played.length > FEW_CHIPS) foldChips(place);
 }
@@ -43,17 +44,23 @@ function foldChips(place) {
   fold(false);
 }
 
+// A chosen role shows its score in every head; a head that plays it is framed.
 function filterGrid() {
   const shown = heads.filter(matches);
-  for (const head of heads) tiles[head.index].button.classList.toggle("off", !matches(head));
-  byId("count").textContent = state.roles.size ? `${shown.length} of ${plural(heads.length, "head")}` : plural(heads.length, "head");
-  if (shown.length && !matches(heads[state.head])) selectHead(strongest(shown).index);
+  byId("count").textContent = state.role !== null ? `${shown.length} of ${plural(heads.length, "head")}` : plural(heads.length, "head");
+  const scored = state.role !== null && state.role < look.roles.length;
+  if (scored) show(FIRST_SCORE + state.role);
+  else show(typeof state.show === "number" && state.show >= FIRST_SCORE && state.show < FIRST_SCORE + look.roles.length ? "role" : state.show);
 }
 
-// Of the heads shown, the one with the highest score in a chosen role.
-function strongest(shown) {
-  const score = (head) => Math.max(0, ...head.roles.filter(({ role }) => state.roles.has(role)).map(({ value }) => value));
-  return shown.reduce((best, head) => (score(head) > score(best) ? head : best));
+// Opens the head with the highest score in the chosen role.
+function goToFirst() {
+  const shown = heads.filter(matches);
+  if (!shown.length) return;
+  const score = (head) => head.roles.find(({ role }) => role === state.role)?.value ?? 0;
+  const first = shown.reduce((best, head) => (score(head) > score(best) ? head : best));
+  selectHead(first.index);
+  tiles[first.index].button.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
 // --- search ----------------------------------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ function leave() {
   if (state.search) {
     byId("search").value = "";
     search("");
-  } else if (state.roles.size) {
-    state.roles.clear();
+  } else if (state.role !== null) {
+    state.role = null;
     emit("filter");
   }
   tiles[state.head].button.focus();

@@ -19,7 +19,7 @@ function fillAbout() {
   if (look.pictures.length) look.statistics.forEach((s) => s.unit === "tokens" && Object.assign(s, inPlaces(s)));
   for (const s of look.statistics) if (s.role === null) byId("definitions").append(el("dt", {}, s.label), el("dd", {}, s.meaning));
   look.roles.forEach((role, i) => {
-    const term = el("dt", {}, el("i", {}, role.letter), plainText(role.label, 60));
+    const term = el("dt", {}, el("i", {}, signOf(i)), plainText(role.label, 60));
     term.style.setProperty("--role", roleColour(i));
     term.style.setProperty("--on", roleInk(i));
     const parts = [role.formula, role.source, role.control && `chance: ${role.control}`].filter(Boolean).map((part) => plainText(part, 500));
@@ -85,6 +85,7 @@ function listen() {
   window.addEventListener("resize", () => {
     if (window.innerWidth === width) return; // a phone's bars come and go
     width = window.innerWidth;
+    sizeGrid();
     drawChart();
     drawPane(heads[state.head]);
     drawOffsets(heads[state.head]);
@@ -143,6 +144,7 @@ async function main() {
   buildKeys();
   for (const id of ["overview", "detail", "running", "charts", "all", "about", "controls"]) byId(id).hidden = false;
   byId("running").hidden = !look.cells.length;
+  sizeGrid();
   drawGrid();
   listen();
   drawChart();

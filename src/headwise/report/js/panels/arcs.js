@@ -3,6 +3,7 @@
 const arcs = { sentence: 0, least: 0.05, token: null };
 const ARC_FONT = 12;
 const LONGEST = 40; // tokens drawn at once
+const SMALLEST = 0.7; // a long line is drawn smaller, down to this scale, and parted beyond it
 
 function buildArcs() {
   byId("sentence").addEventListener("change", (event) => {
@@ -24,18 +25,33 @@ function buildArcs() {
   });
 }
 
-// Ranges [first, end) of tokens: a sentence ends after . ! ? or a line end, blanks that follow included; long ones are cut.
-function sentencesOf({ queries: size, queryText }) {
+// Ranges [first, end) of tokens: a sentence ends after . ! ? or a line end, blanks that follow included; those
+// too long for the line are parted.
+function sentencesOf({ queries: size, queryText, queryName }) {
+  const room = arcRoom() / SMALLEST;
+  const widths = textWidths(d3range(size).map((i) => queryName(i, 16)));
   const ranges = [];
-  let first = 0;
+  let [first, width] = [0, 20];
   for (let i = 0; i < size; i++) {
+    width += widths[i] + 9;
+    const full = i + 1 < size && width + widths[i + 1] + 9 > room;
     const ends = /[.!?\n]["')\]]?\s*$/.test(queryText(i) ?? "") && !/^\s+$/.test(i + 1 < size ? (queryText(i + 1) ?? "") : "");
-    if (ends || i - first + 1 === LONGEST || i === size - 1) {
+    if (ends || full || i - first + 1 === LONGEST || i === size - 1) {
       ranges.push([first, i + 1]);
-      first = i + 1;
+      [first, width] = [i + 1, 20];
     }
   }
   return ranges;
+}
+
+function arcRoom() {
+  return Math.max(byId("arcs").clientWidth - 12, 240);
+}
+
+// Draws to scale: as large as the text elsewhere, or as small as the panel needs.
+function arcDrawing(width, height) {
+  const scale = Math.min(1, arcRoom() / width);
+  return drawing(width * scale, height * scale).attr("viewBox", `0 0 ${width} ${height}`);
 }
 
 function sentenceTitle([first, end], source) {
@@ -101,7 +117,7 @@ function arcsWithin(head, source, first, end) {
   const up = Math.min(Math.max(30, reach(1) / 2.6), 230);
   const down = reach(-1) ? Math.min(Math.max(24, reach(-1) / 2.6), 230) : 0;
   const base = up + 14;
-  const svg = drawing(Math.max(x, 60), base + 24 + down);
+  const svg = arcDrawing(Math.max(x + 6, 60), base + 24 + down);
   for (const [i, j, weight] of links) {
     const [from, to] = [centres[i - first], centres[j - first]];
     const above = j <= i;
@@ -127,7 +143,7 @@ function arcsAcross(head, source, first, end) {
   };
   const keys = line(0, Math.min(source.keys, LONGEST), source.keyName);
   const queries = line(first, end, source.queryName);
-  const svg = drawing(Math.max(keys.width, queries.width, 60), 190);
+  const svg = arcDrawing(Math.max(keys.width, queries.width, 60), 190);
   for (const [i, j, weight] of strongLinks(source, [first, end], [0, keys.names.length])) {
     arc(svg, `M${queries.centres[i - first]},160C${queries.centres[i - first]},90 ${keys.centres[j]},100 ${keys.centres[j]},26`, i, j, weight, source);
   }
@@ -149,7 +165,7 @@ function strongLinks(source, [first, end], [left, right]) {
 
 function arc(svg, path, i, j, weight, source) {
   const node = svg.append("path").attr("class", "arc").attr("d", path).attr("data-query", i).attr("data-key", j);
-  node.attr("stroke-width", 0.6 + 2.4 * weight).attr("stroke-opacity", 0.15 + 0.75 * weight);
+  node.attr("stroke-width", 0.8 + 3.2 * weight).attr("stroke-opacity", 0.35 + 0.6 * weight);
   node.classed("aside", arcs.token !== null && arcs.token !== i && arcs.token !== j);
   node.classed("into", arcs.token !== null && arcs.token === j && arcs.token !== i);
   node.append("title").text(`${source.queryName(i)} \u2192 ${source.keyName(j)}: ${number(weight, 3)}`);

@@ -35,7 +35,7 @@ function drawChart() {
     const dot = svg.append("circle").attr("r", radius).attr("cy", y(head.values[state.statistic]));
     dot.attr("cx", x(head.layer) + ((head.head + 0.5) / most) * x.bandwidth());
     dot.classed("dot", true).classed("off", !matches(head)).classed("now", head.index === state.head);
-    dot.style("--role", roleColour(head.roles[0]?.role)).attr("data-head", head.index);
+    dot.style("--role", roleColour(head.main?.role)).attr("data-head", head.index);
   }
   svg.on("click", (event) => event.target.dataset.head && selectHead(Number(event.target.dataset.head)));
   svg.on("pointerover", (event) => nameDot(event.target, statistic));

@@ -14,8 +14,8 @@ function drawEvidence(head) {
 
 // One role, spelt out: value against threshold and chance, definition, source, and the queries that show it best.
 function played(score, head) {
-  const { label, letter, formula, source, control } = look.roles[score.role];
-  const title = el("h4", {}, el("i", {}, letter), plainText(label, 60), score.detail ? el("span", { className: "of" }, plainText(score.detail, 60)) : "");
+  const { label, formula, source, control } = look.roles[score.role];
+  const title = el("h4", {}, el("i", {}, signOf(score.role)), plainText(label, 60), score.detail ? el("span", { className: "of" }, plainText(score.detail, 60)) : "");
   const item = el("li", {}, title, bullet(score), measured(score));
   item.style.setProperty("--role", roleColour(score.role));
   item.style.setProperty("--on", roleInk(score.role));
@@ -48,8 +48,8 @@ function bullet({ value, low, high, threshold, chance }, width = 220) {
 }
 
 function otherScore(score) {
-  const { label, letter } = look.roles[score.role];
-  const row = el("tr", {}, el("th", { scope: "row" }, el("i", {}, letter), plainText(label, 40)));
+  const { label } = look.roles[score.role];
+  const row = el("tr", {}, el("th", { scope: "row" }, el("i", {}, signOf(score.role)), plainText(label, 40)));
   row.style.setProperty("--role", roleColour(score.role));
   row.style.setProperty("--on", roleInk(score.role));
   const numbers = [number(score.value, 3), number(score.threshold, 2), number(score.chance, 3)];
@@ -77,18 +77,18 @@ function piece([textNumber, query, key, weight], role, head) {
     line.append(" ", open);
   }
   const [at, from] = [queryText(query) !== null, keyText(key) !== null];
-  if (at && from && head.queries === head.keys && head.sides[0].axis === head.sides[1].axis) line.append(el("div", { className: "context" }, ...context(query, key, queryText)));
+  if (at && from && head.queries === head.keys && head.sides[0].axis === head.sides[1].axis) line.append(el("div", { className: "context" }, ...context(query, key, queryText, reads === "copies")));
   else {
-    if (at) line.append(el("div", { className: "context" }, ...context(query, null, queryText)));
-    if (from) line.append(el("div", { className: "context" }, ...context(null, key, keyText)));
+    if (at) line.append(el("div", { className: "context" }, ...context(query, null, queryText, reads === "copies")));
+    if (from) line.append(el("div", { className: "context" }, ...context(null, key, keyText, reads === "copies")));
   }
   return line;
 }
 
 const BESIDE = 5;
 
-// The tokens around a query and a key of one text, or around one of them.
-function context(query, key, textOf) {
+// The tokens around a query and a key of one text, or around one of them; random ones, which make no words, in quotes.
+function context(query, key, textOf, quoted) {
   const [first, last] = [Math.min(query ?? key, key ?? query), Math.max(query ?? key, key ?? query)];
   const places = [];
   for (let i = first - BESIDE; i <= last + BESIDE; i++) if (i <= first + BESIDE || i >= last - BESIDE) places.push(i);
@@ -101,7 +101,7 @@ function context(query, key, textOf) {
     const kind = place === query ? (place === key ? "is-query is-key" : "is-query") : place === key ? "is-key" : "";
     const node = el(kind ? "mark" : "span", { className: kind });
     appendText(node, text);
-    nodes.push(node);
+    nodes.push(...(quoted ? ["\u201c", node, "\u201d "] : [node]));
     before = place;
   }
   return nodes;

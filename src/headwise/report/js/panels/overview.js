@@ -14,16 +14,14 @@ function buildGrid() {
   const grid = byId("grid");
   const width = Math.max(1, ...heads.map((head) => head.head + 1));
   grid.style.setProperty("--heads", width);
-  const dense = width > 24 || heads.length > 600;
-  grid.classList.toggle("dense", dense);
-  document.documentElement.classList.toggle("wide", dense);
+  document.documentElement.classList.toggle("wide", width > 24);
   const parts = [...new Set(heads.map((head) => head.part))];
   for (const part of parts) {
     const group = el("div", { role: "rowgroup", className: "part" });
     const title = PARTS[part] ?? plainText(part, 40);
     if (parts.length > 1) group.append(el("h3", { className: "part-title" }, title));
     group.setAttribute("aria-label", title);
-    const top = el("div", { className: "row top-row", role: "row" }, el("span", { role: "columnheader", className: "corner" }, dense ? "" : "layer"));
+    const top = el("div", { className: "row top-row", role: "row" }, el("span", { role: "columnheader", className: "corner" }, width > 24 ? "" : "layer"));
     for (let i = 0; i < width; i++) top.append(el("span", { role: "columnheader", className: "column" }, String(i)));
     group.append(top);
     const layers = new Map();
@@ -45,6 +43,43 @@ function buildGrid() {
     const tile = event.target.closest(".tile");
     if (tile) tile.title = tileTitle(heads[Number(tile.dataset.head)]);
   });
+}
+
+const LARGEST = 67; // pixels of a cell
+const LEAST_MAP = 15;
+
+// The matrix fits the screen: its cells are as large as the panel and the window allow, down to three pixels.
+function sizeGrid() {
+  const grid = byId("grid");
+  const box = grid.parentNode;
+  const columns = Number(grid.style.getPropertyValue("--heads"));
+  const rows = shownRows.length;
+  const parts = grid.children.length;
+  const within = (value, low, high) => Math.max(low, Math.min(value, high));
+  const room = box.clientWidth - 12 - 34;
+  const top = box.getBoundingClientRect().top + window.scrollY;
+  const tall = Math.max(window.innerHeight - top - 62, 0.5 * window.innerHeight, 200) - parts * 20 - (parts > 1 ? 28 * parts : 0);
+  const each = Math.min(tall / rows, room / columns);
+  const gap = each > 26 ? 4 : each > 11 ? 2 : each > 4 ? 1 : 0;
+  let width = within(room / columns - gap, 3, LARGEST);
+  let height = within(Math.min(tall / rows - gap, Math.max(width, 12)), 3, LARGEST);
+  if (state.show === "map") width = height = Math.max(width, LEAST_MAP);
+  else width = Math.min(width, Math.max(4.5 * height, 16));
+  const set = (name, value) => grid.style.setProperty(name, `${Math.floor(10 * value) / 10}px`);
+  set("--gap", gap);
+  set("--w", width);
+  set("--h", height);
+  set("--letter", within(Math.min(0.8 * height, 0.45 * width), 7, 18));
+  set("--number", within(Math.min(0.8 * height, 0.3 * width), 7, 13));
+  set("--mark", within(0.2 * Math.min(height, width), 2.5, 8));
+  const beside = height < 30 && width >= 44 && height >= 10;
+  grid.classList.toggle("beside", beside);
+  grid.classList.toggle("valued", beside || (height >= 30 && width >= 30));
+  grid.classList.toggle("lettered", height >= 9 && width >= 9);
+  grid.classList.toggle("numbered", height >= 9 && width >= 24);
+  const every = (nodes, step) => nodes.forEach((node, i) => node.classList.toggle("unsaid", i % step !== 0));
+  every(shownRows.map(({ row }) => row.firstChild), Math.ceil(11 / (height + gap)));
+  for (const row of grid.querySelectorAll(".top-row")) every([...row.querySelectorAll(".column")], Math.ceil(15 / (width + gap)));
 }
 
 function buildTile(head) {
@@ -78,7 +113,7 @@ function shownDigits() {
 }
 
 function fillShow() {
-  const options = [["role", "strongest role"], ["map", "attention map"]];
+  const options = [["role", "role"], ["map", "attention map"]];
   if (state.search) options.push(["search", `mass on \u201c${plainText(state.search, 20)}\u201d`]);
   look.statistics.forEach((s, i) => heads.some((head) => head.values[i] !== null) && options.push([i, plainText(s.label, 40)]));
   byId("show").replaceChildren(...options.map(([value, label]) => el("option", { value }, label)));
@@ -88,6 +123,7 @@ function fillShow() {
 function show(what) {
   state.show = what;
   fillShow();
+  sizeGrid();
   drawGrid();
 }
 
@@ -105,8 +141,8 @@ function buildControls() {
 
 // Within each row: by number, by role, or by what is shown, the highest first.
 function orderGrid() {
-  const rank = (head) => (head.roles.length ? head.roles[0].role : look.roles.length);
-  const value = (head) => shownValue(head) ?? head.roles[0]?.value ?? -Infinity;
+  const rank = (head) => head.main?.role ?? look.roles.length;
+  const value = (head) => shownValue(head) ?? head.main?.value ?? -Infinity;
   const orders = {
     head: (a, b) => a.index - b.index,
     role: (a, b) => rank(a) - rank(b) || value(b) - value(a) || a.index - b.index,
@@ -123,19 +159,23 @@ function drawGrid() {
   const grid = byId("grid");
   const numeric = state.show !== "role" && state.show !== "map";
   grid.dataset.show = numeric ? "number" : state.show;
+  const heat = state.role !== null && state.show === FIRST_SCORE + state.role;
   const known = numeric ? heads.map(shownValue).filter((value) => value !== null) : [];
   const low = known.reduce((a, b) => Math.min(a, b), 0);
   const high = known.reduce((a, b) => Math.max(a, b), 0) || 1;
   for (const head of heads) {
     const tile = tiles[head.index];
-    const strongest = head.roles[0];
-    tile.button.style.setProperty("--role", roleColour(strongest?.role));
-    tile.button.style.setProperty("--on", roleInk(strongest?.role));
+    const main = head.main;
+    tile.button.style.setProperty("--role", roleColour(main?.role));
+    tile.button.style.setProperty("--on", roleInk(main?.role));
+    tile.button.dataset.marks = head.marks.join(" ");
+    tile.button.classList.toggle("off", !heat && !matches(head));
+    tile.button.classList.toggle("plays", heat && matches(head));
     if (numeric) paintNumber(tile, shownValue(head), low, high);
     else {
-      tile.letter.textContent = strongest ? look.roles[strongest.role].letter : "\u00b7";
-      tile.value.textContent = strongest ? number(strongest.value, 2) : "";
-      tile.button.classList.toggle("none", !strongest);
+      tile.letter.textContent = main ? look.roles[main.role].letter : head.marks.length ? "" : "\u00b7";
+      tile.value.textContent = main ? number(main.value, 2) : "";
+      tile.button.classList.toggle("none", !main);
     }
     if (state.show === "map") {
       if (!tile.canvas) tile.button.prepend((tile.canvas = el("canvas", { "aria-hidden": "true" })));
@@ -165,11 +205,11 @@ function drawTile(head) {
 
 function drawLegend(low, high) {
   const place = byId("legend");
-  if (state.show === "role") place.replaceChildren("letter: the role, as above; number: its score; dot: no role");
+  if (state.show === "role") place.replaceChildren("letter and colour: the role, as above; number: its score; \u25cf also a sink; \u25cb also broad");
   else if (state.show === "map") legend(place);
   else {
     const digits = shownDigits();
-    place.replaceChildren(el("span", {}, number(low, digits)), ramp(), el("span", {}, number(high, digits)));
+    place.replaceChildren(el("span", {}, number(low, digits)), ramp(), el("span", {}, number(high, digits)), ...(state.role !== null && state.role < look.roles.length ? [" framed: plays it"] : []));
   }
 }
 

@@ -9,7 +9,7 @@ function columns() {
   return [
     { key: "index", label: "head", meaning: "layer.head", show: (head) => head.name, value: (head) => head.index },
     ...numbers.map((s) => ({ ...s, label: plainText(s.label, 30), show: (head) => number(head.values[s.key], s.digits), value: (head) => head.values[s.key] })),
-    { key: "roles", label: "roles", meaning: "with their scores", show: rolesText, value: (head) => head.roles[0]?.value ?? null },
+    { key: "roles", label: "roles", meaning: "with their scores", show: rolesText, value: (head) => head.main?.value ?? null },
   ];
 }
 
@@ -82,8 +82,8 @@ function markRow(head) {
 
 function badges(head) {
   return head.roles.map(({ role, value, threshold }) => {
-    const { label, letter, formula, source } = look.roles[role];
-    const badge = el("span", { className: "badge" }, el("i", {}, letter), plainText(label, 40), el("b", {}, number(value, 2)));
+    const { label, formula, source } = look.roles[role];
+    const badge = el("span", { className: "badge" }, el("i", {}, signOf(role)), plainText(label, 40), el("b", {}, number(value, 2)));
     badge.style.setProperty("--role", roleColour(role));
     badge.style.setProperty("--on", roleInk(role));
     badge.title = [`score ${number(value, 3)}, threshold ${number(threshold, 2)}`, formula, source].filter(Boolean).map((s) => plainText(s, 300)).join("\n");
