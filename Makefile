@@ -22,7 +22,7 @@ PIP    := $(BIN)/python -m pip install -c constraints.txt --disable-pip-version-
 PYTEST_ARGS ?= -n 2 --dist worksteal
 # One thread a process. Compiled Python is kept, whatever the shell says: tests start over a hundred interpreters.
 PYTEST_ENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HEADWISE_DRAW=$(DRAW)
-# One case of so many of the widest sweeps (tests/helpers/draw.py); the first line of pytest says how to run the same again.
+# One case in 16 of the largest sets of cases (tests/helpers/draw.py).
 DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

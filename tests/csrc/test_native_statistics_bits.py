@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, instructions, natives, needs_native
-from draw import drawn, repeats
+from draw import drawn
 from mask_cases import MASKS, Sizes
 from native_cases import collected, native_dtypes
 from statistics_cases import NUMBERS, extras, inputs, seen
@@ -88,7 +88,7 @@ def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
         first = statistics(query, key, mask=headwise.causal())
         same(statistics(query, key, mask=headwise.causal()), first)
         wanted = all_bits(first)
-        for _ in range(repeats(1000 if backend in BEST else 100)):
+        for _ in drawn(range(1000 if backend in BEST else 100)):
             assert torch.equal(all_bits(statistics(query, key, mask=headwise.causal())), wanted)
 
 

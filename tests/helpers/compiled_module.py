@@ -58,6 +58,7 @@ def test_the_module_compiles_without_a_graph_break(mask: headwise.Mask | None) -
 
 
 @torch.no_grad()
+@pytest.mark.sweep
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_module_decodes_with_a_cache(fullgraph: bool) -> None:
     """It was an internal error of the compiler; a length is compiled anew, as a cache is a Python object."""

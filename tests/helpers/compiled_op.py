@@ -85,15 +85,17 @@ def test_masks_passed_in(name: str) -> None:
     same(results(whole(run), qkv, mask), results(run, qkv, mask))
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *(["native"] if isas() else [])])
-def test_backends_by_name(backend: str) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["reference", "blocks", "sdpa", *(["native"] if isas() else [])])
+def test_backends_by_name(name: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return headwise.attention(q, k, v, mask=headwise.causal(), backend=backend)
+        return headwise.attention(q, k, v, mask=headwise.causal(), backend=name)
 
     qkv = make_qkv(*SHORT)
     same(results(whole(run), qkv), results(run, qkv))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *(["native"] if isas() else [])])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_backends_with_dynamic_shapes(backend: str, dropout: float) -> None:
@@ -122,6 +124,7 @@ CONSTANTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_tensors_of_known_size_with_dynamic_shapes(name: str) -> None:
     """There a size is a symbol, and a tensor that is made inside has numbers for sizes: they fit nonetheless."""
@@ -154,6 +157,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_torch_func_within_a_graph(name: str) -> None:
     """The kernel has no rule for them: what it gave there was a constant, whose gradient is 0."""
@@ -302,6 +306,7 @@ class Masked(torch.nn.Module):
         return headwise.attention(q, k, v, mask=mask)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["causal & lengths", "all kinds", "causal | prefix"])
 def test_a_saved_export_takes_the_masks_that_the_export_takes(name: str) -> None:
     """JSON, as which torch saves what is no tensor, has lists for tuples."""

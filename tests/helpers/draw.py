@@ -1,85 +1,53 @@
-"""The widest sweeps: `make test` runs a fixed share of each; `make test-all` runs all of it.
+"""The largest sets of cases: `make test` runs one case in 16 of each (HEADWISE_DRAW=16), `make test-all` all of them.
 
-A sweep is many cases of the same code: lengths, head dims, masks, layouts, each on every instruction set and in every
-dtype. `drawn(cases)` is the share of a loop; a test marked `sweep` runs a share of its parameters. Drawn are cases, not
-backends, instruction sets or dtypes: each case that is drawn runs on all of them, so that no way through the code is
-left out.
-What is drawn follows from the seed and the test's name alone, never from the date: a tree that is green today is green
-tomorrow. A test that asserts a rate over its cases takes all of them, or asserts the rate only where nothing is drawn.
+A loop goes over `drawn(cases)`. A test marked `sweep` runs for a share of its parameters, each of them in every
+backend, dtype and form, because each of those is a way of its own through the code. With `sweep(4)` or
+`drawn(cases, most=4)` it is one case in four at least, where the code of the cases differs more.
 
-A sweep over families of models, whose code differs more, is marked `sweep(4)`: at least one case of four runs.
-
-    HEADWISE_DRAW=3                     one case of three; 1, or no such variable: all of them
-    HEADWISE_DRAW_SEED=anything         another share of the same size; 0 if there is no such variable
+The name of the test decides which cases are drawn: they are the same on every day and on every machine. A test that
+asserts a rate over its cases takes all of them. pytest run by hand runs all cases.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
-import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 Case = TypeVar("Case")
 SHARE = int(os.environ.get("HEADWISE_DRAW", "1"))
-SEED = os.environ.get("HEADWISE_DRAW_SEED", "0")
-WHOLE = ("backend", "dtype", "form")  # parameters that are not drawn: each is a way of its own through the code
+WHOLE = ("backend", "dtype", "form")  # parameters that are not drawn
 
 
-def drawn(cases: Sequence[Case], key: str = "", share: int = SHARE) -> list[Case]:
-    """One case of so many, at least one, in their order; others for another key."""
-    return _share(cases, os.environ.get("PYTEST_CURRENT_TEST", "").split("[")[0] + key, share)
-
-
-def is_drawn(name: str, share: int = SHARE) -> bool:
-    """Return whether the thing of that name is in the share: one of so many, each decided by itself."""
-    return zlib.crc32(f"{SEED} {_without_folder(name)}".encode()) % share == 0
-
-
-def repeats(count: int) -> int:
-    """How often a thing is repeated that should be the same each time."""
-    return -(-count // SHARE)
-
-
-def _without_folder(name: str) -> str:
-    """Return a test's name without the folders of its file, so that moving a file changes no draw."""
-    return re.sub(r"^[\w/]*/(?=\w+\.py)", "tests/", name)
-
-
-def _share(cases: Sequence[Case], name: str, share: int) -> list[Case]:
-    count = -(-len(cases) // share)
-    chosen = random.Random(f"{SEED} {_without_folder(name)} {len(cases)}").sample(range(len(cases)), count)
-    return [cases[i] for i in sorted(chosen)]
+def drawn(cases: Sequence[Case], key: str = "", most: int | None = None) -> list[Case]:
+    """Return one case in SHARE, at least one and at least one in `most`, in their order; others for another key."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").split("[")[0]
+    return _sample(cases, test + key, min(SHARE, most or SHARE))
 
 
 def split(items: Sequence[Any], share: int = SHARE) -> tuple[list[Any], list[Any]]:
-    """(tests that run, tests that are left out): of those marked `sweep` a share of each function's parameters."""
-    if share == 1:
-        return list(items), []
-    by_function: dict[str, dict[str, list[Any]]] = {}
+    """Return the tests to run and those to leave out: of each function marked `sweep` a share of its parameters."""
     shares: dict[str, int] = {}
+    cases: dict[str, set[str]] = {}
     for item in items:
         if mark := item.get_closest_marker("sweep"):
-            name = re.sub(r"\[.*", "", item.nodeid, flags=re.S)
-            shares[name] = min((share, *mark.args))
-            known = by_function.setdefault(name, {})
-            known.setdefault(_rest(item), []).append(item)
-    out: set[Any] = set()
-    for name, known in by_function.items():
-        out |= {item for rest in {*known} - {*_share(sorted(known), name, shares[name])} for item in known[rest]}
-    return [item for item in items if item not in out], [item for item in items if item in out]
+            function, case = _function_and_case(item)
+            shares[function] = min((share, *mark.args))
+            cases.setdefault(function, set()).add(case)
+    kept = {(name, case) for name, some in cases.items() for case in _sample(sorted(some), name, shares[name])}
+    runs = [not item.get_closest_marker("sweep") or _function_and_case(item) in kept for item in items]
+    both = [*zip(items, runs, strict=True)]
+    return [item for item, run in both if run], [item for item, run in both if not run]
 
 
-def _rest(item: Any) -> str:
-    """The parameters of a test that are drawn, by their places in the lists of parameters."""
-    return repr(sorted((name, i) for name, i in item.callspec.indices.items() if name not in WHOLE))
+def _function_and_case(item: Any) -> tuple[str, str]:
+    """Return the test's function, and those of its parameters that are drawn, by their places in their lists."""
+    places = sorted((name, place) for name, place in item.callspec.indices.items() if name not in WHOLE)
+    return item.nodeid.split("[")[0], repr(places)
 
 
-def header() -> str | None:
-    """What pytest prints first."""
-    if SHARE == 1:
-        return None
-    again = f"HEADWISE_DRAW={SHARE} HEADWISE_DRAW_SEED={SEED}"
-    return f"sweeps: one case of {SHARE}; again: {again}; all of them: make test-all"
+def _sample(cases: Sequence[Case], name: str, share: int) -> list[Case]:
+    count = -(-len(cases) // share)
+    places = random.Random(f"{name} {len(cases)}").sample(range(len(cases)), count)
+    return [cases[place] for place in sorted(places)]

@@ -181,13 +181,14 @@ def test_export_pins_no_size(name: str) -> None:
     assert not pinned, f"{name} pins {', '.join(pinned)} of {n}"
 
 
-@pytest.mark.parametrize("backend", ["auto", "blocks", "sdpa", "reference"])
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("name", ["auto", "blocks", "sdpa", "reference"])
 @pytest.mark.parametrize("most", [13, 512])
-def test_export_of_grouped_heads_with_bounds(backend: str, most: int) -> None:
+def test_export_of_grouped_heads_with_bounds(name: str, most: int) -> None:
     """A bound is a promise: a guard that cannot be shown to hold for all sizes within it is an error."""
     T, n = torch.export.Dim("T", min=2, max=most), SIZES[0]._replace(T=11, S=11)
     for mask in (None, headwise.causal(), headwise.lengths(torch.tensor([3]))):
-        net = Attend(mask=mask, backend=backend)
+        net = Attend(mask=mask, backend=name)
         exported = torch.export.export(net, (*inputs(n), {}), dynamic_shapes=({2: T}, {2: T}, {2: T}, {}))
         for size in (2, 7, 13):
             other = inputs(n._replace(T=size, S=size))

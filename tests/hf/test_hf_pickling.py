@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from hf_models import BY_NAME, inputs, logits
@@ -41,8 +40,7 @@ def test_a_pickled_model_in_a_fresh_process(kind: str, protocol: int, tmp_path: 
     with torch.no_grad():
         wanted = logits(model, sample)
     (tmp_path / "model.pkl").write_bytes(pickle.dumps((model, sample, wanted), protocol))
-    command = [sys.executable, "-W", "ignore", "-c", READ, str(tmp_path / "model.pkl")]
-    read = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    read = fresh.run(READ, str(tmp_path / "model.pkl"))
     assert read.returncode == 0, read.stderr
     assert read.stdout.split() == (["sdpa", "False"] if kind == "sdpa" else ["headwise", "True"])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draw import SHARE, drawn
+from draw import drawn
 from planted import Tiny, text
 
 from headwise import look
@@ -56,7 +56,7 @@ def test_shuffled_links_are_drawn_from_all_that_a_query_may_attend(ahead: bool) 
 def test_random_models_know_no_syntax() -> None:
     passages = annotate.passages(annotate.ours(), by_word)
     played = heads = 0
-    for seed in drawn(range(7), share=min(SHARE, 4)):
+    for seed in drawn(range(7), most=4):
         model = random_model(seed)
         V = model.facts["vocabulary"]
         read = [replace(one, ids=[i % V for i in one.ids]) for one in passages]

@@ -58,7 +58,7 @@ def test_what_is_no_sweep_runs_whole_and_so_does_everything_without_a_share() ->
     assert draw.split(every, 4) == (every, [])
     every = items("a")
     assert draw.split(every, 1) == (every, [])
-    assert draw.drawn(range(7), share=1) == [*range(7)]
+    assert draw.drawn(range(7), most=1) == [*range(7)]
 
 
 def test_of_a_marked_sweep_at_least_one_case_of_so_many_runs() -> None:
@@ -69,24 +69,12 @@ def test_of_a_marked_sweep_at_least_one_case_of_so_many_runs() -> None:
     assert draw.split(every, 1)[0] == every
 
 
-def test_a_name_is_drawn_by_some_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert draw.is_drawn("anything", share=1)
-    drawn = []
-    for seed in range(400):
-        monkeypatch.setattr(draw, "SEED", f"{seed}")
-        drawn.append(draw.is_drawn("a test", share=8))
-    assert 20 < sum(drawn) < 100
-
-
-def test_at_least_one_case_is_drawn_and_seeds_and_keys_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert draw.drawn(["one"], share=9) == ["one"] and len(draw.drawn(range(9), share=10)) == 1
-    assert draw.drawn([], share=9) == []
-    assert len({tuple(draw.drawn(range(99), key, share=9)) for key in "abcdef"}) == 6
-    seen = set()
-    for seed in range(60):
-        monkeypatch.setattr(draw, "SEED", f"{seed}")
-        seen |= {*draw.drawn(range(20), share=4)}
-    assert seen == {*range(20)}, "some seed draws every case"
+def test_at_least_one_case_is_drawn_and_keys_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "SHARE", 9)
+    assert draw.drawn(["one"]) == ["one"] and draw.drawn([]) == []
+    assert len(draw.drawn(range(99), most=3)) == 33 and len(draw.drawn(range(99), most=10)) == 11
+    assert len({tuple(draw.drawn(range(99), key, most=9)) for key in "abcdef"}) == 6
+    assert {case for key in range(60) for case in draw.drawn(range(20), f"{key}", 4)} == {*range(20)}
 
 
 def test_the_share_is_the_same_on_every_day_and_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,22 +86,14 @@ class Later(datetime.date):
 datetime.date, now = Later, time.time
 time.time = lambda: now() + 366 * 86400
 import draw
-print(draw.drawn(range(99), 'a key', share=9), draw.is_drawn('a name', share=2))
+print(draw.drawn(range(99), 'a key'))
 """
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     path = os.pathsep.join([str(Path(draw.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code]
-    output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
-    assert output.stdout.strip() == f"{draw.drawn(range(99), 'a key', share=9)} {draw.is_drawn('a name', share=2)}"
-
-
-def test_the_first_line_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "SHARE", 1)
-    assert draw.header() is None
-    monkeypatch.setattr(draw, "SHARE", 4)
-    assert draw.header() == (
-        f"sweeps: one case of 4; again: HEADWISE_DRAW=4 HEADWISE_DRAW_SEED={draw.SEED}; all of them: make test-all"
-    )
+    env, command = os.environ | {"PYTHONPATH": path, "HEADWISE_DRAW": "9"}, [sys.executable, "-c", code]
+    output = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    monkeypatch.setattr(draw, "SHARE", 9)
+    assert output.stdout.strip() == f"{draw.drawn(range(99), 'a key')}"
 
 
 # -- parameters inside a test ------------------------------------------------------------------------------------------

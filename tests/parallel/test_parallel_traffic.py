@@ -14,7 +14,7 @@ from headwise.parallel import order_for
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_bytes_of_a_call_are_those_of_the_keys_that_others_see(world: int) -> None:
-    cases = [traffic_cases.drawn(seed, world) for seed in draw.drawn(range(16), str(world), min(draw.SHARE, 4))]
+    cases = [traffic_cases.drawn(seed, world) for seed in draw.drawn(range(16), str(world), most=4)]
     for wrong in ranks.pool(world).run(traffic_cases.compare, cases):
         assert wrong == [], "\n".join(wrong)
 
