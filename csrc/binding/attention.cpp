@@ -114,6 +114,7 @@ bool register_operators() {
   for (const Operator& op : kBackward) good = good && define(definitions, op);
   for (const Operator& op : kStatistics) good = good && define(definitions, op);
   good = good && define(definitions, kStep);
+  good = good && define(definitions, kLinear);
   return good;
 }
 

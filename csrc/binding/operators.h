@@ -17,6 +17,7 @@ extern const Operator kBackward[3];    // backward.cpp
 extern const Operator kCache[2];       // cache.cpp
 extern const Operator kStatistics[2];  // statistics.cpp
 extern const Operator kStep;           // step.cpp
+extern const Operator kLinear;         // linear.cpp
 
 // Runs the call. The results out and lse become the first two entries of the stack.
 void attend(Call& p, int32_t torch_dtype, StableIValue* stack);

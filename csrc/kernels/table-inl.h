@@ -6,6 +6,7 @@
 #include "kernels/cache/quantize-inl.h"
 #include "kernels/cache/rotary-inl.h"
 #include "kernels/decode/decode-inl.h"
+#include "kernels/linear/linear-inl.h"
 #include "kernels/prefill/prefill_amx-inl.h"
 #include "kernels/statistics/key_mass-inl.h"
 #include "kernels/statistics/statistics-inl.h"
@@ -139,10 +140,10 @@ static void run_item(const Call& p, const Plan& plan, int64_t group, int64_t spl
   }
 }
 
-static const Kernels kernels = {HW_NAME,       make_plan,       run_item,           merge_rows,
-                                plan_backward, run_backward,    merge_backward,     run_backward_bias,
-                                round_floats,  plan_statistics, run_statistics,     plan_key_mass,
-                                run_key_mass,  append_span,     step_scratch_bytes, place_row};
+static const Kernels kernels = {HW_NAME,        make_plan,      run_item,          merge_rows,   plan_backward,
+                                run_backward,   merge_backward, run_backward_bias, round_floats, plan_statistics,
+                                run_statistics, plan_key_mass,  run_key_mass,      append_span,  step_scratch_bytes,
+                                place_row,      linear_padded,  pack_linear,       run_linear};
 
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -99,6 +99,7 @@ struct KeyMass;
 struct Append;
 struct AppendSpan;
 struct Step;
+struct Linear;
 
 // A cut into ranges of keys whose results need no merge, and a thread's scratch.
 struct ItemPlan {
@@ -147,6 +148,10 @@ struct Kernels {
   // Rotates and writes one batch row of a decode step (call/step_call.h). The scratch is for heads of `width` elements.
   int64_t (*step_scratch_bytes)(int64_t width);
   void (*place_row)(const Call&, const Step&, int64_t b, char* scratch);
+  // A linear layer (call/linear_call.h): the floats of a packed row, packing, and the outputs first <= n < last.
+  int64_t (*linear_padded)(int64_t width);
+  void (*pack_linear)(const Linear&, float* packed, float* row);
+  void (*run_linear)(const Linear&, const float* packed, int64_t first, int64_t last);
 };
 
 // True if prefetching into the L2 cache is faster than into the L1 cache on this CPU. Applies to CPUs whose kernels

@@ -99,6 +99,13 @@ def calls(dtype: torch.dtype, end: bool) -> None:
         torch.ops.headwise.attend_held(query, pages, scales, pages, scales, table, 128, *rules, None, 0.0, None)
 
 
+def linear(dtype: torch.dtype, end: bool) -> None:
+    for rows, width, count in itertools.product((1, 2, 3, 5, 8), (1, 7, 16, 33, 67), (1, 3, 8, 13)):
+        print(f"{dtype} linear {rows, width, count} {end}", flush=True)
+        x, weight, bias = torch.randn(rows, width), torch.randn(count, width), torch.randn(count)
+        torch.ops.headwise.linear(*(guarded(t.to(dtype), end) for t in (x, weight, bias)))
+
+
 def main(isa: str, planted: str = "") -> None:
     """All calls with this instruction set; `planted` reads a byte too far, to prove that it would be seen."""
     assert isa in isas() and torch.ops.headwise.use_isa(isa)
@@ -107,6 +114,7 @@ def main(isa: str, planted: str = "") -> None:
         ctypes.string_at(x.data_ptr(), 41)
     for dtype, end in itertools.product((torch.float32, torch.bfloat16, torch.float16), (True, False)):
         calls(dtype, end)
+        linear(dtype, end)
     print("all done")
 
 

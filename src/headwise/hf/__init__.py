@@ -23,6 +23,7 @@ from .attention.mask import StructuralMask, headwise_mask
 from .decode.cache import make_cache
 from .decode.continuous_batching import NAME as BATCHING
 from .decode.continuous_batching import batched_attention, serving
+from .decode.fast_decode import FastDecode, fast_decode
 from .distributed.context_parallel import Shards, context_parallel
 from .distributed.tensor_parallel import tensor_parallel, tensor_parallel_config
 from .errors import ModelError
@@ -47,6 +48,7 @@ register_configs()
 
 __all__ = [
     "Checkpoint",
+    "FastDecode",
     "Loaded",
     "ModelError",
     "Prepared",
@@ -55,6 +57,7 @@ __all__ = [
     "WatchCallback",
     "checkpoint",
     "context_parallel",
+    "fast_decode",
     "layouts",
     "load",
     "make_cache",

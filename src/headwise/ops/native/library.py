@@ -37,6 +37,7 @@ attend_kept = _operator("attend_kept")
 attend_backward = _operator("attend_backward")
 append_int8 = _operator("append_int8")
 decode_step = _operator("decode_step")
+linear = _operator("linear")
 
 
 def raise_unless_refused(error: RuntimeError) -> None:

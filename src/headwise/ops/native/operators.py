@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
     "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_part_backward",
-    "attend_statistics", "attend_received", "append_int8", "decode_step", "dropout_keep", "isa", "isas", "use_isa",
+    "attend_statistics", "attend_received", "append_int8", "decode_step", "linear", "dropout_keep", "isa", "isas",
+    "use_isa",
 )  # fmt: skip
 RULES = (
     "float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, Tensor? bounds, Tensor[]? segments, "

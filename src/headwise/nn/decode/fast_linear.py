@@ -1,0 +1,56 @@
+"""Linear layers for decoding: at most eight rows go to the native kernel, whose time is that of reading the weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ...ops.native import library as native_library
+from ...ops.native.decode_step import runs_plain
+
+ROWS = 8  # the most rows that the kernel takes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FastLinear(nn.Linear):
+    """`torch.nn.Linear` whose calls with at most eight rows run in the native kernel, if no gradient is recorded.
+
+    All other calls, and calls under autocast, `torch.compile` or a dispatch mode, are those of `torch.nn.Linear`. The
+    kernel sums the products of a row in float32, in an order that depends only on the width: the result of a row does
+    not depend on the other rows or on the number of threads.
+
+    >>> layer = torch.nn.Linear(5, 3)
+    >>> layer.__class__ = FastLinear
+    >>> with torch.inference_mode():
+    ...     layer(torch.ones(1, 5)).shape
+    torch.Size([1, 3])
+    """
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input (..., in_features) times the weight, plus the bias: (..., out_features)."""
+        out = few_rows(input, self.weight, self.bias) if runs_plain() else None
+        return super().forward(input) if out is None else out
+
+
+def few_rows(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return the linear layer of an input (..., n), weight (m, n) and bias (m); None if the kernel does not take it."""
+    width = input.shape[-1] if input.ndim else 0
+    if (
+        width == 0
+        or input.numel() > ROWS * width
+        or input.dtype not in DTYPES
+        or input.device.type != "cpu"
+        or weight.dtype != input.dtype
+        or weight.device.type != "cpu"
+        or weight.shape[1] != width
+        or weight.stride(1) != 1
+        or type(input) is not Tensor
+        or type(weight) not in (Tensor, nn.Parameter)
+        or not (bias is None or (bias.dtype == input.dtype and bias.device.type == "cpu" and bias.is_contiguous()))
+    ):
+        return None
+    rows = input.reshape(-1, width)
+    out: Tensor = native_library.linear(rows if rows.stride(1) == 1 else rows.contiguous(), weight, bias)
+    return out.view(*input.shape[:-1], -1)
