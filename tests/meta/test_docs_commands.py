@@ -150,6 +150,7 @@ def test_commands_are_found_and_excuses_are_needed() -> None:
     assert list(commands(page)) == [("headwise plan a", ["5", "headwise x"]), ("headwise plan b", [])]
     assert {page.name for page, listed in SHOWN.items() if any(shown for _, shown in listed)} == {
         "README.md",
+        "quickstart.md",
         "reshape.md",
     }
     every = [command for listed in EVERY.values() for command, _ in listed]

@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 from headwise import cli, hf, models, reshape, tour
 from headwise.tour import page as page_module
+from headwise.tour.facts import read_json
+from headwise.tour.mathml import scripts_in_html
 from headwise.tour.weights import check_config
 
 pytestmark = [*MARKS, pytest.mark.unchecked]
@@ -331,3 +333,16 @@ def test_without_scripts_the_chapter_can_be_read(browser: Any, written: Path) ->
     )
     assert page.faults == []
     page.context.close()
+
+
+def test_indices_and_exponents_of_formulas_are_html() -> None:
+    nested = "<msup><mi>e</mi><msub><mi>s</mi><mrow><mi>i</mi><mi>j</mi></mrow></msub></msup>"
+    power = "<sup><span><i>s</i><sub><i>i</i><i>j</i></sub></span></sup>"
+    assert scripts_in_html(nested) == f"<mi><span><i>e</i>{power}</span></mi>"
+    both = "<msubsup><mi>W</mi><mi>Q</mi><mi>T</mi></msubsup>"
+    stacked = '<span class="scripts"><span><i>T</i></span><span><i>Q</i></span></span>'
+    assert scripts_in_html(both) == f"<mi><span><i>W</i>{stacked}</span></mi>"
+    prime = "<msubsup><mi>W</mi><mi>O</mi><mi>&#x02032;</mi></msubsup>"  # high by itself
+    assert scripts_in_html(prime) == "<mi><span><i>W</i>\u2032<sub><i>O</i></sub></span></mi>"
+    for name, formula in read_json("formulas.json").items():
+        assert "<msu" not in scripts_in_html(formula["mathml"]), name

@@ -3,6 +3,7 @@
 - `weights` reads a checkpoint without torch: config, tokenizer and its numbers, which enter the page unchanged.
 - `facts` collects facts that the page cites and cannot compute: shapes of well-known models by `headwise.plan`, losses
   measured on text that is not in the page, and the training curve of the packaged model's heads.
+- `mathml` sets the formulas.
 - `page` joins prose (`chapter`), claims (`claims.json`), scripts (`js`), style and data under a content security
   policy, like a report.
 

@@ -13,6 +13,7 @@ from headwise.report.escape import json_for_html
 from headwise.report.policy import hash_of
 
 from .facts import cards, formation, read_json
+from .mathml import scripts_in_html
 from .weights import TourCheckpoint
 
 SCRIPTS = (
@@ -91,7 +92,7 @@ def render(checkpoint: TourCheckpoint, text: str, *, packaged: bool) -> str:
         tokenizer=Markup(json_for_html([checkpoint.tokenizer, checkpoint.tokenizer_config])),
         weights=checkpoint.packed(),
         claims=claims(),
-        formulas={name: Markup(one["mathml"]) for name, one in read_json("formulas.json").items()},
+        formulas={name: Markup(scripts_in_html(one["mathml"])) for name, one in read_json("formulas.json").items()},
         cards=cards(),
         roles=read_json("facts.json")["roles"],
         verdicts=VERDICTS,
