@@ -36,16 +36,16 @@ class PanicException(BaseException):
 
 
 DEFECTS = [
-    (RuntimeError("a defect\nof ours"), "a defect: RuntimeError: a defect; HEADWISE_DEBUG=1 shows where"),
+    (RuntimeError("a defect\nof ours"), "internal error: RuntimeError: a defect; HEADWISE_DEBUG=1 shows the traceback"),
     (
         PanicException("called `Option::unwrap()`\n" * 99),
-        "a defect: PanicException: called `Option::unwrap()`; HEADWISE",
+        "internal error: PanicException: called `Option::unwrap()`; HEADWISE",
     ),
-    (EOFError("Ran out of input"), "a defect: EOFError: Ran out of input"),  # Typer takes it for an interrupt
-    (AssertionError(), "a defect: AssertionError: without a word; HEADWISE_DEBUG=1"),
-    (ValueError(), "a defect: ValueError: without a word"),
-    (TypeError("\x1b[2J" + "x" * 999), "a defect: TypeError: \\x1b[2J" + "x" * 196 + "; HEADWISE"),
-    (RecursionError("maximum recursion depth exceeded"), "a defect: RecursionError: maximum"),
+    (EOFError("Ran out of input"), "internal error: EOFError: Ran out of input"),  # Typer takes it for an interrupt
+    (AssertionError(), "internal error: AssertionError: no message; HEADWISE_DEBUG=1"),
+    (ValueError(), "internal error: ValueError: no message"),
+    (TypeError("\x1b[2J" + "x" * 999), "internal error: TypeError: \\x1b[2J" + "x" * 196 + "; HEADWISE"),
+    (RecursionError("maximum recursion depth exceeded"), "internal error: RecursionError: maximum"),
 ]
 
 
@@ -93,7 +93,7 @@ def test_no_memory_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyPat
 def test_a_full_disk_is_told_in_one_line(looked: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", failing(OSError(28, "No space left on device")))
     line = refused("look", "--out", "r.html")
-    assert line == "headwise: cannot write r.html: No space left on device; make room, or give another path"
+    assert line == "headwise: cannot write r.html: No space left on device; free some space, or give another path"
     assert list(here.iterdir()) == []
 
 
@@ -190,7 +190,7 @@ def test_what_may_not_be_read_is_told_with_its_name(here: Path, monkeypatch: pyt
     (here / "texts").mkdir()
     (here / "texts" / "config.json").write_text("{}")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(typer.BadParameter, match="--corpus texts: may not be read; check its permissions"):
+    with pytest.raises(typer.BadParameter, match="--corpus texts: no permission to read it; check its permissions"):
         cli.options.texts.check_corpus("texts")
 
     def refuse(self: Path) -> bool:

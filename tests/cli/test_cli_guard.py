@@ -41,13 +41,13 @@ def ranked(monkeypatch: pytest.MonkeyPatch, size: str, rank: str = "0", local: s
 def test_how_many_there_are_and_who_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert (several.started(), several.speaks(), several.own_device("cuda")) == (1, True, "cuda")
+    assert (several.process_count(), several.is_first(), several.own_device("cuda")) == (1, True, "cuda")
     for size, rank, speaks in (("1", "1", True), ("2", "0", True), ("2", "1", False), ("12", "10", False)):
         ranked(monkeypatch, size, rank)
-        assert (several.started(), several.speaks()) == (int(size), speaks)
+        assert (several.process_count(), several.is_first()) == (int(size), speaks)
     for size in ("abc", "\uff12", "2" * 10, ""):
         ranked(monkeypatch, size)
-        assert several.started() == 1, "which `check` refuses"
+        assert several.process_count() == 1, "which `check` refuses"
         with pytest.raises(typer.BadParameter, match=r"^WORLD_SIZE is a whole number of at least 1, as torchrun sets"):
             several.check()
 
@@ -87,18 +87,18 @@ def test_the_end_closes_the_group_or_does_not_wait_for_it(monkeypatch: pytest.Mo
     import headwise.distributed.workers
 
     left: list[int] = []
-    monkeypatch.setattr(headwise.distributed.workers, "leave", lambda: left.append(1))
-    several.end(2)  # alone: nothing to close
+    monkeypatch.setattr(headwise.distributed.workers, "close_group", lambda: left.append(1))
+    several.close(2)  # alone: nothing to close
     ranked(monkeypatch, "2")
     for code in (None, 0):
-        several.end(code)
+        several.close(code)
     assert left == [1, 1]
     for said, code in ((1, 1), (2, 2), (130, 130), ("text", 1)):
         with pytest.raises(Ended) as caught:
-            several.end(said)
+            several.close(said)
         assert caught.value.args == (code,)
     monkeypatch.delitem(sys.modules, "headwise.distributed.workers")
-    several.end(2)  # no group was made
+    several.close(2)  # no group was made
     assert left == [1, 1]
 
 
@@ -113,11 +113,11 @@ def test_what_an_exception_is_called() -> None:
         (PermissionError("not you"), "not you", 2),
         (PermissionError(13, "no", "a"), "a: no; check its permissions, and those of its folder", 2),
         (OSError("a disk"), "a disk", 2),
-        (OSError(), "a defect: OSError: without a word; HEADWISE_DEBUG=1 shows where", 1),
+        (OSError(), "internal error: OSError: no message; HEADWISE_DEBUG=1 shows the traceback", 1),
         (ValueError("a value"), "a value", 2),
         (memory("x"), "not enough memory; give a shorter text, or a smaller --dtype", 1),
         (type("Odd", (memory,), {})("x"), "not enough memory; give a shorter text, or a smaller --dtype", 1),
-        (KeyError("k" * 300), f"a defect: KeyError: '{'k' * 199}; HEADWISE_DEBUG=1 shows where", 1),
+        (KeyError("k" * 300), f"internal error: KeyError: '{'k' * 199}; HEADWISE_DEBUG=1 shows the traceback", 1),
         (typer.BadParameter("our words"), "our words", 2),
         (typer.BadParameter("their words", param_hint="--x"), "Invalid value for --x: their words", 2),
     ]
@@ -180,7 +180,7 @@ def first(text: str) -> Iterator[bool]:
 
 
 def test_one_process_says_what_all_have_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(several, "said_once", first)
+    monkeypatch.setattr(several, "print_once", first)
     with pytest.raises(SystemExit) as caught:
         guard._fail("a mistake", 2)
     assert caught.value.code == 2 and capsys.readouterr().err == ""
@@ -217,10 +217,10 @@ def test_leaving_ends_as_was_said(monkeypatch: pytest.MonkeyPatch, ended: None) 
     monkeypatch.setattr(several, "end", codes.append)
     for code in (0, 2, None):
         with pytest.raises(SystemExit) as caught:
-            guard.leave(SystemExit(code))
+            guard.exit_process(SystemExit(code))
         assert caught.value.code == code
     with pytest.raises(Ended) as killed:
-        guard.leave(SystemExit(130))
+        guard.exit_process(SystemExit(130))
     assert killed.value.args == (130,) and codes == [0, 2, None, 130]
 
 

@@ -85,13 +85,16 @@ def test_wrong_names_are_one_line(here: Path) -> None:
     for arguments, message in (
         (
             ["--out", "h.xlsx"],
-            "--out h.xlsx: ends in none of .html .htm .parquet .csv .json .md .svg .png; the end says",
+            "--out h.xlsx: the ending selects what is written; use one of .html .htm .parquet .csv .json .md .svg .png",
         ),
-        (["--against", "after.json", "--out", "h.md"], "--out h.md: ends in none of .parquet .csv .json; the end says"),
+        (
+            ["--against", "after.json", "--out", "h.md"],
+            "--out h.md: the ending selects what is written; use one of .parquet .csv .json",
+        ),
         (["--out", "none/h.csv"], "cannot write none/h.csv: its folder does not exist"),
         (["--kept", "plan.json"], "--kept says which heads the other model kept; give it with --against"),
         (["--against", "after.json", "--kept", "none.json"], "--kept none.json: cannot be read (No such file"),
-        (["--against", "after.json", "--kept", "no.json"], "--kept no.json: no JSON; write"),
+        (["--against", "after.json", "--kept", "no.json"], "--kept no.json: not JSON; write"),
         (["--against", "no.json"], "no.json is no look"),
         (["--against", "none.json"], "cannot read none.json: No such file"),
         (["--against", "after.json", "--kept", "after.json"], "kept says by layer which heads are left"),
@@ -115,7 +118,7 @@ def test_what_is_to_be_measured_is_refused_beside_looks_that_are_made(here: Path
         for looks in (["before.json"], ["before.json", "--against", "after.json"]):
             result = run(*looks, *option.split())
             assert result.exit_code == 2, (looks, option)
-            assert f"{name} is for a model, and before.json is a look that was made already" in result.stderr, option
+            assert f"{name} is for a model, and before.json is a finished look" in result.stderr, option
     for looks in (["before.json", "--against", "model"], ["model", "--against", "after.json"], ["model"]):
         assert run(*looks, "--text", "abc").exit_code == 0, looks
 
@@ -131,7 +134,7 @@ def test_where_nothing_can_be_written_is_told_before_a_look(here: Path, monkeypa
         ("--corpus", "before.json", "--state", "/proc/state"),
     ):
         result = run("model", *arguments, name)
-        line = f"headwise: cannot write {name}: no file can be made in its folder (No such file or directory)"
+        line = f"headwise: cannot write {name}: no file can be created in its folder (No such file or directory)"
         assert result.exit_code == 2 and result.stderr.startswith(line), (arguments, result.stderr)
     assert not looked and {path.name for path in here.iterdir()} == {"before.json", "after.json"}
 

@@ -46,24 +46,24 @@ def at(sound: bytearray, place: int, value: bytes) -> bytes:
 
 
 IMAGES: dict[str, tuple[bytes, str]] = {
-    "cut": (picture()[:900], "no picture that can be read (image file is truncated"),
-    "text": (b"hello", "no picture that can be read (cannot identify image file); give a whole PNG, JPEG"),
-    "empty": (b"", "no picture that can be read"),
-    "huge": (png_of(100_000, 100_000), "no picture that can be read (Image size (10000000000 pixels) exceeds"),
-    "large": (png_of(8_000, 7_000), "8,000 x 7,000 pixels, and at most 50 million are read; make it smaller"),
-    "a sound": (bytes(wav()), "no picture that can be read (cannot identify image file)"),
-    "no numbers": (png_of(30, 30), "no picture that can be read"),
-    "script": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no picture that can be read"),
+    "cut": (picture()[:900], "cannot be read as a picture (image file is truncated"),
+    "text": (b"hello", "cannot be read as a picture (cannot identify image file); give a complete PNG, JPEG"),
+    "empty": (b"", "cannot be read as a picture"),
+    "huge": (png_of(100_000, 100_000), "cannot be read as a picture (Image size (10000000000 pixels) exceeds"),
+    "large": (png_of(8_000, 7_000), "8,000 x 7,000 pixels, and at most 50 million are supported; scale it down"),
+    "a sound": (bytes(wav()), "cannot be read as a picture (cannot identify image file)"),
+    "no numbers": (png_of(30, 30), "cannot be read as a picture"),
+    "script": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be read as a picture"),
 }
 SOUNDS: dict[str, tuple[bytes, str]] = {
-    "cut": (bytes(wav()[:40]), "no sound that can be read (fmt chunk and/or data chunk missing); give a WAV file"),
-    "a picture": (picture(), "no sound that can be read (file does not start with RIFF id)"),
-    "empty": (b"", "no sound that can be read (EOFError)"),
-    "float": (at(wav(), 20, b"\3"), "no sound that can be read (unknown format: 3)"),
-    "no channels": (at(wav(), 22, b"\0\0"), "no sound that can be read (bad # of channels)"),
-    "no rate": (at(wav(), 24, b"\0\0\0\0"), "0 numbers a second, which is no sound; convert it to 16,000"),
-    "odd bits": (at(wav(), 34, b"\x29\0"), "no sound that can be read (48 bits a number)"),
-    "short": (bytes(wav(b"\1\0" * 9)), "9 numbers are too few for a sound; give 400 at least"),
+    "cut": (bytes(wav()[:40]), "cannot be read as sound (fmt chunk and/or data chunk missing); give a WAV file"),
+    "a picture": (picture(), "cannot be read as sound (file does not start with RIFF id)"),
+    "empty": (b"", "cannot be read as sound (EOFError)"),
+    "float": (at(wav(), 20, b"\3"), "cannot be read as sound (unknown format: 3)"),
+    "no channels": (at(wav(), 22, b"\0\0"), "cannot be read as sound (bad # of channels)"),
+    "no rate": (at(wav(), 24, b"\0\0\0\0"), "the sample rate is 0 per second; convert the sound to 16,000"),
+    "odd bits": (at(wav(), 34, b"\x29\0"), "cannot be read as sound (48 bits per sample)"),
+    "short": (bytes(wav(b"\1\0" * 9)), "9 samples are too few; give at least 400"),
 }
 
 
@@ -123,7 +123,9 @@ def test_options_that_do_not_fit_together() -> None:
     for beside in ("--image", "--audio", "--target", "--pair"):
         for other in (("--corpus", "x"), ("--sentences", "ours"), ("--needles",), ("--importance",)):
             result = run("m", beside, "a", *other)
-            assert result.exit_code == 2 and f"{other[0]} is read as one text alone" in result.output.replace("\n", " ")
+            assert result.exit_code == 2 and f"{other[0]} needs a text; give it without" in result.output.replace(
+                "\n", " "
+            )
     for option in ("--target", "--pair"):
         assert "the text is empty" in run("m", option, " ").output
 

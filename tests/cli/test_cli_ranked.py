@@ -104,9 +104,9 @@ def test_what_heads_cannot_be_ranked_on_is_told_in_one_line(folder: Path) -> Non
         (
             "vit",
             [*picture, "--reconstruct", "--text", "a b"],
-            "--reconstruct is of texts alone; give it without --image",
+            "--reconstruct works only with texts; give it without --image",
         ),
-        ("vit", [*picture, "--corpus", "."], "--corpus is of texts alone; give it without --image"),
+        ("vit", [*picture, "--corpus", "."], "--corpus works only with texts; give it without --image"),
     ]
     for name, options, text in cases:
         wish = ["--keep-fraction", "0.67", "--zero", "--dry-run"]

@@ -52,11 +52,11 @@ def test_a_corpus_with_sentences_and_needles(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--length", "7"), "--length is of a corpus; give it with --corpus"),
-        (("--state", "x"), "--state is of a corpus; give it with --corpus"),
+        (("--length", "7"), "--length applies to a corpus; give --corpus as well"),
+        (("--state", "x"), "--state applies to a corpus; give --corpus as well"),
         (("--corpus", "none"), "--corpus none: no such file or folder"),
         (("--corpus", ".", "--text", "a"), "give --corpus, or one text with --text or --file, not both"),
-        (("--corpus", ".", "--length", "1"), "--length 1: a text has at least 2 tokens"),
+        (("--corpus", ".", "--length", "1"), "--length is at least 2 tokens; got 1"),
     ],
 )
 def test_options_that_do_not_fit(here: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -65,14 +65,16 @@ def test_options_that_do_not_fit(here: Path, arguments: tuple[str, ...], message
 
 def test_what_cannot_be_read(here: Path) -> None:
     (here / "empty.txt").write_text(" \n", "utf8")
-    assert "--corpus empty.txt: holds no text; give files with a few words" in refused("--corpus", "empty.txt")
+    assert "--corpus empty.txt: contains no text; give files with at least a few words" in refused(
+        "--corpus", "empty.txt"
+    )
     (here / "bad.jsonl").write_text("{\n", "utf8")
     assert 'bad.jsonl:1: not JSON; write an object a line, such as {"text": "..."}' in refused("--corpus", "bad.jsonl")
     (here / "bad.conllu").write_text("1\tIt\n", "utf8")
     assert "a word has 10 columns" in refused("--sentences", "bad.conllu")
     (here / "none.conllu").write_text("", "utf8")
     said = refused("--text", "def f(x): return x", "--sentences", "none.conllu")
-    assert "--sentences none.conllu: holds no sentence" in said
+    assert "--sentences none.conllu: contains no sentence" in said
     (here / reading.STATE).write_bytes(b"no state")
     (here / "good.txt").write_text("def f(x): return x", "utf8")
     line = "not the state of this look (it holds something else); remove it to begin anew, or give another path"
@@ -82,8 +84,8 @@ def test_what_cannot_be_read(here: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--sentences", "ours"), "--sentences ours: holds no sentence of at most 3 tokens; give others, or leave it"),
-        (("--needles",), "--needles: a text with a needle has 15 tokens at least, but the model takes 3 positions;"),
+        (("--sentences", "ours"), "--sentences ours: contains no sentence of at most 3 tokens; give other"),
+        (("--needles",), "--needles: a text with a needle has at least 15 tokens, but the model supports 3 positions;"),
     ],
     ids=["sentences", "needles"],
 )

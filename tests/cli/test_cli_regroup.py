@@ -135,7 +135,7 @@ DISTILL = "distill FOLDER --teacher FOLDER --steps"
     ("line", "text"),
     [
         ("regroup FOLDER --kv-heads 1", "give --out, the folder to write, or --dry-run"),
-        ("regroup FOLDER --kv-heads 1 --out FOLDER", "is there already; give a new name"),
+        ("regroup FOLDER --kv-heads 1 --out FOLDER", "already exists; give a new name"),
         ("regroup FOLDER --kv-heads 1 --reconstruct --dry-run", "--reconstruct needs a text to fit to"),
         (
             "regroup FOLDER --kv-heads 1 --reconstruct --file SHORT --dry-run",
@@ -148,12 +148,12 @@ DISTILL = "distill FOLDER --teacher FOLDER --steps"
         ("regroup FOLDER --kv-heads 1 --corpus gone --dry-run", "--corpus gone: no such file or folder"),
         ("regroup FOLDER --kv-heads 1 --out none/new", "cannot write none/new: its folder does not exist"),
         (f"{DISTILL} 1 --file TEXT --out none/new", "cannot write none/new: its folder does not exist"),
-        (f"{DISTILL} 1 --file TEXT --out NEW --every 0", "--every 0: at least 1 step"),
-        (f"{DISTILL} 1 --file TEXT --out NEW --text-weight -1", "--text-weight -1.0: a number of at least 0"),
-        (f"{DISTILL} 1 --file TEXT --out NEW --text-weight nan", "--text-weight nan: a number of at least 0"),
+        (f"{DISTILL} 1 --file TEXT --out NEW --every 0", "--every is at least 1 step; got 0"),
+        (f"{DISTILL} 1 --file TEXT --out NEW --text-weight -1", "--text-weight is a number of at least 0; got -1.0"),
+        (f"{DISTILL} 1 --file TEXT --out NEW --text-weight nan", "--text-weight is a number of at least 0; got nan"),
         ("distill FOLDER --teacher no/such/one --steps 1 --file TEXT --out NEW", "no/such/one: no such folder"),
         (f"{DISTILL} 1 --file TEXT", "give --out, the folder"),
-        (f"{DISTILL} 1 --out NEW", "give --file or --corpus, the text to learn on"),
+        (f"{DISTILL} 1 --out NEW", "give --file or --corpus, the text to train on"),
         (f"{DISTILL} 0 --corpus TEXT --out NEW", "steps is at least 1; got 0"),
         (f"{DISTILL} 1 --file gone --out NEW", "cannot be read"),
         (f"{DISTILL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
@@ -177,12 +177,12 @@ def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, 
         ("regroup FOLDER --kv-heads 1 --method best --file TEXT --dry-run", "method is one of first, mean, aligned"),
         (
             f"{DISTILL} 1 --corpus TEXT --out NEW --length 999",
-            "--length 999: FOLDER takes 64 tokens; give as many or fewer",
+            "--length 999: FOLDER supports 64 tokens; give at most that many",
         ),
         (f"{DISTILL} 1 --corpus TEXT --out NEW --length 1", "length is at least 2; got 1"),
         (f"{DISTILL} 1 --corpus TEXT --out NEW --rows 0", "rows is at least 1; got 0"),
         (f"{DISTILL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
-        ("regroup FOLDER --kv-heads 1 --file TEXT --seed -1 --dry-run", "--seed -1: at least 0"),
+        ("regroup FOLDER --kv-heads 1 --file TEXT --seed -1 --dry-run", "--seed is at least 0; got -1"),
     ],
 )
 def test_what_is_wrong_is_told_before_a_model_is_read(
@@ -203,4 +203,4 @@ def test_a_teacher_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path
     done = invoke(
         "distill", folder, "--teacher", small, "--steps", 1, "--corpus", text, "--out", tmp_path / "new", "--length", 9
     )
-    assert done.exit_code == 2 and "both are decoders of one vocabulary" in done.stderr
+    assert done.exit_code == 2 and "both must be decoders with the same vocabulary" in done.stderr

@@ -172,7 +172,7 @@ def test_zeroed_heads_say_so_everywhere(tiny: str, tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["--heads", "0.1"], "give --out, the folder to write, or --dry-run"),
-        (["--heads", "0.1", "--out", "."], "--out .: is there already"),
+        (["--heads", "0.1", "--out", "."], "--out .: already exists"),
         (["--dry-run"], "give one of --heads, --keep-fraction and --budget-mb"),
         (["--heads", "0.1", "--keep-fraction", "0.5", "--dry-run"], "give one of --heads"),
         (["--heads", "0.1", "--context", "9", "--dry-run"], "--context is for --budget-mb"),
@@ -184,12 +184,12 @@ def test_zeroed_heads_say_so_everywhere(tiny: str, tmp_path: Path) -> None:
             ["--keep-fraction", "0.5", "--by", "random", "--text", "a b c", "--reconstruct", "--dry-run"],
             "tokens are one row of 256; give a",
         ),
-        (["--heads", "0.1", "--reconstruct", "--dry-run"], "--reconstruct needs a text to fit to; give --file"),
+        (["--heads", "0.1", "--reconstruct", "--dry-run"], "--reconstruct needs a text; give --file"),
         (["--heads", "x", "--dry-run"], "heads are LAYER.HEAD with commas between"),
         (["--heads", "0.8", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--heads", "0.1", "--dry-run"], "layer 1 must lose 1 more, layer 2 must lose 1 more"),
         (["--keep-fraction", "2", "--by", "random", "--dry-run"], "above 0, at most 1; got 2.0"),
-        (["--keep-fraction", "0.5", "--text", "a", "--dry-run"], "the text has less than 4 tokens"),
+        (["--keep-fraction", "0.5", "--text", "a", "--dry-run"], "the text has fewer than 4 tokens"),
         (
             ["--keep-fraction", "0.5", "--text", "a", "--corpus", ".", "--dry-run"],
             "give one of --text, --file and --corpus",
@@ -213,14 +213,17 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
         (["--keep-fraction", "0.5", "--out", "none/new"], "cannot write none/new: its folder does not exist"),
         pytest.param(
             ["--keep-fraction", "0.5", "--out", "/proc/new"],
-            "cannot write /proc/new: no folder can be made in its folder (No such file or directory)",
+            "cannot write /proc/new: no folder can be created in its folder (No such file or directory)",
             marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nothing can be made"),
         ),
         (["--keep-fraction", "0.5", "--corpus", "/none", "--dry-run"], "--corpus /none: no such file or folder"),
-        (["--keep-fraction", "0.5", "--target", " ", "--dry-run"], "--target: the text is empty; give a few words"),
+        (
+            ["--keep-fraction", "0.5", "--target", " ", "--dry-run"],
+            "--target: the text is empty; give at least a few words",
+        ),
         (
             ["--heads", "0.1", "--zero", "--reconstruct", "--text", "a b c", "--dry-run"],
-            "zeroed heads stay 0, so --reconstruct",
+            "--reconstruct does not change zeroed heads",
         ),
     ],
 )
@@ -237,7 +240,7 @@ def test_what_is_wrong_is_told_before_a_model_is_read(
 def test_where_nothing_can_be_written_is_told_in_our_words(command: list[str], tmp_path: Path) -> None:
     source = str(saved(FAMILIES["llama"], tmp_path / "source"))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, text in (("x" * 300, "File name too long; give another path"), ("link", "is there already; give a new")):
+    for name, text in (("x" * 300, "File name too long; give another path"), ("link", "already exists; give a new")):
         line = refused(command[0], source, *command[1:], "--out", str(tmp_path / name))
         assert text in line and "Errno" not in line and line.startswith(("cannot write", "--out"))
     assert sorted(os.listdir(tmp_path)) == ["link", "source"]

@@ -75,7 +75,7 @@ def test_numbers_keep_their_units_and_the_frame_goes_before_a_word_is_broken() -
         assert len(tables) == 3
         layouts = printed(tables[1], shown)
         assert layouts.splitlines()[1].startswith(begins), layouts
-        for text in ("180 MiB", "212 MiB", "1.27 ms", "activations", "all-reduces)", "(choose)"):
+        for text in ("180 MiB", "212 MiB", "1.27 ms", "activations", "all-reduces)", "(fastest)"):
             assert text in layouts, (width, text)
     table = Table("a", "b")
     table.columns[1].justify = "right"

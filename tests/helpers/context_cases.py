@@ -300,7 +300,7 @@ def bytes_sent(masks: Sequence[str]) -> dict[tuple[str, str, str], tuple[int, in
             out.sum().backward()
             counts.append(_data(comm) - before - counts[0])
             for count, backward in zip(counts, (False, True), strict=True):
-                expected = links.sent(call, layout, comm.world, order=order, backward=backward)[comm.rank]
+                expected = links.bytes_sent(call, layout, comm.world, order=order, backward=backward)[comm.rank]
                 pairs[name, layout, "backward" if backward else "forward"] = (expected, count)
     return pairs
 

@@ -161,7 +161,7 @@ def together(case: Together) -> tuple[dict[str, float], dict[str, tuple[int, int
     if kind == "mla" or (name == "documents" and layout == "ring"):  # no keys of all heads, or fewer than are priced
         return far, {}
     call = MeshCall(TOKENS, TOKENS, 3, len(module.dealt.share.keys), 8, 8, 4, 2, left=5 if name == "window" else None)
-    predicted = [links.sent(call, layout, 2, order=order, backward=way)[comms[0].rank] for way in (False, True)]
+    predicted = [links.bytes_sent(call, layout, 2, order=order, backward=way)[comms[0].rank] for way in (False, True)]
     results = {"tokens": (sum(predicted), sent[layout] + sent[f"{layout} backward"])}
     numbers = [part.numel(), part.numel(), 6, 6]  # of a forward and its backward; of the slopes and the gate
     sums = sum(links.all_reduce(n, 2)[comms[1].rank] for n in numbers) * 4

@@ -77,17 +77,17 @@ def files_of_bytes() -> Iterator[Case]:
 
 def headers() -> Iterator[Case]:
     for name, edit, why in (
-        ("a list", lambda _: "[1]", "holds a JSON list"),
+        ("a list", lambda _: "[1]", "contains a JSON list"),
         ("deep", lambda _: '{"a":' * 99_999, "nested too deeply"),
-        ("a key twice", lambda t: json.dumps(t)[:-1] + f', "{Q}": {json.dumps(t[Q])}}}', "stands there twice"),
-        ("metadata twice", lambda t: json.dumps(t)[:-1] + ', "__metadata__": {}}', "stands there twice"),
-        ("a key twice inside", lambda t: json.dumps(t).replace('"shape"', '"dtype"', 1), "stands there twice"),
+        ("a key twice", lambda t: json.dumps(t)[:-1] + f', "{Q}": {json.dumps(t[Q])}}}', "occurs twice"),
+        ("metadata twice", lambda t: json.dumps(t)[:-1] + ', "__metadata__": {}}', "occurs twice"),
+        ("a key twice inside", lambda t: json.dumps(t).replace('"shape"', '"dtype"', 1), "occurs twice"),
         ("metadata of numbers", lambda t: t.update(__metadata__={"format": 3}), "its metadata is no table of texts"),
         ("metadata as a list", lambda t: t.update(__metadata__=[]), "its metadata is no table of texts"),
         ("weights of TensorFlow", lambda t: t.update(__metadata__={"format": "tf"}), "written by 'tf', which stores"),
         ("weights of flax", lambda t: t.update(__metadata__={"format": "flax"}), "written by 'flax', which stores"),
         ("a tensor less", lambda t: t.pop(Q) and None, "begins behind bytes of no tensor"),
-        ("an infinite shape", lambda t: json.dumps(t).replace("[53, 12]", "[Infinity]"), "Infinity is no number"),
+        ("an infinite shape", lambda t: json.dumps(t).replace("[53, 12]", "[Infinity]"), "Infinity is not a number"),
     ):
         yield name, with_header(edit), why
     for value in (None, 3, [], "F32", {}):

@@ -269,12 +269,12 @@ def test_a_config_that_is_no_json(model_folder: Path) -> None:
     whole = path.read_text()
     for text, why in (
         (whole[:-3], "not valid JSON"),
-        (whole.replace('"vocab_size": 53', '"vocab_size": NaN'), "not valid JSON (NaN is no number)"),
+        (whole.replace('"vocab_size": 53', '"vocab_size": NaN'), "not valid JSON (NaN is not a number)"),
         (
             whole.replace('"vocab_size": 53', '"vocab_size": 53, "vocab_size": 54'),
-            "the key 'vocab_size' stands there twice",
+            "the key 'vocab_size' occurs twice",
         ),
-        ("[1]", "holds a JSON list, and an object is needed"),
+        ("[1]", "contains a JSON list, and an object is needed"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a": "' + "x" * (1 << 20) + '"}', "bytes, at most 1048576 are read"),
     ):
@@ -292,7 +292,7 @@ def test_a_tokenizer_is_read_strictly(model_folder: Path, file: str, monkeypatch
     path = model_folder / file
     text = path.read_text() if path.exists() else "{}"
     path.write_text(text.rstrip()[:-1] + (", " if len(text) > 2 else "") + '"x": 1, "x": 2}')
-    refused(model_folder, f"{file}: not valid JSON (the key 'x' stands there twice)")
+    refused(model_folder, f"{file}: not valid JSON (the key 'x' occurs twice)")
     path.write_text(text[:-1] + " " * 99_000 + "}")
     monkeypatch.setattr("headwise.hf.loading.tokenizer.MAX_TOKENIZER", 90_000)
     refused(model_folder, f"{file}: {path.stat().st_size} bytes, at most 90000 are read")

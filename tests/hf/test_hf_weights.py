@@ -87,7 +87,7 @@ def test_damaged_weights(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (b"", "no safetensors file (its header says 0 bytes)"),
         (struct.pack("<Q", 2**63), "no safetensors file"),
         (whole[: len(whole) // 2], "the download broke off, or bytes were added"),
-        (with_header(header.rstrip()[:-1] + f', "{name}": {one}}}'), "stands there twice"),
+        (with_header(header.rstrip()[:-1] + f', "{name}": {one}}}'), "occurs twice"),
         (with_header(header.replace('"F32"', '"F8_E4M3"', 1)), "tensors of 'F8_E4M3', a quantised checkpoint"),
         (
             with_header(json.dumps({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})),

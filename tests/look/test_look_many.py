@@ -100,7 +100,7 @@ def test_a_process_that_ends_or_hangs_is_named(rank: int, ended: bool, tmp_path:
     """By every other; the third waits for the first while that waits for the second."""
     said = ranks.pool(3).run(many_cases.without, rank, ended, tmp_path.name)
     what = "has ended" if ended else "does not answer"
-    want = f"LostProcess: rank {rank} of 3 {what}; what was saved is not lost: start all processes anew"
+    want = f"LostProcess: rank {rank} of 3 {what}; saved results are kept: restart all processes"
     assert [text for one, text in enumerate(said) if one != rank] == [want] * 2, said
 
 
@@ -185,7 +185,7 @@ def test_the_command_shares_a_corpus_and_one_process_speaks(tmp_path: Path, monk
 WRONG = {
     "one text": (
         ("--text", "a"),
-        "2 processes (WORLD_SIZE) share the texts of a --corpus; give one, or start headwise",
+        "torchrun started 2 processes, which share a --corpus; give --corpus, or start headwise",
     ),
     "no corpus": (("--corpus", "none"), "--corpus none: no such file or folder"),
     "no folder": (("--corpus", "texts", "--out", "none/a.csv"), "rank 0: cannot write none/a.csv: its folder does not"),

@@ -256,7 +256,7 @@ def test_a_full_disk_leaves_whole_lines(clock: Clock, tmp_path: Path, monkeypatc
         warnings.simplefilter("always")
         patched.setattr(os, "fsync", full)
         assert seen.step(2) is None
-    assert "No space left on device; make room" in str(caught[0].message)
+    assert "No space left on device; free some space" in str(caught[0].message)
     assert path.read_bytes() == before and len(seen.curve.points) == 2
     assert seen.step(3) and len(read_curve(path).points) == 3
 

@@ -242,7 +242,7 @@ def test_random_models_are_drawn_by_their_seed_alone() -> None:
         ([["previous-token", "induction"]], {}, "'induction' in layer 0 reads"),
         ([["copying"], ["self"]], {}, "'copying' in layer 0 writes tokens, .*; put it into the last layer, 1"),
         ([["previous-token"], ["induction"]], {"kind": "encoder"}, "'induction' is a job in a decoder: it looks back"),
-        ([["delimiter"]], {"tables": Tables()}, "'delimiter' looks up Tables.delimiters, which is empty; give it some"),
+        ([["delimiter"]], {"tables": Tables()}, "'delimiter' looks up Tables.delimiters, which is empty; fill it"),
         (
             [["self"]],
             {"tables": Tables(names=(61,))},

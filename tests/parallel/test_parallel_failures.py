@@ -11,8 +11,8 @@ from headwise.parallel import RankError, RankMismatch
 
 ENDED = "rank 1 has ended: its connection is closed"
 CAUSES = {
-    ("hangs", "before"): "rank 1 sent nothing for 4 s: it hangs, or does something else",
-    ("hangs", "within"): "rank 1 sent nothing for 4 s: it hangs, or does something else",
+    ("hangs", "before"): "rank 1 sent nothing for 4 s: it hangs, or is busy with other work",
+    ("hangs", "within"): "rank 1 sent nothing for 4 s: it hangs, or is busy with other work",
     ("raises", "within"): "rank 1 raised MemoryError: planted: no memory",
     ("raises", "backward"): "rank 1 raised MemoryError: planted: no memory",
 }

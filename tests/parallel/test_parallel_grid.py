@@ -8,7 +8,7 @@ from grid_cases import Planned, Together
 
 from headwise.plan.model.model import model_of
 from headwise.plan.ranks.communication import Link
-from headwise.plan.ranks.mesh import Grid, spread
+from headwise.plan.ranks.mesh import Grid, mesh_cost
 
 pytestmark = pytest.mark.unchecked
 
@@ -75,7 +75,7 @@ PLANS = [
 @pytest.mark.parametrize("case", PLANS, ids=["MHA", "GQA", "MQA", "window", "chunks", "latent"])
 def test_a_plan_of_heads_and_tokens_is_what_ranks_send_and_hold(case: Planned) -> None:
     results = ranks.pool(4).run(grid_cases.planned, case)
-    at = spread(model_of(case.config()), Grid(2, 2, Link(1e9)), grid_cases.TOKENS, batch=2, kv_dtype="fp32")
+    at = mesh_cost(model_of(case.config()), Grid(2, 2, Link(1e9)), grid_cases.TOKENS, batch=2, kv_dtype="fp32")
     [layer] = at.layers
     assert len(layer.costs) == 3
     for cost in layer.costs:
@@ -96,7 +96,7 @@ def test_a_plan_of_heads_and_tokens_is_what_ranks_send_and_hold(case: Planned) -
 def test_a_plan_has_the_weights_that_a_rank_holds(K: int) -> None:
     """The projections to two key-value heads lie whole on each of four ranks."""
     for config, weight_bytes in ranks.pool(4).run(grid_cases.weights, K):
-        assert spread(model_of(config), Grid(4, 1, Link(1e9)), 8).weight_bytes == weight_bytes
+        assert mesh_cost(model_of(config), Grid(4, 1, Link(1e9)), 8).weight_bytes == weight_bytes
 
 
 @pytest.mark.parametrize(("layout", "most"), [("ring", 1.15), ("ulysses", 1.08), ("gather", 1.4)])

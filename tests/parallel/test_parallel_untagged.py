@@ -38,10 +38,10 @@ def test_messages_without_tags_give_the_same_bits() -> None:
         assert all(equal.values()), equal
 
 
-def test_headers_lie_where_the_backend_sends_from() -> None:
+def test_header_device_where_the_backend_sends_from() -> None:
     def lie(*kinds: str) -> str:
         group = SimpleNamespace(_device_types=[torch.device(kind) for kind in kinds])
-        where: torch.device = Comm._headers_lie.fget(SimpleNamespace(group=group))  # type: ignore[attr-defined]
+        where: torch.device = Comm._header_device.fget(SimpleNamespace(group=group))  # type: ignore[attr-defined]
         return where.type
 
     assert (lie("cuda"), lie("cpu"), lie("cuda", "cpu"), lie()) == ("cuda", "cpu", "cpu", "cpu")

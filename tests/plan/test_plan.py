@@ -11,7 +11,7 @@ import headwise
 from headwise import plan
 from headwise.nn import MultiHeadAttention
 from headwise.plan import AttentionShape, read_config
-from headwise.plan.config.reader import ALIASES, ELSEWHERE, MAX_BYTES
+from headwise.plan.config.reader import MAX_BYTES
 
 SHAPES: list[dict[str, Any]] = [
     {"num_heads": 6, "d_model": 42},
@@ -100,44 +100,23 @@ def write(folder: Path, config: Any) -> Path:
     return path
 
 
+PLAIN = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
 READ: dict[str, tuple[dict[str, Any], AttentionShape]] = {
-    "the usual names": (
-        {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-         "num_hidden_layers": 48, "attention_bias": False, "rope_theta": 1e6, "architectures": ["X"]},
-        AttentionShape(2048, 32, 4, 128, 128, False, 48),
-    ),
-    "n_ names": ({"n_embd": 768, "n_head": 12, "n_layer": 12}, AttentionShape(768, 12, 12, 64, 64, False, 12)),
-    "d_model, d_kv": (
-        {"d_model": 512, "num_heads": 6, "d_kv": 64, "num_layers": 8}, AttentionShape(512, 6, 6, 64, 64, False, 8),
-    ),
-    "encoder and decoder": (
-        {"d_model": 1024, "encoder_attention_heads": 8, "decoder_attention_heads": 16, "decoder_layers": 12},
-        AttentionShape(1024, 16, 16, 64, 64, False, 12),
-    ),
-    "dim": ({"dim": 768, "n_heads": 12, "n_layers": 6}, AttentionShape(768, 12, 12, 64, 64, False, 6)),
-    "nested": (
-        {"text_config": {"hidden_size": 96, "num_attention_heads": 4, "attention_bias": True}, "vision_config": {}},
-        AttentionShape(96, 4, 4, 24, 24, True, None),
-    ),
-    "null is absent": (
-        {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": None, "head_dim": None},
-        AttentionShape(96, 4, 4, 24, 24),
-    ),
-    "multi-query": (
-        {"hidden_size": 96, "num_attention_heads": 4, "multi_query": True}, AttentionShape(96, 4, 1, 24, 24),
-    ),
-    "two names, one truth": (
-        {"hidden_size": 96, "d_model": 96, "num_attention_heads": 4}, AttentionShape(96, 4, 4, 24, 24),
+    "biases": ({"attention_bias": True}, AttentionShape(96, 4, 4, 24, 24, True, 3)),
+    "null is absent": ({"num_key_value_heads": None, "head_dim": None}, AttentionShape(96, 4, 4, 24, 24, False, 3)),
+    "names of its own": (
+        {"model_type": "gpt2", "n_embd": 96, "n_head": 4, "n_layer": 5}, AttentionShape(96, 4, 4, 24, 24, True, 5),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", READ)
 def test_configs_are_read(kind: str, tmp_path: Path) -> None:
-    config, shape = READ[kind]
-    assert read_config(write(tmp_path, config)) == shape
+    more, shape = READ[kind]
+    path = write(tmp_path, more if "model_type" in more else PLAIN | more)
+    assert read_config(path) == shape
     assert read_config(tmp_path) == shape  # the folder of a model
-    assert read_config(str(tmp_path / "config.json")) == shape
+    assert read_config(str(path)) == shape
 
 
 def test_a_shape_becomes_a_module_and_a_trace() -> None:
@@ -158,35 +137,13 @@ def test_the_package_s_own_config_is_read() -> None:
     assert shape.num_heads == 8 and shape.num_layers == 4
 
 
-PLAIN = {"hidden_size": 96, "num_attention_heads": 4}
 REFUSED: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "not valid JSON (line 1: "),
-    "a list": ([1], "holds a JSON list, and an object is needed"),
-    "NaN": ('{"hidden_size": NaN}', "not valid JSON (NaN is no number)"),
-    "Infinity": ('{"hidden_size": 96, "x": -Infinity}', "not valid JSON (-Infinity is no number)"),
-    "twice": ('{"hidden_size": 96, "hidden_size": 97}', "not valid JSON (the key 'hidden_size' stands there twice)"),
-    "no width": ({"num_attention_heads": 4}, "has no d_model: none of hidden_size, n_embd, d_model, dim"),
-    "no heads": ({"hidden_size": 4}, "has no num_heads: none of num_attention_heads, n_head, "),
-    "a bool": (PLAIN | {"num_attention_heads": True}, "num_attention_heads is a whole number; got True"),
-    "a float": (PLAIN | {"hidden_size": 96.0}, "hidden_size is a whole number; got 96.0"),
-    "a text": (PLAIN | {"head_dim": "24\n\x1b[31m"}, r"head_dim is a whole number; got '24\n\x1b[31m'"),
-    "a long text": (PLAIN | {"head_dim": "9" * 900}, "head_dim is a whole number; got '" + "9" * 36 + "..."),
-    "zero": (PLAIN | {"num_key_value_heads": 0}, "num_key_value_heads is between 1 and 10000; got 0"),
-    "negative": (PLAIN | {"hidden_size": -96}, "hidden_size is between 1 and 1000000; got -96"),
-    "many heads": (PLAIN | {"num_attention_heads": 10001}, "num_attention_heads is between 1 and 10000; got 10001"),
-    "huge": (PLAIN | {"num_hidden_layers": 10**50}, "got a number of more than 20 digits"),
+    "a list": ([1], "contains a JSON list, and an object is needed"),
+    "NaN": ('{"hidden_size": NaN}', "not valid JSON (NaN is not a number)"),
+    "Infinity": ('{"hidden_size": 96, "x": -Infinity}', "not valid JSON (-Infinity is not a number)"),
+    "twice": ('{"hidden_size": 96, "hidden_size": 97}', "not valid JSON (the key 'hidden_size' occurs twice)"),
     "too many digits": ('{"hidden_size": 1' + "0" * 5000 + "}", "Exceeds the limit"),
-    "contradiction": (PLAIN | {"d_model": 97}, "contradicts itself: hidden_size = 96, d_model = 97"),
-    "no split": (PLAIN | {"num_attention_heads": 5}, "d_model must be a multiple of num_heads: 96 = 5 x 19 + 1"),
-    "groups": (PLAIN | {"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads: H = 4, K = 3"),
-    "bias": (PLAIN | {"attention_bias": "no"}, "attention_bias is true or false; got 'no'"),
-    "latent": (PLAIN | {"kv_lora_rank": 512}, "kv_lora_rank: latent attention has no such shape"),
-    "both": (PLAIN | {"multi_query": True, "num_kv_heads": 4}, "says both multi_query and a number of key-value heads"),
-    "another width": (PLAIN | {"true_hidden_size": 32}, "true_hidden_size = 32 is not d_model = 96, and how this arch"),
-    "heads of another size": (PLAIN | {"kv_channels": 32}, "kv_channels = 32 is not head_dim = 24, and how this arch"),
-    "fewer heads": (PLAIN | {"head_ratio": 2}, "head_ratio = 2 is not 1, and how this architecture then shapes its"),
-    "groups elsewhere": (PLAIN | {"multi_query_group_num": 2}, "multi_query_group_num = 2 is not num_kv_heads = 4"),
-    "groups inside": (PLAIN | {"attn_config": {"kv_n_heads": 2}}, "attn_config.kv_n_heads = 2 is not num_kv_heads = 4"),
     "deep": ("[" * 100_000, "not valid JSON (nested too deeply)"),
     "large": ('{"x": "' + "x" * MAX_BYTES + '"}', "is larger than 1000000 bytes"),
 }
@@ -211,7 +168,7 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
     for name, text in (
         ("absent.json", "absent.json': no such file or folder, no card and no model in the hub's local cache"),
         ("bytes", "not valid JSON (not UTF-8 text"),
-        ("folder", "is no regular file"),
+        ("folder", "is not a regular file"),
     ):
         with pytest.raises(ValueError) as caught:
             read_config(tmp_path / name)
@@ -226,12 +183,13 @@ def test_a_shape_is_read_from_whatever_a_plan_takes(tmp_path: Path) -> None:
             return PLAIN
 
     assert read_config("llama-3-8b") == AttentionShape(4096, 32, 8, 128, 128, num_layers=32)
-    assert read_config(config=PLAIN) == read_config(Config()) == AttentionShape(96, 4, 4, 24, 24)
+    assert read_config(config=PLAIN) == read_config(Config()) == AttentionShape(96, 4, 4, 24, 24, num_layers=3)
     with pytest.raises(ValueError, match=r"^'llama-3-9b': no such file or folder, no card .*: llama-3-8b"):
         read_config("llama-3-9b")
-    with pytest.raises(ValueError, match=r"^'deepseek-v3': kv_lora_rank: latent attention has no such shape"):
-        read_config("deepseek-v3")
-    with pytest.raises(ValueError, match=r"^'config': has no num_heads: none of "):
+    for name in ("deepseek-v3", {"model_type": "whisper"}):  # latents; keys alone have no bias
+        with pytest.raises(ValueError, match="has no shape of these sizes; give the sizes yourself"):
+            read_config(name)
+    with pytest.raises(ValueError, match=r"^'config': has no model_type, so its architecture is not known"):
         read_config({"hidden_size": 96})
     with pytest.raises(TypeError, match=r"^a config is a path, a name, a dict or an object with to_dict\(\); got int$"):
         read_config(8)
@@ -241,29 +199,15 @@ def test_a_known_architecture_s_shape_is_that_of_its_plan() -> None:
     """Its biases, its key-value heads and the number of its attention layers, whatever other fields the config has."""
     for name in plan.known()["cards"]:
         layers = plan.of(name).model.layers
-        if layers[0].latent is not None:
+        if layers[0].latent is not None or name.startswith("whisper"):  # whose keys alone have no bias
             continue
         shape, counts = read_config(name), layers[0].parameter_counts()
         decodes = any(layer.role == "self" for layer in layers)
         assert shape.num_layers == sum(layer.role == ("self" if decodes else "encoder") for layer in layers), name
-        if not layers[0].gated and not name.startswith("whisper"):  # its keys alone have no bias
+        if not layers[0].gated:
             weights = sum(counts[part] for part in ("q_proj", "k_proj", "v_proj", "o_proj"))
             assert plan.parameter_count(**shape.arguments()) == weights, name
     falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
     saved = falcon | {"multi_query": True, "num_kv_heads": 4, "new_decoder_architecture": False}  # as transformers does
     assert read_config(saved) == AttentionShape(96, 4, 1, 24, 24, num_layers=2)
     assert read_config(saved | {"new_decoder_architecture": True}).num_kv_heads == 4
-    whisper = {"model_type": "whisper", "d_model": 96, "decoder_attention_heads": 4}
-    assert read_config(whisper) == AttentionShape(96, 4, 4, 24, 24)
-
-
-def test_a_field_that_says_the_same_size_again_is_no_contradiction() -> None:
-    same: dict[str, Any] = {"kv_channels": 24, "true_hidden_size": 96, "num_query_groups": 4, "head_ratio": 1}
-    for more in (same, dict.fromkeys(ELSEWHERE), {"attn_config": {"kv_n_heads": 4}}, {"attn_config": None}):
-        assert read_config(PLAIN | more) == AttentionShape(96, 4, 4, 24, 24)
-
-
-def test_only_the_listed_fields_are_read(tmp_path: Path) -> None:
-    noise = {"auto_map": {"AutoConfig": "evil.Config"}, "torch_dtype": 3, "num_heads_": "x", "hidden_sizes": [1]}
-    assert read_config(write(tmp_path, PLAIN | noise)) == AttentionShape(96, 4, 4, 24, 24)
-    assert all(len(set(names)) == len(names) for names in ALIASES.values())

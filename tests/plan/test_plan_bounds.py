@@ -40,12 +40,12 @@ def test_a_file_of_as_many_bytes_as_are_read(tmp_path: Path) -> None:
         if fits:
             assert plan.of(path).exact and read_config(path).num_heads == 8
         else:
-            refused(path, "is larger than 1000000 bytes, so it is no model's config.json")
+            refused(path, "is larger than 1000000 bytes, so it is not the config.json of a model")
 
 
 def test_devices_are_no_configs() -> None:
     for device in ("/dev/null", "/dev/zero", "/dev/full"):
-        refused(device, f"'{device}': is no regular file")
+        refused(device, f"'{device}': is not a regular file")
 
 
 def test_names_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,18 +98,6 @@ def test_only_a_commit_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", configs.LARGEST)
-def test_the_largest_size_that_is_read(name: str, tmp_path: Path) -> None:
-    most, called = configs.LARGEST[name], configs.ALIASES[name][0]
-    plain = {"hidden_size": 10_000, "num_attention_heads": 10_000, "num_key_value_heads": 10_000}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**plain, called: most}))
-    assert getattr(read_config(path), name) == most
-    path.write_text(json.dumps({**plain, called: most + 1}))
-    with pytest.raises(ValueError, match=f"{called} is between 1 and {most}; got {most + 1}"):
-        read_config(path)
-
-
 @pytest.mark.parametrize(
     ("field", "most"),
     [("num_attention_heads", 10_000), ("num_hidden_layers", 10_000), ("hidden_size", 1_000_000),
@@ -132,29 +120,29 @@ def test_values_are_shown_up_to_a_length() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "deepseek_v3", "moe_layer_freq": True}, "moe_layer_freq = True changes the model in a way"),
-    ({"model_type": "t5", "feed_forward_proj": "gated-xielu"}, "has learned numbers of its own"),
+    ({"model_type": "t5", "feed_forward_proj": "gated-xielu"}, "has learned parameters"),
     ({"model_type": "t5", "feed_forward_proj": "gated-gelu-new"}, "feed_forward_proj is an activation or gated-"),
     ({"model_type": "t5", "feed_forward_proj": "relu", "is_gated_act": True}, "contradicts itself: is_gated_act"),
     ({"model_type": "gpt2", "n_embd": 48, "hidden_size": 49, "n_head": 2}, "contradicts itself: n_embd = 48, hidden_"),
-    ({"model_type": "gpt_bigcode", "multi_query": True, "num_key_value_heads": 2}, "num_key_value_heads = 2 where 1"),
+    ({"model_type": "gpt_bigcode", "multi_query": True, "num_key_value_heads": 2}, "num_key_value_heads = 2, but"),
     ({"model_type": "qwen2_moe", "mlp_only_layers": [True]}, "mlp_only_layers is a list of whole numbers; got [True]"),
     ({"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [1]}, "no_rope_layers is a list of 3 whole"),
     ({"model_type": "qwen2_moe", "mlp_only_layers": [-1]}, "mlp_only_layers is a list of whole numbers; got [-1]"),
     ({"model_type": "qwen2", "use_sliding_window": False, "layer_types": ["sliding_attention"] * 32},
-     "layer_types has sliding_attention and use_sliding_window is off: which window is meant?"),
+     "layer_types has sliding_attention, but use_sliding_window is off, so the window is not defined"),
     ({"model_type": "ministral", "sliding_window": None, "layer_types": ["sliding_attention"] * 32},
      "sliding_window is null, and some layers are sliding_attention"),
     ({"model_type": "llama", "layer_types": ["full_attention"] * 31}, "layer_types = ['full_attention', 'full_attent"),
     ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 3]]}, "attention_types names global"),
     ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 2]],
       "attention_layers": ["local", "local"]},
-     "attention_layers is not what attention_types says; got ['local', 'local']"),
+     "attention_layers contradicts attention_types; got ['local', 'local']"),
     ({"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 8}, "num_experts_per_tok = 9 is more"),
-    ({"model_type": ["llama"]}, "model_type is a text; got ['llama']"),
+    ({"model_type": ["llama"]}, "model_type is a string; got ['llama']"),
     ({"hidden_size": 96}, "has no model_type, so its architecture is not known"),
     ({"model_type": "llava", "text_config": {"model_type": ["llama"]}},
-     "text_config has the architecture ['llama']; one of text alone is modelled"),
-    ({"model_type": "llama4", "vision_config": {"model_type": {}}}, "vision_config has the architecture {}; towers of"),
+     "text_config has the architecture ['llama']; only text models are supported"),
+    ({"model_type": "llama4", "vision_config": {"model_type": {}}}, "vision_config has the architecture {}; supp"),
 ]  # fmt: skip
 
 
@@ -204,9 +192,9 @@ def test_fields_know_their_names() -> None:
 
 HEADS: list[tuple[Any, Any, str]] = [
     ("deepseek-v2-lite", {"layers": {"0": {"kv_heads": 4}}}, "latent attention has no key-value heads to merge"),
-    (SMALL, {"layers": {"0": {"kv_heads": True}}}, "kv_heads divides the 4 there are; got True"),
-    (SMALL, {"layers": {"0": {"kv_heads": 2.0}}}, "kv_heads divides the 4 there are; got 2.0"),
-    ({"model_type": "bitnet", "num_hidden_layers": 1}, {"layers": {"0": {"keep": [0]}}}, "so no head can be taken out"),
+    (SMALL, {"layers": {"0": {"kv_heads": True}}}, "kv_heads divides the number of key-value heads, 4; got True"),
+    (SMALL, {"layers": {"0": {"kv_heads": 2.0}}}, "kv_heads divides the number of key-value heads, 4; got 2.0"),
+    ({"model_type": "bitnet", "num_hidden_layers": 1}, {"layers": {"0": {"keep": [0]}}}, "so no head can be removed"),
     ("bert-base", {"layers": {"encoder.0": {"keep": [0]}}}, "no layer 'encoder.0'; the layers are 0 to 11"),
     ("t5-small", {"layers": {"encoder.6": {"keep": [0]}}}, "no layer 'encoder.6'; the layers are encoder.0 to cross.5"),
 ]
@@ -222,9 +210,7 @@ def test_models_whose_projection_is_as_wide_as_the_model_keep_their_heads() -> N
         if "square_o" in about or "sub_norms" in about:
             layer = model_of({"model_type": name}).layers[0]
             if layer.out_width is not None or layer.sub_norm:
-                refused(
-                    {"model_type": name}, "so no head can be taken out", heads_plan={"layers": {"*": {"keep": [0]}}}
-                )
+                refused({"model_type": name}, "so no head can be removed", heads_plan={"layers": {"*": {"keep": [0]}}})
 
 
 def test_a_named_layer_comes_before_the_star() -> None:

@@ -16,7 +16,7 @@ from headwise.plan import units
 from headwise.plan.costs import totals as costs
 from headwise.plan.model.layer import AttentionLayer, QkNorm
 from headwise.plan.model.model import model_of
-from headwise.plan.ranks.communication import Link, price
+from headwise.plan.ranks.communication import Link, layout_cost
 from headwise.plan.ranks.rank_plan import over
 from headwise.plan.ranks.sharding import MeshCall
 
@@ -86,7 +86,7 @@ def test_a_pair_costs_the_products_that_are_computed() -> None:
         _, _ = scores @ k, scores.mT @ q
     share = Fraction(call.pairs(T), T * T)  # of all pairs the mask allows these
     for seen, back in ((forward, False), (backward, True)):
-        cost = price(call, "ring", 1, flop_rate=1.0, backward=back)
+        cost = layout_cost(call, "ring", 1, flop_rate=1.0, backward=back)
         assert cost.compute_seconds == seen.get_total_flops() * share
 
 

@@ -83,7 +83,7 @@ def test_layers_that_are_one_lose_the_same_heads() -> None:
     lost = whole.parameters()["attention"] - all_three.parameters()["attention"]
     assert lost == 4 * 7 * 28 + 3 * 7  # one layer's weights, and biases of all but o_proj
     for layers in ({"0": {"keep": [0]}}, {"2": {"keep": [0, 1]}, "*": {"keep": [3]}}):
-        with pytest.raises(ValueError, match=r"heads plan: all layers have the same weights here"):
+        with pytest.raises(ValueError, match=r"heads plan: all layers of this architecture share"):
             plan.of(albert, heads_plan={"layers": layers})
 
 
@@ -98,24 +98,36 @@ HEADS_PLANS: list[tuple[Any, str]] = [
     ({"layers": []}, "a heads plan is"),
     ({"layers": {}}, "a heads plan is"),
     ({"layers": {"0": {"keep": [0]}}, "more": 1}, "a heads plan is"),
-    ({"layers": {"3": {"keep": [0]}}}, "heads plan: no layer '3'; the layers are 0 to 2"),
+    ({"layers": {"3": {"keep": [0]}}}, "heads plan: there is no layer '3'; the layers are 0 to 2"),
     ({"layers": {"0": {}}}, "heads plan: layer 0: give keep, kv_heads or both; got {}"),
     ({"layers": {"0": {"keep": [0, 1], "kv_heads": 3}}}, "heads plan: layer 0: kv_heads divides the"),
     ({"layers": {"0": {"drop": [0]}}}, "heads plan: layer 0: give keep, kv_heads or both; got {'drop': [0]}"),
     (
         {"layers": {"0": {"keep": []}}},
-        "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got []",
+        "heads plan: layer 0: keep is a list of distinct heads from 0 to 7, at least one; got []",
     ),
     (
         {"layers": {"0": {"keep": [8]}}},
-        "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got [8]",
+        "heads plan: layer 0: keep is a list of distinct heads from 0 to 7, at least one; got [8]",
     ),
-    ({"layers": {"0": {"keep": [1, 1]}}}, "heads plan: layer 0: keep lists different heads"),
-    ({"layers": {"0": {"keep": [True]}}}, "heads plan: layer 0: keep lists different heads"),
-    ({"layers": {"0": {"keep": 3}}}, "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got 3"),
-    ({"layers": {"0": {"kv_heads": 3}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 3"),
-    ({"layers": {"0": {"kv_heads": 8}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 8"),
-    ({"layers": {"0": {"kv_heads": 0}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 0"),
+    ({"layers": {"0": {"keep": [1, 1]}}}, "heads plan: layer 0: keep is a list of distinct heads"),
+    ({"layers": {"0": {"keep": [True]}}}, "heads plan: layer 0: keep is a list of distinct heads"),
+    (
+        {"layers": {"0": {"keep": 3}}},
+        "heads plan: layer 0: keep is a list of distinct heads from 0 to 7, at least one; got 3",
+    ),
+    (
+        {"layers": {"0": {"kv_heads": 3}}},
+        "heads plan: layer 0: kv_heads divides the number of key-value heads, 4; got 3",
+    ),
+    (
+        {"layers": {"0": {"kv_heads": 8}}},
+        "heads plan: layer 0: kv_heads divides the number of key-value heads, 4; got 8",
+    ),
+    (
+        {"layers": {"0": {"kv_heads": 0}}},
+        "heads plan: layer 0: kv_heads divides the number of key-value heads, 4; got 0",
+    ),
 ]
 
 

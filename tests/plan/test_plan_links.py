@@ -15,7 +15,7 @@ import torch
 from headwise import Mask, blocks, causal, window
 from headwise.parallel.context_layouts.layout_costs import call_of, explain
 from headwise.plan.ranks import communication as links
-from headwise.plan.ranks.communication import LAYOUTS, Link, decode_sent, layout_costs, price, sent
+from headwise.plan.ranks.communication import LAYOUTS, Link, bytes_sent, decode_sent, layout_cost, layout_costs
 from headwise.plan.ranks.sharding import (
     MeshCall,
     head_shares,
@@ -141,8 +141,10 @@ def test_an_all_to_all_is_counted_number_by_number() -> None:
                     if r != owner:
                         there[owner] += 2 * (5 + 7)
                         grads_back[r] += (2 if ranks <= 3 else 4) * (5 + 7)
-        assert sent(call, "ulysses", ranks) == tuple(map(sum, zip(there, back, strict=True)))
-        assert sent(call, "ulysses", ranks, backward=True) == tuple(map(sum, zip(grads_there, grads_back, strict=True)))
+        assert bytes_sent(call, "ulysses", ranks) == tuple(map(sum, zip(there, back, strict=True)))
+        assert bytes_sent(call, "ulysses", ranks, backward=True) == tuple(
+            map(sum, zip(grads_there, grads_back, strict=True))
+        )
 
 
 def test_heads_are_cut_into_whole_groups_or_into_parts_of_one() -> None:
@@ -161,20 +163,20 @@ def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
     call = MeshCall(31, 31, **SIZES, batch=3)
     kv = 3 * (5 + 7)
     ring = keys_sent(call, 4)
-    assert sent(call, "ring", 4) == tuple(3 * 2 * kv * n for n in ring)
+    assert bytes_sent(call, "ring", 4) == tuple(3 * 2 * kv * n for n in ring)
     home = remote_keys(call, 4)
-    assert sent(call, "ring", 4, backward=True) == tuple(
+    assert bytes_sent(call, "ring", 4, backward=True) == tuple(
         3 * kv * (2 * n + 4 * back) for n, back in zip(ring, home, strict=True)
     )
     own = keys_by_rank(call, 4)
     assert sum(own) == 31
-    assert sent(call, "gather", 4) == tuple(3 * 2 * kv * 3 * n for n in own)
-    assert sent(call, "gather", 4, backward=True) == tuple(3 * kv * (2 * 3 * n + 4 * (31 - n)) for n in own)
+    assert bytes_sent(call, "gather", 4) == tuple(3 * 2 * kv * 3 * n for n in own)
+    assert bytes_sent(call, "gather", 4, backward=True) == tuple(3 * kv * (2 * 3 * n + 4 * (31 - n)) for n in own)
     latent = MeshCall(32, 32, **SIZES, latent=11)
-    assert sent(latent, "gather", 4) == (8 * 3 * 11 * 2,) * 4
-    assert sent(latent, "ulysses", 2)[0] == 2 * (16 * 3 * 5 + 16 * 11 + 16 * 3 * 7) - 2 * 16 * (4 - 3) * (5 - 7)
+    assert bytes_sent(latent, "gather", 4) == (8 * 3 * 11 * 2,) * 4
+    assert bytes_sent(latent, "ulysses", 2)[0] == 2 * (16 * 3 * 5 + 16 * 11 + 16 * 3 * 7) - 2 * 16 * (4 - 3) * (5 - 7)
     # On the way back gradients of latent vectors come from all ranks, and are summed in float32.
-    assert sent(latent, "ulysses", 2, backward=True)[0] == 2 * (16 * 2 * 7 + 16 * 4 * 5) + 4 * 16 * 11
+    assert bytes_sent(latent, "ulysses", 2, backward=True)[0] == 2 * (16 * 2 * 7 + 16 * 4 * 5) + 4 * 16 * 11
 
 
 def test_the_formulas_of_the_field_are_met_where_all_divides() -> None:
@@ -182,13 +184,15 @@ def test_the_formulas_of_the_field_are_met_where_all_divides() -> None:
     T, H, K, D, e = 64, 8, 4, 16, 2
     for N in (2, 4, 8):
         call = MeshCall(T, T, H, K, D, D, e, right=None)
-        assert set(sent(call, "ring", N)) == set(sent(call, "gather", N)) == {(N - 1) * T // N * 2 * K * D * e}
-        assert set(sent(call, "ulysses", N)) == {(N - 1) * (T // N) * (2 * H + 2 * max(K, N)) * D * e // N}
+        assert (
+            set(bytes_sent(call, "ring", N)) == set(bytes_sent(call, "gather", N)) == {(N - 1) * T // N * 2 * K * D * e}
+        )
+        assert set(bytes_sent(call, "ulysses", N)) == {(N - 1) * (T // N) * (2 * H + 2 * max(K, N)) * D * e // N}
         assert set(links.all_reduce(T * 96, N)) == {2 * (N - 1) * T * 96 // N}
         window = MeshCall(T, T, H, K, D, D, e, left=5)
-        assert max(sent(window, "ring", N)) == 5 * 2 * K * D * e  # whatever N
+        assert max(bytes_sent(window, "ring", N)) == 5 * 2 * K * D * e  # whatever N
     causal = MeshCall(T, T, H, K, D, D, e)
-    assert sent(causal, "ring", 4)[3] == 3 * T // 4 * 2 * K * D * e
+    assert bytes_sent(causal, "ring", 4)[3] == 3 * T // 4 * 2 * K * D * e
 
 
 def test_a_decoded_token_merges_partial_outputs() -> None:
@@ -207,16 +211,16 @@ def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     costs = layout_costs(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14)
     assert [cost.seconds for cost in costs] == sorted(cost.seconds or 0 for cost in costs)
     assert {cost.layout for cost in costs} == set(LAYOUTS)
-    ring = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14)
+    ring = layout_cost(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14)
     assert ring.link_seconds == ring.bytes / 50e9 + 3 * 2e-6 and ring.messages == 3
     assert ring.compute_seconds == 2 * ring.pairs * 256 / 1e14 and ring.seconds == max(
         ring.link_seconds, ring.compute_seconds
     )
-    around = price(call, "ulysses", 4, link=Link(50e9, 2e-6), flop_rate=1e14)
+    around = layout_cost(call, "ulysses", 4, link=Link(50e9, 2e-6), flop_rate=1e14)
     assert around.seconds == (around.link_seconds or 0) + (around.compute_seconds or 0)
-    back = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14, backward=True)
+    back = layout_cost(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14, backward=True)
     assert back.compute_seconds == 2 * back.pairs * 5 * 128 / 1e14
-    assert price(call, "ring", 4).seconds is None and price(call, "ring", 1).bytes == 0
+    assert layout_cost(call, "ring", 4).seconds is None and layout_cost(call, "ring", 1).bytes == 0
     assert layout_costs(call, 4)[0].bytes == min(cost.bytes for cost in layout_costs(call, 4))
 
 
@@ -259,23 +263,23 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: MeshCall(5, 5, 4, 3, 8, 8), "heads must be a multiple of kv_heads; got 4 and 3"),
     (
         lambda: MeshCall(5, 5, 4, 2, 8, 8, left=2, right=1),
-        "a mask is causal (right = 0), both ways alike (right = left), or",
+        "a mask is causal (right = 0), symmetric (right = left), or",
     ),
     (lambda: MeshCall(5, 5, 4, 2, 8, 8, left=-1), "left is at least 1; got -1"),
     (
-        lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "star", 2),
+        lambda: bytes_sent(MeshCall(5, 5, 4, 2, 8, 8), "star", 2),
         "layout is one of ring, gather, ulysses; got 'star'",
     ),  # type: ignore[arg-type]
-    (lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 0), "ranks is at least 1; got 0"),
-    (lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 2, order="x"), "order is contiguous or zigzag; got 'x'"),  # type: ignore[arg-type]
+    (lambda: bytes_sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 0), "ranks is at least 1; got 0"),
+    (lambda: bytes_sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 2, order="x"), "order is contiguous or zigzag; got 'x'"),  # type: ignore[arg-type]
     (
-        lambda: sent(MeshCall(5, 5, 4, 2, 8, 8, left=2), "ring", 2, order="zigzag"),
+        lambda: bytes_sent(MeshCall(5, 5, 4, 2, 8, 8, left=2), "ring", 2, order="zigzag"),
         "zigzag is for causal attention without",
     ),
     (lambda: decode_sent(MeshCall(1, 5, 4, 2, 8, 8), 2, owners=3), "owners is at most ranks; got 3 of 2"),
     (
         lambda: decode_sent(MeshCall(1, 5, 4, 2, 8, 8), 3, everywhere=False),
-        "ranks that pass their own heads divide the 4 heads; got 3 ranks",
+        "the number of ranks divides the 4 heads if each rank passes its own; got 3",
     ),
 ]
 
@@ -323,10 +327,10 @@ def test_messages_one_after_another() -> None:
     call = MeshCall(64, 64, 4, 2, 10, 10)
     halo = replace(call, left=9)
     for ranks, ring, gather, there in ((1, 0, 0, 0), (2, 1, 1, 2), (5, 4, 3, 2), (8, 7, 3, 2)):
-        assert [links.messages(call, "ring", ranks, backward=more) for more in (False, True)] == [ring, 2 * ring]
-        assert links.messages(call, "gather", ranks) == gather
-        assert links.messages(call, "ulysses", ranks) == there
-        assert links.messages(halo, "ring", ranks) == min(ranks - 1, 2 if ranks == 8 else 1)
+        assert [links.message_count(call, "ring", ranks, backward=more) for more in (False, True)] == [ring, 2 * ring]
+        assert links.message_count(call, "gather", ranks) == gather
+        assert links.message_count(call, "ulysses", ranks) == there
+        assert links.message_count(halo, "ring", ranks) == min(ranks - 1, 2 if ranks == 8 else 1)
 
 
 @pytest.mark.parametrize("name", mask_cases.MASKS)

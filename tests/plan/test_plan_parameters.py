@@ -213,29 +213,41 @@ def test_a_counting_field_called_neutral_would_be_seen(monkeypatch: pytest.Monke
     assert parameters_of("llama", config_of("llama", more)) != parameters_of("llama", config_of("llama", fields))
 
 
-# --- what is not modelled ---------------------------------------------------------------------------------------------
+# --- what is not supported --------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "has no model_type, so its architecture is not known"),
     ({"model_type": "llamma"}, "architecture 'llamma' is not known; did you mean llama?"),
     ({"model_type": "mamba"}, "architecture 'mamba' is not known"),
     ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention = True changes the model in a way that"),
-    ({"model_type": "bert", "is_decoder": True}, "is_decoder = True changes the model in a way that is not modelled"),
+    ({"model_type": "bert", "is_decoder": True}, "is_decoder = True changes the model in a way that is not supported"),
     ({"model_type": "albert", "num_hidden_groups": 2}, "num_hidden_groups = 2 changes the model in a way that is not"),
-    ({"model_type": "llama", "hidden_act": "xielu"}, "hidden_act = 'xielu' has learned numbers of its own, and that"),
-    ({"model_type": "llama", "sliding_window": 4096}, "sliding_window = 4096 is not modelled for this architecture"),
+    ({"model_type": "llama", "hidden_act": "xielu"}, "hidden_act = 'xielu' has learned parameters, and that"),
+    ({"model_type": "llama", "sliding_window": 4096}, "sliding_window = 4096 is not supported for this architecture"),
     ({"model_type": "llama", "pruned_heads": {"0": [1]}}, "pruned_heads = {'0': [1]} changes the model in a way that"),
-    ({"model_type": "gpt2", "head_dim": 48}, "head_dim = 48 is not modelled for this architecture; only d_model / num"),
+    (
+        {"model_type": "gpt2", "head_dim": 48},
+        "head_dim = 48 is not supported for this architecture; only d_model / num",
+    ),
     (
         {"model_type": "qwen2", "layer_types": ["linear_attention"] * 32},
         "layer_types has 'linear_attention'; only full",
     ),
-    ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types is a list of 32 words; got ["),
+    ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types is a list of 32 names; got ["),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is on, and"),
-    ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "num_key_value_heads = 8 beside latent attention of 128"),
+    (
+        {"model_type": "deepseek_v3", "num_key_value_heads": 8},
+        "num_key_value_heads = 8, but in latent attention each of the 128",
+    ),
     ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, "moe_layer_freq = 2 changes the model in a way that is not"),
-    ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than there are experts, 8"),
-    ({"model_type": "marian", "decoder_vocab_size": 7}, "decoder_vocab_size = 7 is not vocab_size, and that is not"),
+    (
+        {"model_type": "mixtral", "num_experts_per_tok": 9},
+        "num_experts_per_tok = 9 is more than the number of experts, 8",
+    ),
+    (
+        {"model_type": "marian", "decoder_vocab_size": 7},
+        "decoder_vocab_size = 7 differs from vocab_size, and that is not",
+    ),
     ({"model_type": "t5", "feed_forward_proj": "twice-gelu"}, "feed_forward_proj is an activation or gated-activation"),
     ({"model_type": "gpt_neo", "attention_types": [[["global"], 9**9]]}, "attention_types names global or local for"),
     ({"model_type": "gemma3", "text_config": {"model_type": "llama"}}, "text_config has the architecture 'llama'; "),
@@ -250,7 +262,7 @@ def test_what_is_not_modelled_is_refused(config: dict[str, Any], text: str) -> N
 
 
 MARKED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "llama", "brand_new": 1}, "fields that are not known, taken to change no count: 'brand_new'"),
+    ({"model_type": "llama", "brand_new": 1}, "unknown fields, which are assumed to change no count: 'brand_new'"),
     ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "the head of 'LlamaForSequence"),
     ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "layers that predict further tokens"),
     ({"model_type": "llama", "quantization_config": {"quant_method": "odd"}}, "the checkpoint is quantised by 'odd'"),

@@ -13,7 +13,7 @@ from headwise.plan.costs import totals as costs
 from headwise.plan.model.model import Model, model_of
 from headwise.plan.ranks import communication as links
 from headwise.plan.ranks.communication import Link
-from headwise.plan.ranks.mesh import Grid, call_of, local, spread
+from headwise.plan.ranks.mesh import Grid, call_of, local, mesh_cost
 from headwise.plan.ranks.rank_plan import FAR
 from headwise.plan.ranks.sharding import MeshCall
 from headwise.plan.units import link as read_link
@@ -60,7 +60,7 @@ def made(name: str) -> Model:
 def test_one_rank_is_one_machine(name: str) -> None:
     """Nothing is sent, all is held, and the times are those of the plan's bytes and operations."""
     model, tokens, batch = made(name), 61, 3
-    one = spread(model, Grid(1, 1, SLOW, 1e9, 1e12), tokens, batch=batch, kv_dtype="fp32")
+    one = mesh_cost(model, Grid(1, 1, SLOW, 1e9, 1e12), tokens, batch=batch, kv_dtype="fp32")
     assert one.weight_bytes == model.stored_bytes() and one.sent() == 0
     expected = costs.cache_bytes(model, tokens, 4, batch=batch) + costs.state_bytes(model, batch=batch)
     assert one.cache_bytes == expected
@@ -80,7 +80,7 @@ def test_one_rank_is_one_machine(name: str) -> None:
 def test_tensor_ranks_share_heads_widths_and_the_table(name: str) -> None:
     """All ranks together hold everything once, and what is not shared once more for each further rank."""
     model, n = made(name), 2
-    one = spread(model, Grid(n, 1, SLOW), 64)
+    one = mesh_cost(model, Grid(n, 1, SLOW), 64)
     whole = 0
     for layer in model.layers:
         shared = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -95,22 +95,22 @@ def test_tensor_ranks_share_heads_widths_and_the_table(name: str) -> None:
 def test_more_tensor_ranks_than_key_value_heads_hold_one_each() -> None:
     layer = local(made("plain").layers[0], 6)
     assert (layer.num_heads, layer.num_kv_heads) == (1, 1)
-    six, two = (spread(made("plain"), Grid(n, 1, SLOW), 64).cache_bytes for n in (6, 2))
+    six, two = (mesh_cost(made("plain"), Grid(n, 1, SLOW), 64).cache_bytes for n in (6, 2))
     assert six == two
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_layer_sends_what_its_own_mask_needs(name: str) -> None:
     model, tokens, batch = made(name), 61, 2
-    at = spread(model, Grid(2, 4, SLOW, flop_rate=1e12), tokens, batch=batch)
+    at = mesh_cost(model, Grid(2, 4, SLOW, flop_rate=1e12), tokens, batch=batch)
     for layer in at.layers:
         first = next(one for one in model.layers if layer.kind.split()[0] in _words(one, tokens))
         call = call_of(local(first, 2), tokens, 2, batch)
         if layer.kind in ("causal", "both ways"):
             assert not call.bounded
         for cost in layer.costs:
-            assert cost.bytes == max(links.sent(call, cost.layout, 4))
-            assert layer.backward[cost.layout] == max(links.sent(call, cost.layout, 4, backward=True))
+            assert cost.bytes == max(links.bytes_sent(call, cost.layout, 4))
+            assert layer.backward[cost.layout] == max(links.bytes_sent(call, cost.layout, 4, backward=True))
         assert layer.choose.seconds == min(cost.seconds or 0.0 for cost in layer.costs)
         assert layer.tensor_bytes == 2 * (2 * (2 - 1) * 16 * batch * 48 // 2) * 2  # 16 of 61 tokens on the fullest
     assert at.sent() == sum(layer.count * (layer.tensor_bytes + layer.choose.bytes) for layer in at.layers)
@@ -125,7 +125,7 @@ def _words(layer: Any, tokens: int) -> str:
 def test_a_window_needs_a_halo_however_many_ranks() -> None:
     model = made("windows")
     for ranks in (2, 4, 8):
-        at = spread(model, Grid(1, ranks, SLOW), 256)
+        at = mesh_cost(model, Grid(1, ranks, SLOW), 256)
         [window] = [layer for layer in at.layers if layer.kind == "window 13"]
         ring = next(cost for cost in window.costs if cost.layout == "ring")
         assert ring.bytes == 12 * 2 * 2 * 10 * 2  # W - 1 keys and values of 2 heads of 10 numbers of 2 bytes
@@ -136,7 +136,7 @@ def test_a_window_needs_a_halo_however_many_ranks() -> None:
 
 def test_a_decoded_token_sends_two_sums_and_partial_outputs() -> None:
     model, batch = made("plain"), 5
-    at = spread(model, Grid(2, 4, SLOW, 1e9, 1e12), 64, batch=batch)
+    at = mesh_cost(model, Grid(2, 4, SLOW, 1e9, 1e12), 64, batch=batch)
     [layer] = at.layers
     sums = 2 * (2 * (2 - 1) * batch * 48 // 2) * 2
     own, rows = 4, 3 * batch  # of 3 of 6 heads of each text; merged on four ranks, at most 4 on each
@@ -148,16 +148,16 @@ def test_a_decoded_token_sends_two_sums_and_partial_outputs() -> None:
 
 def test_a_rank_holds_its_share_of_the_cache_and_of_a_window() -> None:
     model = made("windows")
-    at = spread(model, Grid(1, 3, SLOW), 64, kv_dtype="int8")
+    at = mesh_cost(model, Grid(1, 3, SLOW), 64, kv_dtype="int8")
     per_token = 2 * (10 + 10) + 4 * 4
     assert at.cache_bytes == per_token * (22 + 5 + 5)  # one full layer: 22 of 64 tokens; two windows: 5 of 13
-    assert spread(model, Grid(1, 16, SLOW), 64, kv_dtype="int8").cache_bytes == per_token * (4 + 1 + 1)
+    assert mesh_cost(model, Grid(1, 16, SLOW), 64, kv_dtype="int8").cache_bytes == per_token * (4 + 1 + 1)
 
 
 def test_without_speeds_only_the_link_is_told() -> None:
-    at = spread(made("plain"), Grid(2, 4, SLOW), 64)
+    at = mesh_cost(made("plain"), Grid(2, 4, SLOW), 64)
     assert at.prefill.compute is None and at.prefill.total is None and at.prefill.link > 0
-    fast, slow = (spread(made("plain"), Grid(1, 4, SLOW, flop_rate=rate), 6400).prefill for rate in (1e15, 1e6))
+    fast, slow = (mesh_cost(made("plain"), Grid(1, 4, SLOW, flop_rate=rate), 6400).prefill for rate in (1e15, 1e6))
     assert fast.link > 0 and slow.link == 0  # a ring's bytes hide behind slow computing
 
 
@@ -178,8 +178,8 @@ def test_scaling_goes_to_4096_ranks_and_ten_million_tokens() -> None:
         assert sizes == sorted(sizes, reverse=True)
         assert all(0 <= row.link_share < 1 for row in rows)
     here = next(row for row in by_tokens[131072] if row.ranks == 128)
-    assert here.prefill_seconds == result.spread.prefill.total
-    assert result.spread.weight_bytes == 2 * (8030261248 - 4096 * 65) // 8 + 2 * 4096 * 65
+    assert here.prefill_seconds == result.cost.prefill.total
+    assert result.cost.weight_bytes == 2 * (8030261248 - 4096 * 65) // 8 + 2 * 4096 * 65
     short = plan.over(LLAMA, "50GB/s,2us", tokens=6)
     assert [row.ranks for row in short.scaling if row.tokens == 6] == [1, 2, 4]
 
@@ -195,7 +195,7 @@ def test_the_command_prints_tables_or_json() -> None:
     for word in (
         "32 ranks: 8 x heads, 4 x tokens",
         "window 1024",
-        "halo (choose)",
+        "halo (fastest)",
         "ring, zigzag",
         "two all-reduces",
         "Scaling",
@@ -220,7 +220,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["llama-3-8b", "--link", "1GB/s,2us", "--context", "0"], "context is a whole number between 1 and"),
     (["llama-3-8b", "--link", "1GB/s,2us", "--context", "9", "--context-ranks", "10"], "context-ranks = 10 is more"),
     (["llama-3-8b", "--link", "1GB/s,2us", "--tensor", "32", "--context-ranks", "256"], "tensor times context-ranks"),
-    (["t5-small", "--link", "1GB/s,2us"], "an encoder with a decoder is not planned over several ranks"),
+    (["t5-small", "--link", "1GB/s,2us"], "an encoder-decoder cannot be planned over several ranks"),
     (["llama-3-8b", "--tensor", "2"], "--tensor and --context-ranks need --link"),
     (["llama-3-8b", "--link", "1GB/s,2us", "--svg", "x.svg"], "--link plans one model over ranks; leave out --compare"),
 ]  # fmt: skip
@@ -241,14 +241,14 @@ def test_what_cannot_be_is_told_in_the_words_of_who_asks() -> None:
         ({"tokens": 10**10 + 1}, "tokens is a whole number between 1 and 10000000000; got 10000000001"),
         ({"batch": 10**7 + 1}, "batch is a whole number between 1 and 10000000; got 10000001"),
         ({"tensor": 32, "ranks": 256}, "tensor times ranks is at most 4096; got 32 x 256"),
-        ({"ranks": 10, "tokens": 9}, "ranks = 10 is more than the text has tokens, 9"),
+        ({"ranks": 10, "tokens": 9}, "ranks = 10 is more than the number of tokens, 9"),
     ):
         with pytest.raises(ValueError, match=f"^{text}$"):
             plan.over("llama-3-8b", "1GB/s,2us", **arguments)
-    plain = plan.over("llama-3-8b", "1GB/s,2us").spread
+    plain = plan.over("llama-3-8b", "1GB/s,2us").cost
     assert (plain.tokens, plain.batch) == (131072, 1)
     assert (plain.grid.tensor, plain.grid.context) == (1, 1)
-    remark = "without a speed of computing (flops) times are the link's alone"
+    remark = "without flops, times include the link only"
     assert str(plan.over("llama-3-8b", "1GB/s,2us", tokens=9)).endswith(remark)
 
 
@@ -256,7 +256,7 @@ def test_what_a_plan_leaves_out_is_told_over_ranks_too() -> None:
     left_out = plan.of("gpt-3", context=99).notes
     assert left_out[0].startswith("every other layer of the original is locally banded")
     result = plan.over("gpt-3", "1GB/s,2us", ranks=2, tokens=99)
-    assert result.notes == left_out and f"not counted or not known: {left_out[0][:60]}" in str(result)
+    assert result.notes == left_out and f"not counted or unknown: {left_out[0][:60]}" in str(result)
     beyond = "beyond the 2048 positions the model has learned: 4096"
     assert plan.over("gpt-3", "1GB/s,2us", tokens=4096).notes == (*left_out, beyond)
     assert plan.of("gpt-3", context=(99, 4096)).notes == (*left_out, beyond)
@@ -264,14 +264,14 @@ def test_what_a_plan_leaves_out_is_told_over_ranks_too() -> None:
 
 def test_feed_forward_layers_are_divided_too() -> None:
     with pytest.raises(ValueError, match="tensor = 4 does not divide the width of the feed-forward layers, 66"):
-        spread(model_of({**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8}), Grid(4, 1, SLOW), 64)
+        mesh_cost(model_of({**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8}), Grid(4, 1, SLOW), 64)
 
 
 def test_links_and_times_as_people_write_them() -> None:
     for text in ("50G,2us", "50,2us", "GB/s,2us", "50GB/s;2us", "50GB/s,2 hours", 50):
         with pytest.raises(ValueError, match="link is a bandwidth and a latency such as 50GB/s,2us; got"):
             read_link(text)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="and a small b is a bit, an eighth of one; got '400Gb/s'"):
+    with pytest.raises(ValueError, match="and a small b means bits; got '400Gb/s'"):
         read_link("400Gb/s,2us")
     assert read_link("1.5TB/s, 300ns") == (1.5e12, pytest.approx(3e-7)) and read_link("2GiB/s,1ms") == (2**31, 1e-3)
     assert [show_seconds(x) for x in (4210.0, 0.999, 1.5e-5)] == ["4,210 s", "999 ms", "15 us"]
@@ -291,7 +291,7 @@ def test_on_one_rank_a_model_costs_what_it_costs(name: str) -> None:
     for tokens, batch in ((1, 1), (37, 3)):
         alone = plan.of(MODELS[name], context=tokens, batch=batch)
         one, cost = (
-            plan.over(MODELS[name], "50GB/s,2us", tokens=tokens, batch=batch, flops=1.0).spread,
+            plan.over(MODELS[name], "50GB/s,2us", tokens=tokens, batch=batch, flops=1.0).cost,
             alone.contexts[0],
         )
         assert one.prefill.compute == cost.prefill.total and one.prefill.link == 0.0
@@ -314,7 +314,7 @@ def test_what_one_layer_needs_at_once() -> None:
         return 2 * tokens * width + tokens * (queries + keys) + extra
 
     def of(name: str, ranks: int, batch: int = 1) -> dict[str, dict[str, int]]:
-        layers = spread(model_of(MODELS[name]), Grid(1, ranks, SLOW), 64, batch=batch).layers
+        layers = mesh_cost(model_of(MODELS[name]), Grid(1, ranks, SLOW), 64, batch=batch).layers
         return {layer.kind: layer.activations for layer in layers}
 
     for batch in (1, 3):
@@ -325,5 +325,5 @@ def test_what_one_layer_needs_at_once() -> None:
         assert set(of("plain", 1, batch)["causal"].values()) == {byte * numbers(64, 0)}
         assert of("windows", 4, batch)["window 13"]["ring"] == byte * numbers(16, 3 * 2 * each * 12)
     wide = model_of({**LLAMA, "intermediate_size": 990})  # feed-forward layers that need more than attention
-    [layer] = spread(wide, Grid(1, 4, SLOW), 64).layers
+    [layer] = mesh_cost(wide, Grid(1, 4, SLOW), 64).layers
     assert set(layer.activations.values()) == {2 * (2 * 16 * width + 16 * 2 * 990)}

@@ -88,7 +88,7 @@ def test_the_text_model_s_counts_are_its_own() -> None:
 def test_towers_are_told_as_their_config_has_them() -> None:
     fields = {"model_type": "llava", "text_config": {"model_type": "llama"}, "odd": 1}
     model = model_of({**fields, "vision_config": {"model_type": "clip_vision_model", "stranger": 2}})
-    assert model.notes == ("fields that are not known, taken to change no count: 'vision_config.stranger', 'odd'",)
+    assert model.notes == ("unknown fields, which are assumed to change no count: 'vision_config.stranger', 'odd'",)
     assert set(plan.known()["architectures"]) >= set(COMPOSITE)
 
 

@@ -105,7 +105,7 @@ def test_what_is_left_unquantised_is_told() -> None:
     about = {"quant_method": "awq", "modules_to_not_convert": ["lm_head", "model.layers.3.mlp.up_proj"]}
     result = plan.of({"model_type": "llama", "quantization_config": about})
     assert result.notes == (
-        "weights that the checkpoint leaves unquantised are told as if they were not: 'model.layers.3.mlp.up_proj'",
+        "weights that the checkpoint leaves unquantised are counted as quantised: 'model.layers.3.mlp.up_proj'",
     )
 
 
@@ -138,4 +138,4 @@ def test_layers_that_predict_further_tokens_are_counted_apart() -> None:
     assert round(extra["parameters"] / 1e9, 1) == 11.6
     two = plan.of({**card, "num_nextn_predict_layers": 2}).further()
     assert two is not None and two == {name: 2 * number for name, number in extra.items()}
-    assert f"1: {extra['parameters']:,}, cache a token 1,152 B" in str(one)
+    assert f"1: {extra['parameters']:,} more, cache per token 1,152 B" in str(one)

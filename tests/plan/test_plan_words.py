@@ -54,7 +54,7 @@ def test_learned_positions_end_where_they_end() -> None:
 
 
 def test_five_unknown_fields_are_named() -> None:
-    note = "fields that are not known, taken to change no count: 'a0', 'a1', 'a2', 'a3', 'a4'"
+    note = "unknown fields, which are assumed to change no count: 'a0', 'a1', 'a2', 'a3', 'a4'"
     for count, end in ((5, ""), (6, ", ...")):
         assert plan.of({**SMALL, **{f"a{i}": 1 for i in range(count)}}).notes == (note + end,)
 
@@ -76,7 +76,7 @@ def test_a_head_of_another_kind_is_told_and_not_counted() -> None:
     other = plan.of({**SMALL, "architectures": ["LlamaForSequenceClassification"]})
     assert other.parameters() == plan.of(bare).parameters() and other.parameters()["head"] == 0
     assert plan.of(known).parameters()["head"] == 50 * 64
-    assert other.notes == ("the head of 'LlamaForSequenceClassification' is not counted; the model below it is",)
+    assert other.notes == ("the head of 'LlamaForSequenceClassification' is not counted, only the model below it",)
 
 
 def test_what_stands_around_the_text_model() -> None:
@@ -194,18 +194,22 @@ def test_the_overview_of_an_encoder_with_a_decoder() -> None:
     assert cost.decode is not None
     assert shown["attention layers"] == ["6 encoder, 6 self, 6 cross"]
     assert shown["attention parameters"] == ["18,874,368 (31.2% of the model)"]
-    assert shown["all parameters"] == ["60,506,624"] and shown["of which a token passes"] == ["38,479,360"]
-    assert shown["cache a token (bf16)"] == ["12,288 B"] and shown["computations a pass"] == ["144 (layers x heads)"]
+    assert shown["all parameters"] == ["60,506,624"] and shown["used by one token"] == ["38,479,360"]
+    assert shown["cache per token (bf16)"] == ["12,288 B"] and shown["attention computations"] == [
+        "144 (layers x heads)"
+    ]
     assert "at 100 tokens, batch 3" in shown and "at 100 tokens" in rows(plan.of("t5-small", context=100))
     cache = units.show_bytes(3 * 100 * 12 * 2 * 8 * 128)
-    assert shown["cache held"] == [cache] and shown["cache reserved"] == [f"{cache}, every layer the whole context"]
+    assert shown["cache held"] == [cache] and shown["cache reserved"] == [
+        f"{cache}, if every layer keeps the whole context"
+    ]
     assert shown["as MHA, GQA-8, MQA"] == [f"{cache}, {cache}, {units.show_bytes(3 * 100 * 12 * 2 * 128)}"]
     flops = [units.show(n, "FLOP") for n in (cost.prefill.total, cost.prefill.attention, cost.prefill.dense)]
     assert shown["prefill"] == [f"{flops[0]}, attention {flops[1]} ({flops[2]} without its mask)"]
     token = [units.show(n, "FLOP") for n in (cost.decode.total, cost.decode.attention)]
     assert shown["one decoded token"] == [f"{token[0]}, attention {token[1]}"]
     eager = [units.show_bytes(n) for n in (3 * 8 * 100 * 100 * 2, 3 * 8 * 100 * 4)]
-    assert shown["eager's weights"] == [f"{eager[0]} a layer, a kernel {eager[1]}"]
+    assert shown["eager attention weights"] == [f"{eager[0]} per layer; fused {eager[1]}"]
     assert shown["W_Q  q_proj"] == ["262,144", "4,718,592"]
     assert shown["256"][-1] == "cache" and len(shown["256"]) == 6
     assert len(rows(plan.of("t5-small", context=100))["256"]) == 3, "without speeds there is no time"
@@ -216,7 +220,7 @@ def test_the_overview_of_others() -> None:
     assert encoder["attention layers"] == ["12"] and encoder["one decoded token"] == ["-"]
     assert (encoder["cache reserved"], encoder["as MHA, GQA-8, MQA"]) == (["-"], ["-"])
     assert "without its mask" not in encoder["prefill"][0]
-    assert encoder["cache a token"] == ["0 B", "0 B", "-"] and encoder["at 512: cache"][-1] == "-"
+    assert encoder["cache per token"] == ["0 B", "0 B", "-"] and encoder["at 512: cache"][-1] == "-"
     heads = 12 * 10 * 64 * 2 * (4 * 768 * 512 + 2 * 512 * 512)  # ten heads' projections, scores and weighted sums
     whole = plan.of("bert-base", context=512).contexts[0].prefill.total
     shown = [units.show(n, "FLOP") for n in (whole, whole - heads)]
@@ -230,7 +234,7 @@ def test_the_overview_of_others() -> None:
     assert rows(plan.of("gpt2", context=9))["as MHA, GQA-8, MQA"][0].split(", ")[1] == "-"
     deep = plan.of("deepseek-v3", context=99).contexts[0]
     assert deep.decode_expanded is not None
-    end = f"; keys and values made anew {units.show(deep.decode_expanded.total, 'FLOP')}"
+    end = f"; with recomputed keys and values {units.show(deep.decode_expanded.total, 'FLOP')}"
     assert rows(plan.of("deepseek-v3", context=99))["one decoded token"][0].endswith(end)
     mixed = plan.of({**SMALL, "num_hidden_layers": 5, "strange": 1}, context=9, heads_plan={
         "layers": {str(i): {"keep": [*range(i + 1)]} for i in range(4)}})  # fmt: skip
@@ -244,9 +248,9 @@ def test_the_overview_of_others() -> None:
 
 
 def test_remarks() -> None:
-    experts = "a batch meets more experts than one token does; its floor counts one token's, the least there can be"
+    experts = "a batch may use more experts than one token; its least time counts those of one token"
     assert str(plan.of("mixtral-8x7b")).endswith(experts) and experts not in str(plan.of("gpt2"))
-    assert "exact: every count is that of the model transformers builds (gpt2)" in str(plan.of("gpt2", context=9))
+    assert "exact: every count equals that of the model in transformers (gpt2)" in str(plan.of("gpt2", context=9))
     both = plan.side_by_side([plan.of("gpt2", context=9), plan.of("bert-base", context=9)])
     lines = [str(part) for part in both.renderables[1:]]
     assert lines[0].startswith("gpt2: exact: ") and "\ncard: An encoder: it keeps no key-value cache" in lines[1]
@@ -255,9 +259,18 @@ def test_remarks() -> None:
 @pytest.mark.parametrize(
     ("other", "line"),
     [
-        ({"context": (100, 200)}, r"^plans side by side have the same contexts; gpt2 has 100, 300 and gpt2 100, 200$"),
-        ({"context": 100}, r"^plans side by side have the same contexts; gpt2 has 100, 300 and gpt2 100$"),
-        ({"context": (100, 300), "batch": 3}, r"^plans side by side have the same batch; gpt2 has 1 and gpt2 3$"),
+        (
+            {"context": (100, 200)},
+            r"^plans side by side need the same contexts; gpt2 has 100, 300 and gpt2 100, 200$",
+        ),
+        (
+            {"context": 100},
+            r"^plans side by side need the same contexts; gpt2 has 100, 300 and gpt2 100$",
+        ),
+        (
+            {"context": (100, 300), "batch": 3},
+            r"^plans side by side need the same batch; gpt2 has 1 and gpt2 3$",
+        ),
     ],
 )
 def test_plans_that_do_not_stand_side_by_side(other: dict[str, Any], line: str) -> None:
@@ -295,7 +308,7 @@ def test_side_by_side_show_what_was_asked_for_beside_the_counts() -> None:
         "gpt2: One decoding step at 9 tokens",
         "gpt2: One decoding step at 100 tokens",
     ]
-    assert [str(column.header) for column in fast.renderables[2].columns][-1] == "bound by"
+    assert [str(column.header) for column in fast.renderables[2].columns][-1] == "limited by"
 
 
 def test_plans_of_two_dtypes_are_told_apart() -> None:
@@ -304,7 +317,7 @@ def test_plans_of_two_dtypes_are_told_apart() -> None:
     group = plan.side_by_side(plans)
     assert [str(column.header) for column in group.renderables[0].columns] == ["", "gpt2, bf16", "gpt2, int8"]
     assert [str(part).split(":")[0] for part in group.renderables[1:]] == ["gpt2, bf16", "gpt2, int8"]
-    assert rows(text.plain(group))["cache a token"] == ["36,864 B", "19,584 B"]
+    assert rows(text.plain(group))["cache per token"] == ["36,864 B", "19,584 B"]
     drawing = plan.svg(plans)
     for label in (">gpt2, bf16<", ">gpt2, int8<", ">Key-value cache against context (batch 2)<"):
         assert label in drawing

@@ -68,15 +68,15 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 def test_where_it_cannot_be_written_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, error, words_of_it in (
-        (tmp_path / "none" / "r.html", FileNotFoundError, "its folder does not exist; make it first"),
+        (tmp_path / "none" / "r.html", FileNotFoundError, "its folder does not exist; create it"),
         (tmp_path, IsADirectoryError, "it is a folder; give a file name"),
-        (Path(os.devnull), OSError, "it is not a plain file"),
+        (Path(os.devnull), OSError, "it is not a regular file"),
     ):
         for function in (report.check_destination, lambda p: report.write(make_look(), p)):
             with pytest.raises(error, match=words_of_it):
                 function(path)
         assert [*tmp_path.iterdir()] == []
-    path, why = tmp_path / "r.html", r"no file can be made in its folder \(Permission denied\)"
+    path, why = tmp_path / "r.html", r"no file can be created in its folder \(Permission denied\)"
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", denied)
         for function in (report.check_destination, lambda p: report.put(b"", p)):
@@ -93,7 +93,9 @@ def denied(*_: object) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where no file can be made and all may write")
 def test_a_folder_that_takes_no_files_is_told_before_the_work() -> None:
-    with pytest.raises(OSError, match=r"cannot write /proc/r.html: no file can be made in its folder \(No such file"):
+    with pytest.raises(
+        OSError, match=r"cannot write /proc/r.html: no file can be created in its folder \(No such file"
+    ):
         report.check_destination("/proc/r.html")
 
 
@@ -122,7 +124,7 @@ def test_a_disk_that_is_full_midway_keeps_the_old_file(writer: str, tmp_path: Pa
     with files_of_at_most(4096), pytest.raises(OSError) as caught:
         writers()[writer](target)
     assert str(caught.value) == (
-        f"cannot write {tmp_path}/chart\\x1b.svg: File too large; make room, or give another path"
+        f"cannot write {tmp_path}/chart\\x1b.svg: File too large; free some space, or give another path"
     )
     assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.EFBIG
     assert target.read_text() == "old"

@@ -154,7 +154,9 @@ def test_a_state_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_state_for_which_there_is_no_room_is_told_by_its_name(tmp_path: Path) -> None:
     with files_of_at_most(2000), pytest.raises(OSError) as caught:
         run(Model(1), DistillConfig(3, rows=1, length=9), state=tmp_path / "state.pt", every=1)
-    line = f"cannot write {tmp_path}/state.pt, the state of the run: File too large; make room, or give another path"
+    line = (
+        f"cannot write {tmp_path}/state.pt, the state of the run: File too large; free some space, or give another path"
+    )
     assert str(caught.value) == line and not os.listdir(tmp_path)
 
 

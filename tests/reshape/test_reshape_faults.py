@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_in_the_midst_of_a_file(tmp_path: Path) -> None:
     out.mkdir()
     with files_of_at_most(2000), pytest.raises(OSError) as caught:
         copied(source, out / "written")
-    assert str(caught.value) == f"cannot write {out}/written: File too large; make room, or give another path"
+    assert str(caught.value) == f"cannot write {out}/written: File too large; free some space, or give another path"
     assert list(out.iterdir()) == []
     copied(source, out / "written")
 
@@ -91,7 +91,9 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     source, out = made(tmp_path / "source"), tmp_path / "out"
     out.mkdir()
     with small_disk(out, "512k"):
-        with pytest.raises(OSError, match=r"written: 1,05\d,\d+ bytes are needed and 524,288 are free; make room, or"):
+        with pytest.raises(
+            OSError, match=r"written: 1,05\d,\d+ bytes are needed and 524,288 are free; free some space, or"
+        ):
             copied(source, out / "written")
         monkeypatch.setattr("headwise.files.atomic_folder.SPARE", 0)
         copied(source, out / "written")
@@ -99,6 +101,6 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))  # type: ignore[attr-defined]
         for size in (4096, 512):
             monkeypatch.setattr(shards, "MAX_SHARD", size)
-            with pytest.raises(OSError, match="second: No space left on device; make room, or give another path"):
+            with pytest.raises(OSError, match="second: No space left on device; free some space, or give another path"):
                 copied(source, out / "second")
             assert sorted(os.listdir(out)) == ["rest", "written"]

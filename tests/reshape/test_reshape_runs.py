@@ -74,7 +74,7 @@ def test_of_two_runs_to_one_destination_one_wins(source: Path, tmp_path: Path) -
         inner.append(copied(source, tmp_path / "written"))
         assert (folder / "config.json").exists(), "the first run's folder is locked"
 
-    with pytest.raises(FileExistsError, match="another run was faster, and nothing is overwritten; give another path"):
+    with pytest.raises(FileExistsError, match="another run has created it; nothing is overwritten; give another path"):
         copied(source, tmp_path / "written", check=second)
     assert sorted(os.listdir(tmp_path)) == ["source", "written"] and [verify(tmp_path / "written")] == inner
 

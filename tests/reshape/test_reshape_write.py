@@ -201,19 +201,23 @@ def test_destinations_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: 
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "same").symlink_to(source)
-    exists = "it exists, and nothing is overwritten; remove it or give another path"
-    own = "it is the source, or lies in it, which is only read; give another path"
+    exists = "it already exists, and nothing is overwritten; remove it or give another path"
+    own = "it is the source folder or inside it"
     for path, error, text in (
         (tmp_path / "folder", FileExistsError, f"cannot write {tmp_path}/folder: {exists}"),
         (tmp_path / "file", FileExistsError, exists),
         (tmp_path / "link", FileExistsError, exists),
-        (tmp_path / "none" / "x", FileNotFoundError, "its folder does not exist; make it first, or give another path"),
+        (
+            tmp_path / "none" / "x",
+            FileNotFoundError,
+            "its folder does not exist; create it, or give another path",
+        ),
         (tmp_path / "file" / "x", FileNotFoundError, "its folder does not exist"),
         (source, ValueError, own),
         (source / "x", ValueError, own),
         (tmp_path / "same" / "x", ValueError, own),
         (tmp_path / "same", ValueError, own),
-        (Path("/"), ValueError, "it names no folder to be made; give one, such as ./smaller"),
+        (Path("/"), ValueError, "it does not name a new folder; give one, such as ./smaller"),
         (source / "..", ValueError, "it names no folder to be made"),
         (Path(""), ValueError, "it names no folder to be made"),
         (tmp_path / "a\0b", ValueError, "it names no folder to be made"),
@@ -264,7 +268,12 @@ def test_names_that_are_taken_or_code(source: Path, tmp_path: Path) -> None:
 
 def test_not_enough_room_is_told_before_the_first_byte(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 1_050_000))  # type: ignore[attr-defined]
-    refused(source, tmp_path / "x", OSError, "bytes are needed and 1,050,000 are free; make room, or give another path")
+    refused(
+        source,
+        tmp_path / "x",
+        OSError,
+        "bytes are needed and 1,050,000 are free; free some space, or give another path",
+    )
 
 
 def test_room_is_needed_for_every_file_and_no_more(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -274,7 +283,7 @@ def test_room_is_needed_for_every_file_and_no_more(source: Path, tmp_path: Path,
     files = wrote(source, tmp_path / "first", rows, extra=extra)
     needed = sum(len(part) for name, part in files.items() if name != MANIFEST) + atomic_folder.SPARE
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
-    with pytest.raises(OSError, match=f"{needed:,} bytes are needed and {needed - 1:,} are free; make room"):
+    with pytest.raises(OSError, match=f"{needed:,} bytes are needed and {needed - 1:,} are free; free some space"):
         wrote(source, tmp_path / "second", rows, extra=extra)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
     assert wrote(source, tmp_path / "second", rows, extra=extra) == files

@@ -13,7 +13,7 @@ import typer
 
 from . import importance, look, patch, plan, regroup, tour, trace
 from . import prune as reshape
-from .errors import OneLine, leave, open_streams
+from .errors import OneLine, exit_process, open_streams
 
 app = typer.Typer(
     cls=OneLine,
@@ -29,20 +29,21 @@ def main() -> None:
     try:
         app(prog_name="headwise")
     except SystemExit as end:
-        leave(end)
+        exit_process(end)
 
 
 @app.callback(invoke_without_command=True, epilog="Example: headwise look --text 'The cat sat. The cat slept.'")
 def headwise(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="With --version: backend, instruction set and versions, too.")
+        bool,
+        typer.Option("--verbose", help="With --version: also print the backend, instruction set and library versions."),
     ] = False,
 ) -> None:
     """Multi-head attention, head by head."""
     if verbose and not version:
-        raise typer.BadParameter("--verbose goes with --version: headwise --version --verbose")
+        raise typer.BadParameter("--verbose needs --version: headwise --version --verbose")
     if verbose:
         from .versions import versions
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from . import errors as guard
+from . import errors
 from .options.models import quiet
 from .options.texts import check_named
 
@@ -34,7 +34,7 @@ def read_plan(kept: str | None, against: str | None) -> Any:
     except OSError as error:
         raise typer.BadParameter(f"--kept {kept}: cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError):
-        raise typer.BadParameter(f'--kept {kept}: no JSON; write {{"layers": {{"0": {{"keep": [0, 1]}}}}}}') from None
+        raise typer.BadParameter(f'--kept {kept}: not JSON; write {{"layers": {{"0": {{"keep": [0, 1]}}}}}}') from None
 
 
 def check_measured(model: str | None, against: str | None, options: Mapping[str, object]) -> None:
@@ -42,7 +42,7 @@ def check_measured(model: str | None, against: str | None, options: Mapping[str,
     named = [f"--{name}" for name, value in options.items() if value not in (None, False)]
     if named and model is not None and _is_look(model) and (against is None or _is_look(against)):
         raise typer.BadParameter(
-            f"{named[0]} is for a model, and {model} is a look that was made already; leave it out, or name the model"
+            f"{named[0]} is for a model, and {model} is a finished look; omit the option, or name the model"
         )
 
 
@@ -54,7 +54,7 @@ def side_by_side(
     model: str | None, against: str | None, look_at: Callable[[str | None], Any], *, any_input: bool, kept: Any
 ) -> Any:
     """Return the look at a model, or the changes from it to another; both names are checked before measuring."""
-    looks = guard.together(lambda: _recorded(model, against=against, any_input=any_input))
+    looks = errors.together(lambda: _recorded(model, against=against, any_input=any_input))
     result = looks[0] or look_at(model)
     if against is None:
         return result

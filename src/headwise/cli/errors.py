@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from headwise.extras import MissingExtra
 
-from .options import ranks as several
+from .options import ranks
 
 T = TypeVar("T")
 DEFECT, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -32,7 +32,7 @@ class OneLine(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; raise BadParameter if torchrun's variables are invalid."""
-        several.check()
+        ranks.check()
         try:
             return super().invoke(ctx)
         except EOFError as error:
@@ -78,8 +78,8 @@ def message_of(error: BaseException) -> tuple[str, int]:
         return f"{error.filename}: {error.strerror}; check its permissions, and those of its folder", BAD_INPUT
     if isinstance(error, ValueError | OSError) and str(error):
         return str(error), BAD_INPUT
-    first = (str(error).strip().splitlines() or ["without a word"])[0]
-    return f"a defect: {type(error).__name__}: {first[:200]}; {TRACEBACK}=1 shows where", DEFECT
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"internal error: {type(error).__name__}: {first[:200]}; {TRACEBACK}=1 shows the traceback", DEFECT
 
 
 def _refusal(error: Any) -> str:
@@ -94,7 +94,7 @@ def _refusal(error: Any) -> str:
 
 def together(work: Callable[[], T]) -> T:
     """Return the result of `work` after all processes finished it; if one fails, all fail with the same message."""
-    if several.started() < 2:
+    if ranks.process_count() < 2:
         return work()
 
     def run() -> T:
@@ -106,7 +106,7 @@ def together(work: Callable[[], T]) -> T:
                 raise
             raise ValueError(message) from error
 
-    return several.processes().together(run)
+    return ranks.processes().together(run)
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -117,7 +117,7 @@ def _out_of_memory(error: BaseException) -> bool:
 def _fail(message: str, code: int) -> NoReturn:
     from headwise.files.text import visible
 
-    with several.said_once(message) as first, contextlib.suppress(OSError):  # if stderr is full or closed,
+    with ranks.print_once(message) as first, contextlib.suppress(OSError):  # if stderr is full or closed,
         if first:  # the exit code is enough
             print(f"headwise: {visible(message.strip(), limit=600)}", file=sys.stderr, flush=True)
     sys.exit(code)
@@ -145,14 +145,14 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def leave(end: SystemExit) -> NoReturn:
+def exit_process(end: SystemExit) -> NoReturn:
     """End the process with the exit code; output that cannot be written is dropped, or Python would print an error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    several.end(end.code)
+    ranks.close(end.code)
     if end.code == INTERRUPTED:
         # After an interrupt inside an exec() of a library, Python kills itself at exit even if it was handled.
         os._exit(INTERRUPTED)

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from .options.models import load
-from .options.texts import fitting, read_text
+from .options.texts import cut_default_text, read_text
 from .output import progress, put
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
 ]
 Text = Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")]
-File = Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")]
-Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")]
+File = Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")]
+Device = Annotated[str, typer.Option(help="The device: cpu, cuda, cuda:1 or mps.")]
 Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
@@ -28,7 +28,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the ta
 def importance(
     model: ModelArgument = None,
     by: Annotated[
-        str, typer.Option(help="Criteria, with commas: gradient, zero, mean, contribution; the first one sorts.")
+        str,
+        typer.Option(help="Criteria, separated by commas: gradient, zero, mean, contribution; the first one sorts."),
     ] = "gradient,zero",
     text: Text = None,
     file: File = None,
@@ -59,9 +60,9 @@ def importance(
 
 
 def ablate(
-    heads: Annotated[str, typer.Option(help="Heads as layer.head, with commas: 3.1,2.4.")],
+    heads: Annotated[str, typer.Option(help="Heads as LAYER.HEAD, separated by commas, such as 3.1,2.4.")],
     model: ModelArgument = None,
-    by: Annotated[str, typer.Option(help="What a head that is off gives: zero, or mean (its mean over the text).")] = (
+    by: Annotated[str, typer.Option(help="The output of an ablated head: zero, or mean (its mean over the text).")] = (
         "zero"
     ),
     text: Text = None,
@@ -145,4 +146,4 @@ def measured(
 
 def on_text(work: Callable[[Any, Any, Callable[..., object]], Any], content: str) -> Callable[[Any, Any], Any]:
     """Return `work` with the ids of a text as its second argument, for `measured`."""
-    return lambda loaded, show: work(loaded, loaded.encode(fitting(loaded, content))[0], show)
+    return lambda loaded, show: work(loaded, loaded.encode(cut_default_text(loaded, content))[0], show)

@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from . import errors as guard
+from . import errors
 from .compare import check_measured, read_plan, side_by_side
 from .options import look_inputs as reading
 from .options import look_outputs as writing
-from .options import media
-from .options import ranks as several
+from .options import media, ranks
 from .options.models import load
-from .options.table_width import unframe
-from .options.texts import fitting, read_text
+from .options.table_width import remove_frame
+from .options.texts import cut_default_text, read_text
 from .output import console, progress, put
 
 
@@ -64,7 +63,7 @@ def _look(  # private: a command has many options, and Python users call headwis
         list[str] | None,
         typer.Option(
             help="What to write, by its end: the report (.html), tables (.parquet, .csv), all of it (.json), the head "
-            "card (.md), a figure (.svg, .png); several times for several.",
+            "card (.md), a figure (.svg, .png); repeat it for several files.",
             show_default=f"{writing.REPORT}; none with --json or --against",
         ),
     ] = None,
@@ -83,15 +82,15 @@ def _look(  # private: a command has many options, and Python users call headwis
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
 ) -> None:
-    """Show what each attention head of a model does on a text, a picture or a sound: the roles, and a report to open."""
+    """Show what each attention head of a model does on a text, a picture or a sound: roles, and a report to open."""
     beside = (image, audio, target, pair)
     measured = {"text": text, "file": file, "corpus": corpus, "sentences": sentences, "needles": needles}
     measured |= {"importance": importance, "image": image, "audio": audio, "target": target, "pair": pair}
     check_measured(model, against, {**measured, "dtype": dtype})
     more_options = reading.More(corpus, length, state, sentences, needles, importance, *beside)
-    more, content = guard.together(lambda: _reading(more_options, text, file))
-    names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
-    plan = guard.together(lambda: read_plan(kept, against))
+    more, content = errors.together(lambda: _reading(more_options, text, file))
+    names = errors.together(lambda: writing.destinations(out, as_json, against) if ranks.is_first() else [])
+    plan = errors.together(lambda: read_plan(kept, against))
     result = side_by_side(
         model,
         against,
@@ -99,7 +98,7 @@ def _look(  # private: a command has many options, and Python users call headwis
         any_input=more.corpus is None,
         kept=plan,
     )
-    if several.speaks():
+    if ranks.is_first():
         _put(result, names, as_json, every=every, compared=against is not None)
 
 
@@ -126,16 +125,16 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
     """Return the look at the model's heads on the text, or on a corpus."""
     beside = reading.opened(more)
     with progress() as show:
-        where = several.own_device(device)
+        where = ranks.own_device(device)
         one = more.corpus is None
-        loaded = guard.together(lambda: load(model, where, dtype, show, "headwise look", any_input=one))
+        loaded = errors.together(lambda: load(model, where, dtype, show, "headwise look", any_input=one))
         from headwise import look as looking
 
         name = loaded.name if model is not None else "headwise tiny"
         show("looking")
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
-        text = text and fitting(loaded, text)
+        text = text and cut_default_text(loaded, text)
         if more.beside or text is None or loaded.tokenizer is None or loaded.model.main_input_name != "input_ids":
             return reading.look_beside(loaded, text, more, beside, name, show)
         ids, tokens = loaded.encode(text)
@@ -192,7 +191,7 @@ def _narrow(look: Any, shown: Any) -> Any:
     table: Any = None
     for count in range(len(SPARE) + 1):
         table = rich_table(look, SPARE[:count])
-        unframe(table)
+        remove_frame(table)
         longest = max(len(cell) for cell in table.columns[-1].cells)
         whole = shown.measure(table, options=shown.options.update(width=1000)).maximum
         if whole - max(longest - ROLE, 0) <= shown.width:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .options.ranks import speaks
+from .options.ranks import is_first
 
 if TYPE_CHECKING:
     import rich.console
@@ -62,7 +62,7 @@ class Progress:
             TimeRemainingColumn(),
         )
         console = Console(stderr=True, markup=False)
-        self.bar = Bar(*columns, console=console, transient=True, disable=not (console.is_terminal and speaks()))
+        self.bar = Bar(*columns, console=console, transient=True, disable=not (console.is_terminal and is_first()))
         self.task = self.bar.add_task("", total=None)
         self.timer = threading.Timer(2.0, self.bar.start)
         self.timer.daemon = True

@@ -18,19 +18,25 @@ def _plan(  # private: a command has many options, and Python users call headwis
         list[str] | None,
         typer.Argument(help="A config.json, a checkpoint folder, a card, or a hub name in the local cache."),
     ] = None,
-    context: Annotated[str, typer.Option(help="Tokens of a text; several, with commas.")] = "8192,131072",
-    batch: Annotated[int, typer.Option(help="Texts at once.")] = 1,
-    kv_dtype: Annotated[str, typer.Option(help="Numbers in the cache: bf16, fp16, fp32, fp8, int8.")] = "bf16",
-    heads_plan: Annotated[str | None, typer.Option(help="A JSON file: which heads are kept, or merged.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Memory speed, such as 3.35TB/s.")] = None,
-    flops: Annotated[str | None, typer.Option(help="FLOPs a second, such as 990TF.")] = None,
-    tensor: Annotated[int, typer.Option(help="Ranks that share heads and feed-forward layers; with --link.")] = 1,
-    context_ranks: Annotated[int, typer.Option(help="Ranks that share a text's tokens; with --link.")] = 1,
-    link: Annotated[str | None, typer.Option(help="Between ranks, such as 50GB/s,2us: plan over several.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Several configs side by side.")] = False,
-    list_cards: Annotated[bool, typer.Option("--list", help="Show the cards and architectures, and leave.")] = False,
-    svg: Annotated[str | None, typer.Option(help="Write the chart of cache against context here.")] = None,
-    csv: Annotated[str | None, typer.Option(help="Write the numbers here, a line for each config and context.")] = None,
+    context: Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")] = CONTEXT,
+    batch: Annotated[int, typer.Option(help="Number of texts in the batch.")] = 1,
+    kv_dtype: Annotated[str, typer.Option(help="Dtype of the cache: bf16, fp16, fp32, fp8, int8.")] = "bf16",
+    heads_plan: Annotated[
+        str | None, typer.Option(help="A JSON file with the heads to keep or merge in each layer.")
+    ] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Memory bandwidth, such as 3.35TB/s.")] = None,
+    flops: Annotated[str | None, typer.Option(help="FLOPs per second, such as 990TF.")] = None,
+    tensor: Annotated[int, typer.Option(help="Ranks that share heads and feed-forward layers; needs --link.")] = 1,
+    context_ranks: Annotated[int, typer.Option(help="Ranks that share a text's tokens; needs --link.")] = 1,
+    link: Annotated[
+        str | None, typer.Option(help="The link between ranks, such as 50GB/s,2us: plan over ranks.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show several configs side by side.")] = False,
+    list_cards: Annotated[bool, typer.Option("--list", help="Show the cards and architectures, and exit.")] = False,
+    svg: Annotated[str | None, typer.Option(help="Write a chart of cache against context to this file.")] = None,
+    csv: Annotated[
+        str | None, typer.Option(help="Write the numbers to this file, one line per config and context.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
 ) -> None:
     """Show what the attention of a model costs, from its config alone: parameters, cache, operations, time."""

@@ -25,7 +25,7 @@ from .options.reshape import (
     tensors,
     texts_of,
 )
-from .options.texts import fitting
+from .options.texts import cut_default_text
 from .output import progress
 
 MEASURED = ("importance", "ablation", "redundancy")
@@ -36,57 +36,60 @@ CRITERIA = {"importance": "gradient", "ablation": "zero"}
 def _prune(  # private: a command has many options, and Python users call headwise.reshape.prune instead
     model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
     heads: Annotated[
-        str | None, typer.Option(help="The heads that go: LAYER.HEAD with commas, such as 0.1,3.7.")
+        str | None, typer.Option(help="The heads to remove: LAYER.HEAD, separated by commas, such as 0.1,3.7.")
     ] = None,
-    keep_fraction: Annotated[float | None, typer.Option(help="The part of each layer's heads that stays.")] = None,
+    keep_fraction: Annotated[float | None, typer.Option(help="The fraction of heads to keep in each layer.")] = None,
     budget_mb: Annotated[
-        float | None, typer.Option(help="Megabytes for weights and, with --context, the cache.")
+        float | None, typer.Option(help="Megabytes for the weights and, with --context, the cache.")
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens that the cache of --budget-mb holds.")] = None,
+    context: Annotated[int | None, typer.Option(help="With --budget-mb: the tokens in the cache.")] = None,
     by: Annotated[
         str | None,
         typer.Option(
-            help="What ranks heads: importance, ablation, redundancy or random.",
+            help="How heads are ranked: importance, ablation, redundancy or random.",
             show_default="importance; with --heads nothing is ranked",
         ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="The text to rank by, and to compare losses on.")] = None,
-    file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="The text on which heads are ranked and losses are compared.")
+    ] = None,
+    file: Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")] = None,
     corpus: Annotated[
-        str | None, typer.Option(help=f"A file or folder of texts, or JSON Lines, instead; {TOKENS:,} tokens are read.")
+        str | None,
+        typer.Option(help=f"Many texts instead: a file, a folder, or JSON Lines; {TOKENS:,} tokens are read."),
     ] = None,
     image: media.Image = None,
     audio: media.Audio = None,
     target: media.TargetOption = None,
     seed: Annotated[
-        int, typer.Option(help="For --by random; for --by importance and ablation, which words are masked.")
+        int, typer.Option(help="Seed for --by random, and for the masked words with --by importance and ablation.")
     ] = 0,
     out: OutOption = None,
     zero: Annotated[
-        bool, typer.Option("--zero", help="Write zeros instead: any heads, any model, the same size.")
+        bool,
+        typer.Option("--zero", help="Set the heads to zero instead: works for any heads of any model; the size stays."),
     ] = False,
     reconstruct: Annotated[
-        bool, typer.Option("--reconstruct", help="Solve W_O and the values anew on the text, in closed form.")
+        bool, typer.Option("--reconstruct", help="Fit W_O and the values to the original on the text, in closed form.")
     ] = False,
     dry_run: DryRun = False,
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:
-    """Remove attention heads of a checkpoint; transformers loads the result, which is proved equal to gated heads.
+    """Remove attention heads of a checkpoint; transformers loads the result.
 
-    Encoders keep a number of heads for each layer; transformers loads them after headwise.hf is imported.
+    The result is checked against the original with the same heads switched off. An encoder may keep a
+    different number of heads in each layer; transformers loads it after headwise.hf is imported.
     """
     check_out(out, dry_run)
     if reconstruct and (text, file, corpus) == (None,) * 3:
         raise typer.BadParameter(
-            "--reconstruct needs a text to fit to; give --file, some thousand words of the model's kind"
+            "--reconstruct needs a text; give --file with a few thousand words like the training text"
         )
     by = _criterion(by, heads, keep_fraction, budget_mb, context)
     beside = Beside.opened(image, audio, target, corpus=corpus, reconstruct=reconstruct)
     if reconstruct and zero:
-        raise typer.BadParameter(
-            "zeroed heads stay 0, so --reconstruct solves nothing anew for them; leave out one of them"
-        )
+        raise typer.BadParameter("--reconstruct does not change zeroed heads; give --zero or --reconstruct, not both")
     with progress() as show:
         show("loading the libraries")
         hf = libraries("headwise prune")
@@ -105,7 +108,7 @@ def _prune(  # private: a command has many options, and Python users call headwi
             loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show, reconstruct=reconstruct)
             plan = reshape.plan_prune(source, **request, scores=scores)
             if reconstruct:
-                show("solving anew")
+                show("reconstructing")
                 plan = reshape.reconstruct(plan, loaded.model, tensors(rows), progress=show)
             if dry_run or out is None:
                 facts = plan.facts(context or 8192)
@@ -130,7 +133,7 @@ def _criterion(
 ) -> str | None:
     """Return the criterion that ranks the heads, or None if they are named; refuse options that exclude each other."""
     if context is not None and budget_mb is None:
-        raise typer.BadParameter("--context is for --budget-mb; leave it out")
+        raise typer.BadParameter("--context is for --budget-mb; give both, or neither")
     if sum(way is not None for way in (heads, keep_fraction, budget_mb)) != 1:
         raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
     if by is not None and by not in ("random", *MEASURED):
@@ -170,7 +173,7 @@ def _read(
         rows: list[Any] = rows_of(hf, loaded, texts, reconstruct=reconstruct)
         read: Any = rows
     else:
-        read = (beside or Beside()).values(hf, loaded, (fitting(loaded, text) for text in texts))
+        read = (beside or Beside()).values(hf, loaded, (cut_default_text(loaded, text) for text in texts))
         rows = [read]
     if by is not None:
         show(f"ranking heads by {by}")

@@ -28,22 +28,24 @@ from .options.reshape import (
 from .output import progress, put
 
 MOST_HELD = 16  # the most windows that are held out in a distillation
-Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
+Corpus = Annotated[str | None, typer.Option(help="Many texts instead: a file, a folder, or JSON Lines.")]
 
 
 def _regroup(
     model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
-    kv_heads: Annotated[int, typer.Option(help="Key-value heads of each layer that are left.")],
+    kv_heads: Annotated[int, typer.Option(help="Key-value heads in each layer of the result.")],
     method: Annotated[
-        str, typer.Option(help="What a group shares: first, mean, aligned or fitted keys and values.")
+        str, typer.Option(help="How the shared keys and values are made: first, mean, aligned or fitted.")
     ] = "fitted",
-    text: Annotated[str | None, typer.Option(help="The text to compare heads on, and to reconstruct on.")] = None,
-    file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="The text on which heads are compared, and to which --reconstruct fits.")
+    ] = None,
+    file: Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")] = None,
     corpus: Corpus = None,
     reconstruct: Annotated[
-        bool, typer.Option("--reconstruct", help="Solve W_O and the values anew on the text, in closed form.")
+        bool, typer.Option("--reconstruct", help="Fit W_O and the values to the original on the text, in closed form.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="For the search for groups, where there are many heads.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the search for groups if there are many heads.")] = 0,
     out: OutOption = None,
     dry_run: DryRun = False,
     verify: Verify = True,
@@ -52,11 +54,11 @@ def _regroup(
     """Let groups of heads share keys and values (MHA to GQA or MQA); unmodified transformers loads the result."""
     check_out(out, dry_run)
     if seed < 0:
-        raise typer.BadParameter(f"--seed {seed}: at least 0")
+        raise typer.BadParameter(f"--seed is at least 0; got {seed}")
     has_text = (text, file, corpus) != (None,) * 3
     if reconstruct and not has_text:
         raise typer.BadParameter(
-            "--reconstruct needs a text to fit to; give --file, some thousand words of the model's kind"
+            "--reconstruct needs a text; give --file with a few thousand words like the training text"
         )
     texts = texts_of(text, file, corpus) if has_text else None
     with progress() as show:
@@ -93,17 +95,17 @@ def _regroup(
 def _distill(
     folder: Annotated[str, typer.Argument(help="The checkpoint folder to distill.")],
     teacher: Annotated[str, typer.Option(help="The original: a checkpoint folder or hub name.")],
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")],
-    file: Annotated[str | None, typer.Option(help="A text file to learn on (UTF-8); - is stdin.")] = None,
+    steps: Annotated[int, typer.Option(help="Number of training steps.")],
+    file: Annotated[str | None, typer.Option(help="The training text from a file (UTF-8), or - for stdin.")] = None,
     corpus: Corpus = None,
-    rows: Annotated[int, typer.Option(help="Windows of text a step.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    rows: Annotated[int, typer.Option(help="Windows of text per step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 1e-4,
     text_weight: Annotated[
-        float, typer.Option(help="What the text's own loss counts beside the teacher's word.")
+        float, typer.Option(help="Weight of the next-token loss, which is added to the teacher's loss.")
     ] = 0.0,
-    every: Annotated[int, typer.Option(help="Steps between measurements, and between states on disk.")] = 50,
-    seed: Annotated[int, typer.Option(help="Which windows of the text are read.")] = 0,
+    every: Annotated[int, typer.Option(help="Steps between evaluations; the state is saved as often.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of windows.")] = 0,
     out: OutOption = None,
     verify: Verify = True,
     as_json: AsJson = False,
@@ -113,11 +115,11 @@ def _distill(
         raise typer.BadParameter("give --out, the folder to write")
     check_out(out, False)
     if file is None and corpus is None:
-        raise typer.BadParameter("give --file or --corpus, the text to learn on")
+        raise typer.BadParameter("give --file or --corpus, the text to train on")
     if not 0 <= text_weight < math.inf:
-        raise typer.BadParameter(f"--text-weight {text_weight}: a number of at least 0")
+        raise typer.BadParameter(f"--text-weight is a number of at least 0; got {text_weight}")
     if every < 1:
-        raise typer.BadParameter(f"--every {every}: at least 1 step")
+        raise typer.BadParameter(f"--every is at least 1 step; got {every}")
     texts = texts_of(None, file, corpus)
     with progress() as show:
         show("loading the libraries")
@@ -166,7 +168,7 @@ def _distill(
 def _check_length(hf: Any, name: str, config: Any, length: int) -> None:
     places = hf.loading.model.declared_positions(config)
     if places is not None and length > places:
-        raise typer.BadParameter(f"--length {length}: {name} takes {places:,} tokens; give as many or fewer")
+        raise typer.BadParameter(f"--length {length}: {name} supports {places:,} tokens; give at most that many")
 
 
 def _stream(hf: Any, folder: Path, config: Any, texts: Iterable[str]) -> tuple[Any, int | None]:
@@ -195,8 +197,8 @@ def _check_pair(student: Any, teacher: Any) -> None:
     sizes = [loaded.model.get_input_embeddings().num_embeddings for loaded in (student, teacher)]
     if sizes[0] != sizes[1] or {student.kind, teacher.kind} != {"decoder"}:
         raise typer.BadParameter(
-            f"--teacher {teacher.name}: a {teacher.kind} of {sizes[1]} tokens, and the model to distill is "
-            f"a {student.kind} of {sizes[0]}; both are decoders of one vocabulary"
+            f"--teacher {teacher.name}: a {teacher.kind} with a vocabulary of {sizes[1]}, and the model to distill is "
+            f"a {student.kind} with {sizes[0]}; both must be decoders with the same vocabulary"
         )
 
 

@@ -14,8 +14,8 @@ def tour(
     model: Annotated[
         str | None, typer.Argument(help="A checkpoint folder; without one, the packaged model.", show_default=False)
     ] = None,
-    text: Annotated[str | None, typer.Option(help="What the model reads when the page opens.")] = None,
-    file: Annotated[str | None, typer.Option(help="The same from a file, or - for stdin.")] = None,
+    text: Annotated[str | None, typer.Option(help="The text of the model when the page opens.")] = None,
+    file: Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")] = None,
     out: Annotated[str, typer.Option(help="The page to write.")] = "tour.html",
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
@@ -28,7 +28,7 @@ def tour(
 
     check_destination(out)
     if Path(out).suffix.lower() not in (".html", ".htm"):
-        raise typer.BadParameter(f"--out {out}: a page is written; end the name in .html")
+        raise typer.BadParameter(f"--out {out}: the tour is an HTML page; end the name in .html")
     content = read_text(text, file)
     if model is not None:
         check_named("MODEL", model, give="a checkpoint folder")

@@ -20,7 +20,7 @@ def trace(
         str | None, typer.Option(help="Take the sizes from a config.json, its folder, a card, or a hub name.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Number of texts.")] = 1,
-    length: Annotated[int, typer.Option(help="Tokens a text.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens per text.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Show every stage of multi-head attention with its shape, the parameters, and what W_O changes."""

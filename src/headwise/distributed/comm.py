@@ -98,7 +98,7 @@ class Comm:
         """The process group; ValueError if it has been destroyed."""
         group = self._group()
         if group is None:
-            raise ValueError("this process group has been destroyed; ask Comm.of(group) for another")
+            raise ValueError("this process group has been destroyed; call Comm.of(group) with another group")
         return group
 
     @property
@@ -129,7 +129,7 @@ class Comm:
         facts = _texts(same)
         header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
         if error is not None:
-            header = {"operation": operation, "count": self._count, "error": _said(error)}
+            header = {"operation": operation, "count": self._count, "error": _message(error)}
         headers = self._headers(operation, header)
         if isinstance(error, BaseException):
             raise error
@@ -137,7 +137,7 @@ class Comm:
             if "error" in other:
                 raise RankError(operation, rank, f"raised: {other['error']}")
         for name in ("operation", "count"):
-            _compare(operation, "order", [self._doing(other) for other in headers], [other[name] for other in headers])
+            _compare(operation, "order", [self._step(other) for other in headers], [other[name] for other in headers])
         for name in [*facts, *(headers[0]["same"].keys() - facts.keys())]:
             values = [other["same"].get(name) for other in headers]
             _compare(operation, name, values, values)
@@ -153,7 +153,7 @@ class Comm:
             raise  # not reached, because `agree` raises the error
 
     @staticmethod
-    def _doing(header: Mapping[str, Any]) -> str:
+    def _step(header: Mapping[str, Any]) -> str:
         return f"{header['operation']!r} as its operation {header['count']}"
 
     def _headers(self, operation: str, header: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,8 +161,8 @@ class Comm:
             return [header]
         text = json.dumps(header).encode()
         if len(text) > HEADER:
-            raise ValueError(f"{operation}: what ranks agree on takes {len(text)} bytes, at most {HEADER}")
-        buffer = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8).to(self._headers_lie)
+            raise ValueError(f"{operation}: the values to agree on take {len(text)} bytes, at most {HEADER}")
+        buffer = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8).to(self._header_device)
         others = [rank for rank in range(self.world) if rank != self.rank]
         block = ReceiveBuffer((HEADER,), torch.uint8, buffer.device)
         pending = self._post(
@@ -172,7 +172,7 @@ class Comm:
         return [json.loads(heard[rank].cpu().numpy().tobytes()) for rank in range(self.world)]
 
     @property
-    def _headers_lie(self) -> torch.device:
+    def _header_device(self) -> torch.device:
         """The device of headers: the CPU, unless the group's backend sends only from its own device, as NCCL does."""
         kinds = {device.type for device in self.group._device_types}
         return torch.device("cpu" if "cpu" in kinds or not kinds else min(kinds))
@@ -268,7 +268,7 @@ class Comm:
 
     def _check_usable(self, operation: str) -> None:
         if self._broken is not None:
-            raise RankError(operation, None, f"this group has failed before ({self._broken}); start the processes anew")
+            raise RankError(operation, None, f"this group has failed before ({self._broken}); restart the processes")
 
     def failure(self, operation: str, peer: int, error: Exception) -> RankError:
         """Return the error of an operation that failed while waiting for `peer`; the group cannot be used after it."""
@@ -304,13 +304,13 @@ class Comm:
             if note is not None and "raised" in note:
                 return peer, f"raised {note['raised']}"
             if note is None:
-                silent = f"sent nothing for {self.timeout:g} s: it hangs, or does something else"
+                silent = f"sent nothing for {self.timeout:g} s: it hangs, or is busy with other work"
                 return peer, silent if late else "has ended: its connection is closed"
             seen.append(peer)
             peer, late = note["waits for"], note["late"]  # the note of the waiting rank records how its peer failed
             if peer in seen:
                 ring = ", ".join(f"rank {a} waits for rank {b}" for a, b in zip(seen, [*seen[1:], peer], strict=True))
-                return None, f"the ranks wait for each other: {ring}; they call operations in another order"
+                return None, f"the ranks wait for each other: {ring}; they call operations in different orders"
 
     def _key(self, rank: int) -> str:
         return f"headwise/{self.group.group_name}/{rank}"
@@ -347,7 +347,7 @@ def group_of(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"a mesh of one dimension is taken; got one of {group.ndim}, {group.mesh_dim_names}: pick one by "
+                f"group is a mesh of one dimension; got {group.ndim} dimensions, {group.mesh_dim_names}: select one by "
                 'mesh["name"]'
             )
         return group.get_group()
@@ -366,7 +366,7 @@ def _store() -> Any:
         return None
 
 
-def _said(error: object) -> str:
+def _message(error: object) -> str:
     """Return the message of an error, with its type unless the type has messages made for users."""
     own = isinstance(error, str | TypeError | ValueError) and str(error)
     return (str(error) if own else f"{type(error).__name__}: {error}")[:_LONGEST_TEXT]

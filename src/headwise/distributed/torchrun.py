@@ -18,12 +18,12 @@ def number(name: str) -> int:
         ValueError: it is not a whole number, or is too small.
     """
     least = NUMBERS[name]
-    said = os.environ.get(name, str(least))
-    if not (said.isascii() and said.isdecimal() and len(said) < 10 and int(said) >= least):
+    value = os.environ.get(name, str(least))
+    if not (value.isascii() and value.isdecimal() and len(value) < 10 and int(value) >= least):
         raise ValueError(
-            f"{name} is a whole number of at least {least}, as torchrun sets it; got {said[:40]!r}; unset it"
+            f"{name} is a whole number of at least {least}, as torchrun sets it; got {value[:40]!r}; unset it"
         )
-    return int(said)
+    return int(value)
 
 
 def place() -> tuple[int, int]:
@@ -36,7 +36,7 @@ def place() -> tuple[int, int]:
     rank = number("RANK") if size > 1 else 0
     if rank >= size:
         raise ValueError(
-            f"RANK is less than WORLD_SIZE, for processes are numbered from 0; got RANK = {rank}, WORLD_SIZE = {size}; "
+            f"RANK is less than WORLD_SIZE, because ranks begin at 0; got RANK = {rank}, WORLD_SIZE = {size}; "
             "start them with torchrun, or unset both"
         )
     return rank, size

@@ -76,7 +76,7 @@ class Processes:
         if group is None:
             return cls()
         if not isinstance(group, dist.ProcessGroup):
-            got = "that of a process which is not in it" if isinstance(group, int) else type(group).__name__
+            got = "a group that this process is not in" if isinstance(group, int) else type(group).__name__
             raise TypeError(f"group is a torch.distributed process group that this process is in, or None; got {got}")
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
@@ -238,7 +238,7 @@ class Processes:
                     else:
                         store.wait([key], timedelta(seconds=SLACK))
                         said = store.get(key).decode()
-            raise LostProcess(f"{said}; what was saved is not lost: start all processes anew") from error
+            raise LostProcess(f"{said}; saved results are kept: restart all processes") from error
 
 
 def _as_bytes(error: Exception) -> bytes:
@@ -252,7 +252,7 @@ def _as_bytes(error: Exception) -> bytes:
 
 
 @contextlib.contextmanager
-def said_once(text: str, patience: float = SLACK) -> Iterator[bool]:
+def print_once(text: str, patience: float = SLACK) -> Iterator[bool]:
     """Yield whether this process is the first that prints a text; no process continues before all have arrived.
 
     So a common message is printed once, and no process ends while others are about to end in the same way, because
@@ -283,7 +283,7 @@ def _agents_store(patience: float) -> dist.Store | None:
         return None
 
 
-def leave() -> None:
+def close_group() -> None:
     """Close the default process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

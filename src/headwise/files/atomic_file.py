@@ -52,7 +52,7 @@ def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             name, why = visible(os.fspath(path)) + (what and f", {what}"), error.strerror or type(error).__name__
-            raise OSError(f"cannot write {name}: {why}; make room, or give another path") from error
+            raise OSError(f"cannot write {name}: {why}; free some space, or give another path") from error
         raise
     _sync_folder(target.parent)
 
@@ -100,7 +100,7 @@ def _place(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError("cannot write: the name of the file is empty; give one")
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {shown}: its folder does not exist; make it first, or give another path")
+        raise FileNotFoundError(f"cannot write {shown}: its folder does not exist; create it, or give another path")
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
@@ -110,7 +110,7 @@ def _place(path: str | os.PathLike[str]) -> Path:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"cannot write {shown}: it is a folder; give a file name, such as report.html in it")
     if not stat.S_ISREG(mode):
-        raise OSError(f"cannot write {shown}: it is not a plain file; give the path of a plain or new file")
+        raise OSError(f"cannot write {shown}: it is not a regular file; give the path of a regular or new file")
     return target
 
 
@@ -123,7 +123,7 @@ def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
         except OSError as error:
             shown, why = visible(str(os.fspath(path))), error.strerror or type(error).__name__
             raise type(error)(
-                f"cannot write {shown}: no file can be made in its folder ({why}); give another path"
+                f"cannot write {shown}: no file can be created in its folder ({why}); give another path"
             ) from error
         lock(descriptor)
         if not HAS_LOCKS or is_there(descriptor, partial):

@@ -37,24 +37,26 @@ def check_new_folder(destination: str | os.PathLike[str], source: Path, size: in
         raise TypeError(f"a checkpoint is written to a path; got {type(destination).__name__}")
     path = Path(destination)
     if path.name in ("", "..") or "\0" in str(path):
-        raise ValueError(f"cannot write {str(path)!r}: it names no folder to be made; give one, such as ./smaller")
+        raise ValueError(f"cannot write {str(path)!r}: it does not name a new folder; give one, such as ./smaller")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: its folder does not exist; make it first, or give another path")
+        raise FileNotFoundError(f"cannot write {path}: its folder does not exist; create it, or give another path")
     target = path.parent.resolve() / path.name
     _check_name(path, target)
     if any(os.path.samefile(folder, source) for folder in (target, *target.parents) if folder.exists()):
-        raise ValueError(f"cannot write {path}: it is the source, or lies in it, which is only read; give another path")
+        raise ValueError(
+            f"cannot write {path}: it is the source folder or inside it, and that is never changed; give another"
+        )
     if os.path.lexists(target):
         raise FileExistsError(
-            f"cannot write {path}: it exists, and nothing is overwritten; remove it or give another path"
+            f"cannot write {path}: it already exists, and nothing is overwritten; remove it or give another path"
         )
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise PermissionError(f"cannot write {path}: no permission to write in its folder; give another path")
     free = shutil.disk_usage(target.parent).free
     if size is not None and free < size + SPARE:
         raise OSError(
-            f"cannot write {path}: {size + SPARE:,} bytes are needed and {free:,} are free; make room, or give another "
-            "path"
+            f"cannot write {path}: {size + SPARE:,} bytes are needed and {free:,} are free; free some space, or give "
+            "another path"
         )
     return target
 
@@ -81,7 +83,7 @@ def try_folder(target: Path) -> None:
             partial.mkdir()
         except OSError as error:
             raise type(error)(
-                f"cannot write {target}: no folder can be made in its folder ({error.strerror}); give another path"
+                f"cannot write {target}: no folder can be created in its folder ({error.strerror}); give another path"
             ) from error
         finally:
             remove(partial)
@@ -134,15 +136,15 @@ def settle(partial: Path, target: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise FileExistsError(
-                f"cannot write {target}: another run was faster, and nothing is overwritten; give another path"
+                f"cannot write {target}: another run has created it; nothing is overwritten; give another path"
             ) from error
         raise
     try:
         sync(target.parent)
     except OSError as error:
         raise OSError(
-            f"{target} is written and whole, but the disk does not confirm its name ({error.strerror}); "
-            "check the disk, then that the folder is there"
+            f"{target} is complete, but the disk did not confirm its name ({error.strerror}); "
+            "check the disk, then that the folder exists"
         ) from error
 
 
@@ -171,13 +173,13 @@ def ended_in_order() -> Iterator[None]:
         yield
         return
     names = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    ours = [number for number in names if signal.getsignal(number) is signal.SIG_DFL]
+    defaults = [number for number in names if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        for number in ours:
+        for number in defaults:
             signal.signal(number, _end)
         yield
     finally:
-        for number in ours:
+        for number in defaults:
             signal.signal(number, signal.SIG_DFL)
 
 

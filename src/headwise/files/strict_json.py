@@ -30,7 +30,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     except ValueError as error:  # from the two functions below, or from Python's limit on the digits of an integer
         raise ValueError(f"not valid JSON ({visible(str(error))})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"holds a JSON {type(value).__name__}, and an object is needed")
+        raise ValueError(f"contains a JSON {type(value).__name__}, and an object is needed")
     return value
 
 
@@ -39,9 +39,9 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:60]!r} stands there twice")
+        raise ValueError(f"the key {twice[:60]!r} occurs twice")
     return table
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

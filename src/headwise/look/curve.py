@@ -220,7 +220,7 @@ def append(path: str | os.PathLike[str], point: Point) -> None:
                 os.truncate(path, size)
             if isinstance(error, OSError):
                 why = error.strerror or type(error).__name__
-                raise OSError(f"cannot write {visible(os.fspath(path))}: {why}; make room") from error
+                raise OSError(f"cannot write {visible(os.fspath(path))}: {why}; free some space") from error
             raise
 
 

@@ -11,9 +11,9 @@ from .config.reader import parse
 from .costs import totals as costs
 from .costs.plan_data import ContextCost, PlanData
 from .model.heads_plan import apply_heads
-from .model.model import Model, model_of
-from .shape import short
-from .sources import find_config
+from .model.model import Model
+from .shape import check_between
+from .sources import find_model
 from .units import rate
 
 if TYPE_CHECKING:
@@ -103,11 +103,7 @@ def of(
         >>> plan.kind, plan.bytes_per_token, plan.contexts[0].cache_bytes
         ('MHA', 4718592, 9663676416)
     """
-    name, content, card = find_config(config)
-    try:
-        model = model_of(content, name, left_out=tuple(card.get("left_out", ())))
-    except ValueError as wrong:
-        raise ValueError(f"{name!r}: {wrong}") from None
+    name, model, card = find_model(config)
     lengths = _checked(context, batch, kv_dtype)
     speeds = {
         "bandwidth": None if bandwidth is None else rate(bandwidth, "bandwidth"),
@@ -168,10 +164,8 @@ def _checked(context: int | Sequence[int], batch: int, kv_dtype: str) -> tuple[i
     if not 1 <= len(lengths) <= MAX_CONTEXTS:
         raise ValueError(f"give 1 to {MAX_CONTEXTS} contexts; got {len(lengths)}")
     for what, value, most in (*(("context", n, MAX_CONTEXT) for n in lengths), ("batch", batch, MAX_BATCH)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ValueError(f"{what} is a whole number between 1 and {most}; got {short(value)}")
-    if not isinstance(kv_dtype, str) or kv_dtype not in costs.KV_BYTES:
-        raise ValueError(f"kv_dtype is one of {', '.join(costs.KV_BYTES)}; got {short(kv_dtype)}")
+        check_between(what, value, 1, most)
+    costs.check_kv_dtype(kv_dtype)
     return lengths
 
 

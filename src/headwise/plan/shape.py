@@ -62,16 +62,7 @@ class AttentionShape:
         if not isinstance(bias, bool) and not (isinstance(bias, str) and bias == "qkv"):
             raise ValueError(f'bias is False, True (all four projections) or "qkv" (all but o_proj); got {short(bias)}')
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads: H = {num_heads}, K = {num_kv_heads} leave "
-                f"{num_heads % num_kv_heads} over; query head h reads key-value head h // (H / K)"
-            )
-        if head_dim is None and d_model % num_heads:
-            raise ValueError(
-                f"d_model must be a multiple of num_heads: {d_model} = {num_heads} x {d_model // num_heads} + "
-                f"{d_model % num_heads}; give head_dim to choose the size of a head yourself"
-            )
+        check_heads(d_model, num_heads, num_kv_heads, head_dim)
         head_dim = d_model // num_heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
         return cls(d_model, num_heads, num_kv_heads, head_dim, value_dim, bias, num_layers)
@@ -97,6 +88,26 @@ def check_size(name: str, size: object, *, optional: bool = False) -> None:
         raise ValueError(f"{name} is at most {MOST:,}; got a larger number")
     if size < 1:
         raise ValueError(f"{name} is at least 1; got {size if size > -MOST else 'a negative number'}")
+
+
+def check_heads(d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
+    """Raise ValueError if K does not divide H, or if H does not divide d_model and no head dim is given."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads: H = {num_heads}, K = {num_kv_heads} leave "
+            f"{num_heads % num_kv_heads} over; query head h reads key-value head h // (H / K)"
+        )
+    if head_dim is None and d_model % num_heads:
+        raise ValueError(
+            f"d_model must be a multiple of num_heads: {d_model} = {num_heads} x {d_model // num_heads} + "
+            f"{d_model % num_heads}; give head_dim to choose the size of a head yourself"
+        )
+
+
+def check_between(name: str, value: object, least: int, most: int) -> None:
+    """Raise ValueError unless a value is an int from `least` to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} is a whole number between {least} and {most}; got {short(value)}")
 
 
 def short(value: object) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 from ..files.hub_cache import cached_snapshot
 from ..files.text import visible
 from .config.fields import architectures
-from .config.reader import parse, shape_of
+from .config.reader import parse
 from .model.layer import Biases
-from .model.model import model_of
+from .model.model import Model, model_of
 from .shape import AttentionShape, BiasOption
 
 PLANNED = {"model_type", "attention_computations", "bytes_per_token", "contexts"}
@@ -50,11 +50,7 @@ def known() -> dict[str, Any]:
 
 
 def read_config(config: Any) -> AttentionShape:
-    """Return the attention shape that a config describes: one layer of its text model.
-
-    For an architecture that `headwise.plan.of` supports, it is the first self-attention layer (or the first layer),
-    with biases. For others the sizes are read under their common names (``hidden_size`` or ``n_embd``, ...), with
-    ``attention_bias`` and ``multi_query``, at the top level or in a nested ``text_config``.
+    """Return the attention shape that a config describes: its first self-attention layer (or first layer), with biases.
 
     Args:
         config: As in `headwise.plan.of`: a config.json, the folder that contains one, a card, a hub name in the local
@@ -62,34 +58,21 @@ def read_config(config: Any) -> AttentionShape:
 
     Raises:
         TypeError: neither a name nor a config.
-        ValueError: a one-line message that names the config: not found, more than 1 MB, not a JSON object, a field that
-            is not an int or out of range, contradictory fields, attention without such a shape (latent attention), or
-            sizes that depend on an unsupported field (``head_ratio``, ...).
+        ValueError: a one-line message that names the config: as for `headwise.plan.of`, or attention that has no such
+            shape (latent attention, biases of single projections).
 
     Example:
         >>> read_config("gpt-3").num_heads
         96
-        >>> read_config({"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}).head_dim
-        4
+        >>> read_config(cards()["gpt-3"]["config"]).head_dim
+        128
     """
-    name, content, _ = find_config(config)
-    try:
-        return _planned(content) or shape_of(content)
-    except ValueError as wrong:
-        path = _on_disk(config)
-        raise ValueError(f"{(name if path is None else str(path))!r}: {wrong}") from None
-
-
-def _planned(config: Mapping[str, Any]) -> AttentionShape | None:
-    """Return the shape of the first planned layer; None if it cannot be planned, or has parts that no shape has."""
-    try:
-        layers = model_of(config).layers
-    except ValueError:
-        return None
-    one = next((layer for layer in layers if layer.role == "self"), layers[0])
+    name, model, _ = find_model(config)
+    one = next((layer for layer in model.layers if layer.role == "self"), model.layers[0])
     if one.latent is not None or one.bias not in BIAS:
-        return None
-    count = sum(layer.role == one.role for layer in layers)
+        what = "latent attention" if one.latent is not None else "a bias of some projections alone"
+        raise ValueError(f"{name!r}: {what} has no shape of these sizes; give the sizes yourself")
+    count = sum(layer.role == one.role for layer in model.layers)
     sizes = (one.d_model, one.num_heads, one.num_kv_heads, one.head_dim, one.value_dim)
     return AttentionShape(*sizes, BIAS[one.bias], count)
 
@@ -113,8 +96,22 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """
     name, config, card = _find(what)
     if config.keys() >= PLANNED:  # the sizes of a plan have other names, so the defaults would be used for all
-        raise ValueError(f"{name!r} is a plan already, not a config; use it as it is, or give the model's config")
+        raise ValueError(f"{name!r} is a plan, not a config; give the config of the model")
     return name, config, card
+
+
+def find_model(what: Any) -> tuple[str, Model, dict[str, Any]]:
+    """Return (name, model, card) for whatever `find_config` finds.
+
+    Raises:
+        ValueError: as for `find_config`; or an unknown architecture, or a field that is not supported.
+        TypeError: neither a name nor a config.
+    """
+    name, config, card = find_config(what)
+    try:
+        return name, model_of(config, name, left_out=tuple(card.get("left_out", ()))), card
+    except ValueError as wrong:
+        raise ValueError(f"{name!r}: {wrong}") from None
 
 
 def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:

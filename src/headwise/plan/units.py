@@ -32,7 +32,7 @@ def rate(text: str | float, what: str) -> float:
     wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {short(text)}")
     match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if match is not None and what == "bandwidth" and match[4].startswith("b"):
-        raise _Bits(f"{what} is in bytes (B) a second, and a small b is a bit, an eighth of one; got {short(text)}")
+        raise _Bits(f"{what} is in bytes (B) per second, and a small b means bits; got {short(text)}")
     if match is not None and match[4].lower() in _UNITS[what]:
         power = "KMGTPE".find(match[2].upper()) + 1 if match[2] else 0
         value = float(match[1]) * (1024**power if match[3] else 1000**power)
@@ -45,7 +45,7 @@ def rate(text: str | float, what: str) -> float:
     if match is not None and not (match[2] or match[4]) and value < _LEAST_BARE:
         counted = {"bandwidth": "bytes", "flops": "FLOPs"}[what]
         raise ValueError(
-            f"{what} has no unit, and would be {value:,.6g} {counted} a second; write it with one, such as {example}; "
+            f"{what} has no unit and would be {value:,.6g} {counted} per second; add a unit, such as {example}; "
             f"got {short(text)}"
         )
     return value

@@ -171,7 +171,7 @@ def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tabl
         >>> targets("duplicate-token", torch.tensor([1, 7, 5, 7]), tables=Tables(), causal=True).nonzero().tolist()
         [[3, 1]]
     """
-    _check_asked(job, tables, causal)
+    _check_targets(job, tables, causal)
     ids = torch.tensor(whole_numbers("ids", ids), dtype=torch.long)
     keys = ids if memory is None else torch.tensor(whole_numbers("memory", memory), dtype=torch.long)
     T, S = len(ids), len(keys)
@@ -213,7 +213,7 @@ def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tabl
     return rules[job] & seen
 
 
-def _check_asked(job: object, tables: object, causal: object) -> None:
+def _check_targets(job: object, tables: object, causal: object) -> None:
     """Check the arguments of `targets` except the ids; raise TypeError or ValueError."""
     if not isinstance(job, str) or not is_job(job, JOBS):
         raise ValueError(f"a job is one of {', '.join(JOBS)}; got {shown(job)}")

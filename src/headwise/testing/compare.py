@@ -71,7 +71,7 @@ def accuracy(
     """
     naives: list[Any] = list(naive) if isinstance(naive, (list, tuple)) else [naive]
     if not naives:
-        raise ValueError("naive is one answer or several; got none")
+        raise ValueError("naive is one tensor or several; got none")
     for name, x in (("ours", ours), ("exact", exact), *(("naive", x) for x in naives)):
         _check_readable(name, x)
     if values is not None:
@@ -91,7 +91,9 @@ def accuracy(
     error_of_naive = max(float(_errors(x, exact).max()) for x in naives)
     floor = float(_errors(exact.to(dtype), exact).max())
     if not math.isfinite(error_of_naive):
-        raise ValueError(f"the yardstick is broken: naive's error is {error_of_naive}; give inputs that it can compute")
+        raise ValueError(
+            f"naive's error is {error_of_naive}, so there is no budget; give inputs for which it is finite"
+        )
     finite = (exact if values is None else values.detach().double()).abs()
     spacing = ulp(float(torch.where(finite.isfinite(), finite, 0).max()) if finite.numel() else 0.0, dtype)
     budget = factor * error_of_naive if factor else 1.5 * floor if half else 1.25 * error_of_naive

@@ -338,25 +338,27 @@ def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, amon
             if not isinstance(job, str) or not is_job(job, among):
                 raise ValueError(f"a job is one of {', '.join(among)}; got {shown(job)}")
             if not back and job in (*NEEDS, *NEEDS.values()) and job != "previous-token":
-                raise ValueError(f"{job!r} is a job in a decoder: it looks back alone; build one with kind='decoder'")
+                raise ValueError(
+                    f"{job!r} attends only to earlier tokens, so it needs a decoder; build one with kind='decoder'"
+                )
             if job in NEEDS and NEEDS[job] not in below:
                 raise ValueError(
-                    f"{job!r} in layer {layer} reads what a head with the job {NEEDS[job]!r} wrote; give a lower layer "
+                    f"{job!r} in layer {layer} reads the output of a {NEEDS[job]!r} head; give a lower layer "
                     "such a head"
                 )
             if job in COPIES and layer < len(jobs) - 1:
                 raise ValueError(
-                    f"{job!r} in layer {layer} writes tokens, and heads above would read them as the text's; put it "
-                    f"into the last layer, {len(jobs) - 1}"
+                    f"{job!r} in layer {layer} writes tokens, which higher layers would take for the text; put it "
+                    f"in the last layer, {len(jobs) - 1}"
                 )
             if job in BY_TABLE and getattr(tables, BY_TABLE[job]) in ((), {}):
-                raise ValueError(f"{job!r} looks up Tables.{BY_TABLE[job]}, which is empty; give it some")
+                raise ValueError(f"{job!r} looks up Tables.{BY_TABLE[job]}, which is empty; fill it")
     ids = [tables.opener, tables.closer, *tables.delimiters, *tables.names, *tables.needles, *tables.offsets]
     ids += [i for table in (tables.heads, tables.antecedents) for pair in table.items() for i in pair]
     wrong = [i for i in (*ids, *tables.classes) if not 0 <= i < vocabulary]
     if wrong:
         raise ValueError(
-            f"ids of this model are 0 to {vocabulary - 1}; the tables hold {wrong[0]}; give a larger vocabulary"
+            f"ids of this model are 0 to {vocabulary - 1}; the tables contain {wrong[0]}; give a larger vocabulary"
         )
 
 

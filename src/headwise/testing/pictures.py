@@ -61,9 +61,9 @@ def constructed_picture(
         if job not in JOBS:
             raise ValueError(f"a job is one of {', '.join(JOBS)}; got {shown(job)}")
         if (job == "[CLS] sink" and not summary) or (job == "register sink" and not registers):
-            raise ValueError(f"{job!r} attends a token that the model does not have; give it summary= or registers=")
+            raise ValueError(f"{job!r} attends to a token that the model does not have; set summary= or registers=")
     if registers and not summary:
-        raise ValueError("registers stand behind [CLS]; give summary=True")
+        raise ValueError("registers follow [CLS]; set summary=True")
     model = ConstructedPicture(layers, (rows, columns), registers, int(summary), patch)
     return model, {(layer, head): job for layer, row in enumerate(layers) for head, job in enumerate(row)}
 

@@ -77,8 +77,8 @@ def read(folder: Path) -> TourCheckpoint:
     size = sum(int(np.prod(shape)) for _, _, shape, _ in tensors)
     if size > MAX_PARAMETERS:
         raise ValueError(
-            f"{folder}: {size:,} parameters, and the page takes {MAX_PARAMETERS:,} at most; "
-            "headwise look takes any model"
+            f"{folder}: {size:,} parameters, and the page supports at most {MAX_PARAMETERS:,}; "
+            "headwise look opens any model"
         )
     own, curve = folder / "tokenizer_config.json", folder / "loss_curve.json"
     return TourCheckpoint(
@@ -110,7 +110,7 @@ def check_config(config: dict[str, Any]) -> None:
             wrong.append(f"{name} is {value!r}")
     if wrong:
         raise ValueError(
-            f"the tour runs {' and '.join(rules['architectures'])} with default settings alone, and of this checkpoint "
+            f"the tour runs {' and '.join(rules['architectures'])} with default settings only, and in this checkpoint "
             f"{'; '.join(wrong[:3])}; headwise look opens it"
         )
 
@@ -119,9 +119,9 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from None
+        raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds no JSON object")
+        raise ValueError(f"{path}: does not contain a JSON object")
     return value
 
 
@@ -138,11 +138,11 @@ def _weights(path: Path) -> tuple[list[list[Any]], bytes]:
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             places = [(name, *_place(name, entry, size - 8 - length)) for name, entry in sorted(entries.items())]
         except (AttributeError, KeyError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: its header is no list of tensors ({error}); download it again") from None
+            raise ValueError(f"{path}: its header is not a list of tensors ({error}); download it again") from None
         if size - 8 - length > 4 * MAX_PARAMETERS:
             raise ValueError(
-                f"{path}: {size:,} bytes, and the page takes {MAX_PARAMETERS:,} parameters at most; "
-                "headwise look takes any model"
+                f"{path}: {size:,} bytes, and the page supports at most {MAX_PARAMETERS:,} parameters; "
+                "headwise look opens any model"
             )
         content = file.read()
     tensors: list[list[Any]] = []
@@ -169,4 +169,4 @@ def _check_finite(path: Path, name: str, dtype: str, content: bytes) -> None:
     words = np.frombuffer(content, "<u4" if dtype == "F32" else "<u2")
     mask = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}[dtype]
     if bool(((words & mask) == mask).any()):
-        raise ValueError(f"{path}: {name} holds numbers that are not finite, so nothing can be computed with it")
+        raise ValueError(f"{path}: {name} contains numbers that are not finite, so the page cannot compute with it")

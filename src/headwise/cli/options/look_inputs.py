@@ -12,8 +12,8 @@ import typer
 
 from headwise.files.atomic_file import check_destination
 
-from .. import errors as guard
-from . import ranks as several
+from .. import errors
+from . import ranks
 from .media import read_image, read_sound
 from .texts import check_corpus, check_named
 
@@ -52,31 +52,31 @@ def checked(more: More, text: str | None, file: str | None) -> More:
         others = (("corpus", more.corpus), ("sentences", more.sentences), ("needles", more.needles or None))
         for other, there in (*others, ("importance", more.importance or None)):
             if there is not None:
-                raise typer.BadParameter(f"--{other} is read as one text alone; give it without --{name}")
+                raise typer.BadParameter(f"--{other} needs a text; give it without --{name}")
     for name, path in (("--sentences", more.sentences), ("--state", more.state)):
         check_named(name, path)
     for name in ("target", "pair"):
         if name in more.beside and not more.beside[name].strip():
-            raise typer.BadParameter(f"--{name}: the text is empty; give a few words at least")
+            raise typer.BadParameter(f"--{name}: the text is empty; give at least a few words")
     if more.corpus is None:
-        if several.started() > 1:
+        if ranks.process_count() > 1:
             raise typer.BadParameter(
-                f"{several.started()} processes (WORLD_SIZE) share the texts of a --corpus; give one, or start "
+                f"torchrun started {ranks.process_count()} processes, which share a --corpus; give --corpus, or start "
                 "headwise without torchrun"
             )
         for name, option in (("length", more.length), ("state", more.state)):
             if option is not None:
-                raise typer.BadParameter(f"--{name} is of a corpus; give it with --corpus")
+                raise typer.BadParameter(f"--{name} applies to a corpus; give --corpus as well")
         return more
     if text is not None or file is not None:
         raise typer.BadParameter("give --corpus, or one text with --text or --file, not both")
     if more.importance:
         raise typer.BadParameter("--importance is measured on one text; give it without --corpus")
     if more.length is not None and more.length < 2:
-        raise typer.BadParameter(f"--length {more.length}: a text has at least 2 tokens")
+        raise typer.BadParameter(f"--length is at least 2 tokens; got {more.length}")
     check_corpus(more.corpus)
     state = STATE if more.state is None else more.state
-    if several.speaks():  # only this process writes the state
+    if ranks.is_first():  # only this process writes the state
         check_destination(state)
     return more._replace(state=state)
 
@@ -93,8 +93,8 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
         if not result["sentences"]:
             most = loaded.max_positions
             raise typer.BadParameter(
-                f"--sentences {more.sentences}: holds no sentence{f' of at most {most} tokens' if most else ''}; give "
-                "others, or leave it out"
+                f"--sentences {more.sentences}: contains no sentence{f' of at most {most} tokens' if most else ''}; "
+                "give other sentences, or omit the option"
             )
     if more.needles:
         special = {*loaded.tokenizer.all_special_ids}
@@ -102,8 +102,8 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
         room = 512 if loaded.max_positions is None else loaded.max_positions - 2 * NEEDLE
         if room < 1:
             raise typer.BadParameter(
-                f"--needles: a text with a needle has {2 * NEEDLE + 1} tokens at least, but the model takes "
-                f"{loaded.max_positions} positions; leave it out"
+                f"--needles: a text with a needle has at least {2 * NEEDLE + 1} tokens, but the model supports "
+                f"{loaded.max_positions} positions; omit the option"
             )
         result["needles"] = needles(ids, vocabulary, length=NEEDLE, around=min(121, room))
     return result
@@ -170,10 +170,10 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
     def begin() -> tuple[list[int], dict[str, Any]]:
         first = next(rows, None)
         if first is None:
-            raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+            raise typer.BadParameter(f"--corpus {more.corpus}: contains no text; give files with at least a few words")
         return first, readings(loaded, more, first)
 
-    first, read = guard.together(begin)
+    first, read = errors.together(begin)
     result = over(
         loaded.model,
         chain([first], rows),
@@ -182,9 +182,9 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
         readings=read,
         state=more.state,
         progress=lambda texts, _: show(min(done[0], size), size),
-        group=several.processes().group,
+        group=ranks.processes().group,
     )
-    if several.speaks():
+    if ranks.is_first():
         Path(more.state or STATE).unlink(missing_ok=True)
     return result
 

@@ -32,7 +32,7 @@ def _check(name: str, endings: Sequence[str]) -> None:
     report.check_destination(name)
     ending = Path(name).suffix.lower()
     if ending not in endings:
-        raise typer.BadParameter(f"--out {name}: ends in none of {' '.join(endings)}; the end says what to write")
+        raise typer.BadParameter(f"--out {name}: the ending selects what is written; use one of {' '.join(endings)}")
     if ending in PAGES:
         report.check_engine()
     else:

@@ -16,14 +16,14 @@ from headwise.files.text import one_line
 from .texts import check_named
 
 Image = Annotated[
-    str | None, typer.Option(help="A picture to look at (PNG, JPEG, ...), beside the text where the model reads one.")
+    str | None, typer.Option(help="An image file (PNG, JPEG, ...), in addition to the text if the model reads both.")
 ]
-Audio = Annotated[str | None, typer.Option(help="A sound to listen to (WAV).")]
+Audio = Annotated[str | None, typer.Option(help="A sound file (WAV).")]
 TargetOption = Annotated[
     str | None,
-    typer.Option(help="What the decoder of an encoder-decoder reads.", show_default="the encoder's text"),
+    typer.Option(help="The text for the decoder of an encoder-decoder.", show_default="the encoder's text"),
 ]
-PairOption = Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")]
+PairOption = Annotated[str | None, typer.Option(help="A second sentence; the model reads both as a pair.")]
 """The options of `headwise look` for inputs in addition to its text."""
 
 MAX_FILE = 64_000_000
@@ -49,7 +49,7 @@ def read_image(path: str) -> Any:
             if image.width * image.height > MAX_PIXELS:
                 raise typer.BadParameter(
                     f"{where}: {image.width:,} x {image.height:,} pixels, and at most {MAX_PIXELS // 10**6} million "
-                    "are read; make it smaller"
+                    "are supported; scale it down"
                 )
             image.load()
             return (ImageOps.exif_transpose(image) or image).convert("RGB")
@@ -59,7 +59,7 @@ def read_image(path: str) -> Any:
         raise
     except Exception as error:  # decoding an untrusted file may raise any exception
         raise typer.BadParameter(
-            f"{where}: no picture that can be read ({_short(error)}); give a whole {', '.join(FORMATS)} file"
+            f"{where}: cannot be read as a picture ({_short(error)}); give a complete {', '.join(FORMATS)} file"
         ) from None
 
 
@@ -77,15 +77,13 @@ def read_sound(path: str) -> tuple[Any, int]:
         numbers = _numbers(data[:whole], width).reshape(-1, channels).mean(axis=1, dtype=np.float64)
     except Exception as error:  # wave.Error, EOFError, and arithmetic errors from invalid headers
         raise typer.BadParameter(
-            f"{where}: no sound that can be read ({_short(error)}); give a WAV file of 8, 16, 24 or 32 bit PCM: "
+            f"{where}: cannot be read as sound ({_short(error)}); give a WAV file of 8, 16, 24 or 32 bit PCM: "
             "ffmpeg -i FILE -ac 1 -ar 16000 out.wav"
         ) from None
     if not 1000 <= rate <= 400_000:
-        raise typer.BadParameter(f"{where}: {rate:,} numbers a second, which is no sound; convert it to 16,000")
+        raise typer.BadParameter(f"{where}: the sample rate is {rate:,} per second; convert the sound to 16,000")
     if len(numbers) < LEAST_SOUND:
-        raise typer.BadParameter(
-            f"{where}: {len(numbers)} numbers are too few for a sound; give {LEAST_SOUND} at least"
-        )
+        raise typer.BadParameter(f"{where}: {len(numbers)} samples are too few; give at least {LEAST_SOUND}")
     return numbers.astype(np.float32), rate
 
 
@@ -102,7 +100,7 @@ def _numbers(data: bytes, width: int) -> Any:
         return wide.view("<i4")[:, 0] / 2.0**31
     if width in (2, 4):
         return np.frombuffer(data, f"<i{width}") / math.ldexp(1.0, 8 * width - 1)
-    raise ValueError(f"{8 * width} bits a number")
+    raise ValueError(f"{8 * width} bits per sample")
 
 
 def _content(path: str, option: str) -> bytes:
@@ -113,7 +111,7 @@ def _content(path: str, option: str) -> bytes:
     except OSError as error:
         raise typer.BadParameter(f"{option} {path}: cannot be read ({error.strerror or error})") from None
     except ValueError as error:  # a NUL in the name
-        raise typer.BadParameter(f"{option}: no file name ({error})") from None
+        raise typer.BadParameter(f"{option}: not a file name ({error})") from None
     if len(content) > MAX_FILE:
         raise typer.BadParameter(f"{option} {path}: more than {MAX_FILE // 10**6} MB; give a smaller file")
     return content

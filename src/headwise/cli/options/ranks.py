@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headwise.distributed.workers import Processes
 
 
-def started() -> int:
+def process_count() -> int:
     """Return the number of processes of this command; 1 for an invalid number, which `check` refuses."""
     try:
         return torchrun.number("WORLD_SIZE")
@@ -34,9 +34,9 @@ def check() -> None:
         raise typer.BadParameter(str(error)) from None
 
 
-def speaks() -> bool:
+def is_first() -> bool:
     """Return whether this process prints and writes the results of all."""
-    return started() < 2 or os.environ.get("RANK", "0") == "0"
+    return process_count() < 2 or os.environ.get("RANK", "0") == "0"
 
 
 def processes() -> Processes:
@@ -47,30 +47,30 @@ def processes() -> Processes:
 
 
 @contextlib.contextmanager
-def said_once(text: str) -> Iterator[bool]:
+def print_once(text: str) -> Iterator[bool]:
     """Yield whether this process prints `text`: only the first of the processes with the same text does."""
-    if started() < 2:
+    if process_count() < 2:
         yield True
         return
-    from headwise.distributed.workers import said_once
+    from headwise.distributed.workers import print_once
 
-    with said_once(text) as first:
+    with print_once(text) as first:
         yield first
 
 
 def own_device(name: str) -> str:
     """Return ``cuda`` as this process's GPU by torchrun's local rank; other names are returned unchanged."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" and started() > 1 else name
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" and process_count() > 1 else name
 
 
-def end(code: object) -> None:
+def close(code: object) -> None:
     """Close the process group before Python shuts down, because its threads must not outlive the interpreter.
 
     After an error other processes may be gone and closing would wait for them, so the process exits immediately.
     """
-    if started() > 1 and "headwise.distributed.workers" in sys.modules:
+    if process_count() > 1 and "headwise.distributed.workers" in sys.modules:
         if code not in (None, 0):
             os._exit(code if isinstance(code, int) else 1)
-        from headwise.distributed.workers import leave
+        from headwise.distributed.workers import close_group
 
-        leave()
+        close_group()

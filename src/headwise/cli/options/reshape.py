@@ -21,7 +21,12 @@ ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens: the most per row, the fewest p
 
 OutOption = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
-Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Load the result anew and compare, first.")]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify/--no-verify", help="Load the result and compare it with the original before it gets its name."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
 
 
@@ -31,7 +36,7 @@ def check_out(out: str | None, dry_run: bool) -> None:
         raise typer.BadParameter("give --out, the folder to write, or --dry-run to see what would change")
     check_named("--out", out, give="the folder to write")
     if out is not None and os.path.lexists(out):
-        raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
+        raise typer.BadParameter(f"--out {out}: already exists; give a new name, or remove it")
 
 
 def check_place(out: str | None, source: Any) -> None:
@@ -99,9 +104,9 @@ class Beside(NamedTuple):
             return None
         for other, there in (("--corpus", corpus is not None), ("--reconstruct", reconstruct)):
             if there:
-                raise typer.BadParameter(f"{other} is of texts alone; give it without {options[0]}")
+                raise typer.BadParameter(f"{other} works only with texts; give it without {options[0]}")
         if target is not None and not target.strip():
-            raise typer.BadParameter("--target: the text is empty; give a few words at least")
+            raise typer.BadParameter("--target: the text is empty; give at least a few words")
         return cls(None if image is None else read_image(image), None if audio is None else read_sound(audio), target)
 
     def values(self, hf: Any, loaded: Any, texts: Iterable[str]) -> dict[str, Any]:
@@ -136,11 +141,11 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool 
             break
     long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
     if not long:
-        raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
+        raise typer.BadParameter(f"the text has fewer than {SHORTEST} tokens; give a longer one")
     if reconstruct and len(long) < 2:
         raise typer.BadParameter(
-            f"--reconstruct fits to some of the text and checks by the rest, and {sum(map(len, rows))} tokens are one "
-            f"row of {length}; give a longer text, some thousand words of the model's kind"
+            f"--reconstruct fits on one part of the text and checks on the rest, but {sum(map(len, rows))} tokens are "
+            f"one row of {length}; give a longer text, such as a few thousand words like the training text"
         )
     return long
 

@@ -41,7 +41,7 @@ def fit(table: Table, shown: Console) -> None:
         return
     least = [numbers for _, numbers, _ in whole]
     if sum(least) > room:
-        unframe(table)
+        remove_frame(table)
         room = shown.width - _frame(table)
     if sum(least) > room:
         least = [word for word, _, _ in whole]
@@ -52,7 +52,7 @@ def fit(table: Table, shown: Console) -> None:
         column.width, column.no_wrap, column.overflow = width, False, "fold"
 
 
-def unframe(table: Table) -> None:
+def remove_frame(table: Table) -> None:
     """Remove the frame, and leave one space between columns."""
     table.box, table.padding, table.pad_edge = None, (0, GAP, 0, 0), False
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from . import ranks as several
+from . import ranks
 
 MAX_FILE = 64_000_000
 
@@ -44,11 +44,11 @@ def typed_text(text: str, option: str = "--text") -> str:
 
 def _with_words(content: str, where: str) -> str:
     if not content.strip():
-        raise typer.BadParameter(f"{where}: the text is empty; give a few words at least")
+        raise typer.BadParameter(f"{where}: the text is empty; give at least a few words")
     return content
 
 
-def fitting(loaded: Any, text: str) -> str:
+def cut_default_text(loaded: Any, text: str) -> str:
     """Return the text; the default text is cut to the model's length, with a note on stderr. Other texts stay whole."""
     from headwise.models import default_text
 
@@ -60,12 +60,10 @@ def fitting(loaded: Any, text: str) -> str:
     part = tokens.beginning(loaded.tokenizer, text, loaded.max_positions)
     if not part or part == text.rstrip():
         return text
-    if several.speaks():
-        takes = f"{visible(loaded.name, limit=100)} takes {loaded.max_positions:,} tokens"
+    if ranks.is_first():
+        takes = f"{visible(loaded.name, limit=100)} supports {loaded.max_positions:,} tokens"
         read = f"{len(part):,} of {len(text):,} characters"
-        print(
-            f"headwise: {takes}, so the default text is cut ({read}); --text or --file gives another", file=sys.stderr
-        )
+        print(f"headwise: {takes}, so the default text is cut ({read}); --text or --file replaces it", file=sys.stderr)
     return part
 
 
@@ -75,7 +73,7 @@ def check_corpus(corpus: str) -> None:
     if not Path(corpus).exists():
         raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
     if not os.access(corpus, os.R_OK):
-        raise typer.BadParameter(f"--corpus {corpus}: may not be read; check its permissions")
+        raise typer.BadParameter(f"--corpus {corpus}: no permission to read it; check its permissions")
 
 
 def _typed(text: str, option: str) -> bytes:
@@ -83,7 +81,7 @@ def _typed(text: str, option: str) -> bytes:
     try:
         return os.fsencode(text) if any("\udc80" <= c <= "\udcff" for c in text) else text.encode()
     except UnicodeEncodeError:
-        raise typer.BadParameter(f"{option}: holds half of a surrogate pair; give UTF-8 text") from None
+        raise typer.BadParameter(f"{option}: contains half of a surrogate pair; give UTF-8 text") from None
 
 
 def _read(file: str) -> bytes:
@@ -104,5 +102,5 @@ def _decode(content: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
     if "\0" in text:
-        raise typer.BadParameter(f"{where}: holds NUL bytes, so it is no text; give plain text")
+        raise typer.BadParameter(f"{where}: contains NUL bytes, so it is not text; give plain text")
     return text

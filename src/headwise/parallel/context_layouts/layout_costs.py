@@ -9,7 +9,7 @@ from torch import Tensor
 from ...ops.masks.mask import Mask, as_mask
 from ...ops.masks.positional_rules import Blocks
 from ...ops.masks.rules import Band
-from ...plan.ranks.communication import LAYOUTS, Cost, Link, layout_costs, price
+from ...plan.ranks.communication import LAYOUTS, LayoutCost, Link, layout_cost, layout_costs
 from ...plan.ranks.sharding import MeshCall
 from ...shapes import check_attention
 from .call import ContextCall
@@ -70,7 +70,7 @@ def fastest_layout(job: ContextCall, query: Tensor) -> str:
 
 def _fewest_bytes(call: MeshCall, ranks: int) -> str:
     """Return the layout that ``layout="auto"`` uses."""
-    return min((price(call, layout, ranks) for layout in LAYOUTS), key=lambda cost: cost.bytes).layout
+    return min((layout_cost(call, layout, ranks) for layout in LAYOUTS), key=lambda cost: cost.bytes).layout
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class LayoutCosts:
     """
 
     ranks: int
-    costs: tuple[Cost, ...]
+    costs: tuple[LayoutCost, ...]
     auto: str
 
     @property

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..shape import short
+from ..shape import check_heads, short
 
 LARGEST = 10_000_000
 LARGEST_OF = {"num_hidden_layers": 10_000, "encoder_layers": 10_000, "decoder_layers": 10_000, "hidden_size": 1_000_000}
 HEADS_AT_MOST = 10_000
+FULL = "full_attention"
 
 
 @functools.cache
@@ -67,14 +68,14 @@ class Fields:
         self.own: dict[str, str] = architecture.get("names", {})
         self.aliases: dict[str, str] = architecture.get("aliases", {})
         self.defaults: dict[str, Any] = architecture["defaults"]
-        self._refuse_what_is_not_modelled()
+        self._check_supported()
 
-    def _refuse_what_is_not_modelled(self) -> None:
+    def _check_supported(self) -> None:
         must: dict[str, Any] = {name: [value] for name, value in self.architecture.get("must", {}).items()}
         for name, allowed in {**everywhere()["must"], **must}.items():
             actual = self.config.get(name)
             if actual is not None and not any(type(actual) is type(value) and actual == value for value in allowed):
-                raise ValueError(f"{name} = {short(actual)} changes the model in a way that is not modelled")
+                raise ValueError(f"{name} = {short(actual)} changes the model in a way that is not supported")
         for inside, fixed in self.architecture.get("must_in", {}).items():
             part = self.config.get(inside) or {}
             if not isinstance(part, Mapping):
@@ -82,17 +83,17 @@ class Fields:
             for name, value in fixed.items():
                 if part.get(name, value) != value:
                     raise ValueError(
-                        f"{inside}.{name} = {short(part[name])} changes the model in a way that is not modelled"
+                        f"{inside}.{name} = {short(part[name])} changes the model in a way that is not supported"
                     )
         for name, other in self.architecture.get("must_equal", {}).items():
             actual = self.config.get(name)
             if actual is not None and actual != self.raw(other)[1]:
-                raise ValueError(f"{name} = {short(actual)} is not {other}, and that is not modelled")
+                raise ValueError(f"{name} = {short(actual)} differs from {other}, and that is not supported")
         for name in everywhere()["activation_fields"]:
             activation = self.config.get(name)
             word = activation.split("-")[-1] if isinstance(activation, str) else ""
             if word in everywhere()["refused_activations"] and name not in must:
-                raise ValueError(f"{name} = {activation!r} has learned numbers of its own, and that is not modelled")
+                raise ValueError(f"{name} = {activation!r} has learned parameters, and that is not supported")
 
     def raw(self, name: str) -> tuple[str, Any]:
         """Return the name that the config uses and the unchecked value; the default if the field is absent."""
@@ -141,7 +142,7 @@ class Fields:
         """Return the string of a field."""
         called, value = self.raw(name)
         if not isinstance(value, str):
-            raise ValueError(f"{called} is a text; got {short(value)}")
+            raise ValueError(f"{called} is a string; got {short(value)}")
         return value
 
     def numbers(self, name: str, *, length: int | None = None) -> list[int] | None:
@@ -156,6 +157,18 @@ class Fields:
             count = "" if length is None else f"{length} "
             raise ValueError(f"{called} is a list of {count}whole numbers; got {short(value)}")
         return list(value)
+
+    def layer_types(self, layers: int, word: str) -> list[bool] | None:
+        """Return for each layer whether ``layer_types`` names it `word` (and not full attention); None without it."""
+        types = self.raw("layer_types")[1] if "layer_types" in self.defaults else None
+        if types is None:
+            return None
+        if not isinstance(types, list) or len(types) != layers:
+            raise ValueError(f"layer_types is a list of {layers} names; got {short(types)}")
+        for kind in types:
+            if kind not in (FULL, word):
+                raise ValueError(f"layer_types has {short(kind)}; only {FULL} and {word} are supported")
+        return [kind == word for kind in types]
 
     def unknown(self) -> list[str]:
         """Return the names of unknown config fields, which are reported because they might change the model."""
@@ -189,19 +202,11 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
         kv_heads = 1 if fields.choice("one_kv_head") else heads
         number = fields.config.get("num_key_value_heads")
         if number not in (None, kv_heads):
-            raise ValueError(f"contradicts itself: num_key_value_heads = {short(number)} where {kv_heads} follows")
+            raise ValueError(
+                f"contradicts itself: num_key_value_heads = {short(number)}, but other fields give {kv_heads}"
+            )
     dim = fields.optional("head_dim")
     check_heads(width, heads, kv_heads, dim)
     if "head_dim" not in fields.defaults and dim not in (None, width // heads):
-        raise ValueError(f"head_dim = {dim} is not modelled for this architecture; only d_model / num_heads is")
+        raise ValueError(f"head_dim = {dim} is not supported for this architecture; only d_model / num_heads is")
     return heads, kv_heads, width // heads if dim is None else dim
-
-
-def check_heads(width: int, heads: int, kv_heads: int, dim: int | None) -> None:
-    """Raise ValueError if K does not divide H, or if H does not divide d_model and no head dim is given."""
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads: H = {heads}, K = {kv_heads} leave {heads % kv_heads} over"
-        )
-    if dim is None and width % heads:
-        raise ValueError(f"d_model must be a multiple of num_heads: {width} / {heads} leaves {width % heads} over")

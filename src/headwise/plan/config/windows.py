@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..shape import short
-from .fields import Fields
+from .fields import FULL, Fields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+SLIDING = "sliding_attention"
 
 
 def chunks(fields: Fields) -> bool:
@@ -29,10 +29,10 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
     if not rule:
         for name in ("layer_types", "sliding_window"):
             if fields.config.get(name) not in (None, [FULL] * layers):
-                raise ValueError(f"{name} = {short(fields.config[name])} is not modelled for this architecture")
+                raise ValueError(f"{name} = {short(fields.config[name])} is not supported for this architecture")
         return [None] * layers
     word = rule.get("word", SLIDING)
-    sliding = _listed(fields, layers, word) if "layer_types" in fields.defaults else None
+    sliding = fields.layer_types(layers, word)
     if sliding is None:
         sliding = _RULES[rule["rule"]](fields, rule, layers)
     window = _window(fields, rule) if any(sliding) else None
@@ -42,25 +42,12 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
 def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
     """Return the window in keys; for an encoder it counts both sides, `local_attention // 2` each."""
     if "when" in rule and not fields.flag(rule["when"]):
-        raise ValueError(f"layer_types has {SLIDING} and {rule['when']} is off: which window is meant?")
+        raise ValueError(f"layer_types has {SLIDING}, but {rule['when']} is off, so the window is not defined")
     called = rule.get("window", "sliding_window")
     window = fields.optional(called)
     if window is None:
         raise ValueError(f"{called} is null, and some layers are {SLIDING}")
     return 2 * (window // 2) + 1 if fields.architecture.get("stack") == "encoder" else window
-
-
-def _listed(fields: Fields, layers: int, word: str) -> list[bool] | None:
-    """Return for each layer whether ``layer_types`` makes it sliding; None if the config has no such list."""
-    _, types = fields.raw("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != layers:
-        raise ValueError(f"layer_types is a list of {layers} words; got {short(types)}")
-    for kind in types:
-        if kind not in (FULL, word):
-            raise ValueError(f"layer_types has {short(kind)}; only {FULL} and {word} are modelled")
-    return [kind == word for kind in types]
 
 
 def _all(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
@@ -125,7 +112,7 @@ def _types(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
         raise wrong
     listed = fields.config.get(rule["listed"])
     if listed not in (None, pattern):
-        raise ValueError(f"{rule['listed']} is not what {called} says; got {short(listed)}")
+        raise ValueError(f"{rule['listed']} contradicts {called}; got {short(listed)}")
     return [kind == "local" for kind in pattern]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..model.layer import AttentionLayer, with_kv_heads
 from ..model.model import Model
 from ..model.parts import macs
+from ..shape import short
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 SCALE_BYTES = {"int8": 4}  # one float32 per token and key-value head, for keys and for values
@@ -44,6 +45,12 @@ class Flops:
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as a dict for JSON."""
         return {**asdict(self), "total": self.total}
+
+
+def check_kv_dtype(kv_dtype: object) -> None:
+    """Raise ValueError unless it is the name of a dtype for a cache."""
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_BYTES:
+        raise ValueError(f"kv_dtype is one of {', '.join(KV_BYTES)}; got {short(kv_dtype)}")
 
 
 def bytes_of(kv_dtype: str) -> tuple[int, int]:

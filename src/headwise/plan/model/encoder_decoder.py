@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..config.fields import Fields, check_heads
-from ..shape import short
+from ..config.fields import Fields
+from ..shape import check_heads, short
 from .layer import AttentionLayer
 from .parts import BIASES, Part, linear, table, vector
 from .single_stack import biases, feed_forward, norm_size

@@ -63,9 +63,11 @@ def check_heads_by_layer(heads: object, layers: int, most: int) -> list[int]:
 
     >>> check_heads_by_layer([3, 0], 2, 4)
     Traceback (most recent call last):
-    ValueError: heads_by_layer has a number of 1 to 4 for each of 2 layers; got [3, 0]
+    ValueError: heads_by_layer is a list of numbers from 1 to 4, one for each of 2 layers; got [3, 0]
     """
     numbers = isinstance(heads, list) and all(type(n) is int and 1 <= n <= most for n in heads)
     if not isinstance(heads, list) or not numbers or len(heads) != layers:
-        raise ValueError(f"{FIELD} has a number of 1 to {most} for each of {layers} layers; got {short(heads)}")
+        raise ValueError(
+            f"{FIELD} is a list of numbers from 1 to {most}, one for each of {layers} layers; got {short(heads)}"
+        )
     return list(heads)

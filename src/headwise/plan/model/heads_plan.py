@@ -42,7 +42,7 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
     keys = [layer_key(layer, alone=alone) for layer in model.layers]
     for key in entries:
         if key != OTHERS and key not in keys:
-            raise ValueError(f"heads plan: no layer {short(key)}; the layers are {keys[0]} to {keys[-1]}")
+            raise ValueError(f"heads plan: there is no layer {short(key)}; the layers are {keys[0]} to {keys[-1]}")
     changed = []
     for key, layer in zip(keys, model.layers, strict=True):
         entry = entries.get(key, entries.get(OTHERS))
@@ -51,7 +51,9 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
         except ValueError as wrong:
             raise ValueError(f"heads plan: layer {key}: {wrong}") from None
     if any(layer.shared for layer in changed) and len({_sizes(layer) for layer in changed}) > 1:
-        raise ValueError(f"heads plan: all layers have the same weights here, and so the same heads; plan {OTHERS!r}")
+        raise ValueError(
+            f"heads plan: all layers of this architecture share their weights, and so their heads; use {OTHERS!r}"
+        )
     return replace(model.with_layers(tuple(changed)), others=tuple(_others(model, changed)))
 
 
@@ -92,9 +94,11 @@ def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:
     """
     whole = isinstance(heads, list) and all(type(head) is int and 0 <= head < layer.num_heads for head in heads)
     if not isinstance(heads, list) or not whole or not heads or len(set(heads)) != len(heads):
-        raise ValueError(f"keep lists different heads of 0 to {layer.num_heads - 1}, at least one; got {short(heads)}")
+        raise ValueError(
+            f"keep is a list of distinct heads from 0 to {layer.num_heads - 1}, at least one; got {short(heads)}"
+        )
     if layer.out_width is not None or layer.sub_norm:
-        raise ValueError("what o_proj reads is as wide as the model here, so no head can be taken out")
+        raise ValueError("in this architecture the input of o_proj is as wide as the model, so no head can be removed")
     group = layer.num_heads // layer.num_kv_heads
     return replace(layer, num_heads=len(heads), num_kv_heads=len({head // group for head in heads}))
 
@@ -104,5 +108,5 @@ def regrouped(layer: AttentionLayer, kv_heads: object) -> AttentionLayer:
     if layer.latent is not None:
         raise ValueError("latent attention has no key-value heads to merge")
     if type(kv_heads) is not int or not 1 <= kv_heads <= layer.num_kv_heads or layer.num_kv_heads % kv_heads:
-        raise ValueError(f"kv_heads divides the {layer.num_kv_heads} there are; got {short(kv_heads)}")
+        raise ValueError(f"kv_heads divides the number of key-value heads, {layer.num_kv_heads}; got {short(kv_heads)}")
     return replace(layer, num_kv_heads=kv_heads)

@@ -136,7 +136,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
     if model_type is None:
         raise ValueError("has no model_type, so its architecture is not known")
     if not isinstance(model_type, str):
-        raise ValueError(f"model_type is a text; got {short(model_type)}")
+        raise ValueError(f"model_type is a string; got {short(model_type)}")
     config, heads = original_config(config)
     about = architectures().get(str(config["model_type"]))
     if about is None:
@@ -163,7 +163,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
     ]
     unknown = fields.unknown()
     if unknown:
-        notes.append(_strange(unknown))
+        notes.append(_unknown_note(unknown))
     return Model(
         name or model_type,
         model_type,
@@ -209,9 +209,9 @@ def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -
     strange += [] if beside else fields.unknown()  # the notes of the text model already name flat fields
     notes = [*model.notes]
     if named not in (None, *own.values()):
-        notes.append(f"the head of {short(named)} is not counted; the model below it is")
+        notes.append(f"the head of {short(named)} is not counted, only the model below it")
     if strange:
-        notes.append(_strange(strange))
+        notes.append(_unknown_note(strange))
     return replace(model, model_type=str(config["model_type"]), towers=tuple(towers), notes=tuple(notes))
 
 
@@ -232,7 +232,9 @@ def _text_of(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[
     allowed = as_type in takes if isinstance(takes, list) else "classes" in architectures().get(str(as_type), {})
     if kind != spec["type"] and (not allowed or "text" in architectures()[as_type]):
         what = (
-            "one of text alone is modelled" if takes is True else f"{' or '.join(takes or [spec['type']])} is modelled"
+            "only text models are supported"
+            if takes is True
+            else f"only {' or '.join(takes or [spec['type']])} is supported"
         )
         raise ValueError(f"{spec['key']} has the architecture {short(kind)}; {what}")
     outer = {key: config[key] for key in ("quantization_config",) if key in config}
@@ -245,9 +247,9 @@ def _text_of(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[
     return {key: value for key, value in inner.items() if key not in spec.get("drop", ())}, as_type
 
 
-def _strange(fields: list[str]) -> str:
+def _unknown_note(fields: list[str]) -> str:
     shown = ", ".join(short(field) for field in fields[:5]) + (", ..." if len(fields) > 5 else "")
-    return f"fields that are not known, taken to change no count: {shown}"
+    return f"unknown fields, which are assumed to change no count: {shown}"
 
 
 def _first_class(config: Mapping[str, Any]) -> str | None:
@@ -262,7 +264,7 @@ def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, st
         return True, None
     if named == about["classes"]["base"]:
         return False, None
-    return False, f"the head of {short(named)} is not counted; the model below it is"
+    return False, f"the head of {short(named)} is not counted, only the model below it"
 
 
 def _weight_bytes(config: Mapping[str, Any]) -> int:

@@ -57,7 +57,10 @@ def packing_of(config: Mapping[str, Any]) -> tuple[Packing | None, str | None]:
     method = about.get("quant_method")
     make = _METHODS.get(method) if isinstance(method, str) else None
     if make is None:
-        return None, f"the checkpoint is quantised by {short(method)}: bytes of weights are told for unquantised ones"
+        return (
+            None,
+            f"the checkpoint is quantised by {short(method)}: the bytes of weights are those of unquantised weights",
+        )
     try:
         matrix = make(about)
     except TypeError as wrong:
@@ -68,7 +71,7 @@ def packing_of(config: Mapping[str, Any]) -> tuple[Packing | None, str | None]:
     experts_only = method == "mxfp4"
     note = None
     if other and not experts_only:
-        note = f"weights that the checkpoint leaves unquantised are told as if they were not: {short(other[0])}"
+        note = f"weights that the checkpoint leaves unquantised are counted as quantised: {short(other[0])}"
     return Packing(str(method), matrix, experts_only), note
 
 

@@ -56,25 +56,16 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
     about: dict[str, Any] | None = fields.architecture.get("states")
     if about is None:
         return [True] * layers, [False] * layers
-    attention = [True] * layers if about.get("both") else _listed(fields, about, layers)
-    if attention is None:
+    listed = None if about.get("both") else fields.layer_types(layers, about.get("word", ""))
+    if about.get("both"):
+        attention = [True] * layers
+    elif listed is not None:
+        attention = [not state for state in listed]
+    else:
         attention = _RULES[about["rule"]](fields, about, layers)
     if not any(attention):
-        raise ValueError("no layer has attention; a model of state layers alone is not planned here")
+        raise ValueError("no layer has attention; a model with only state layers is not supported")
     return attention, [bool(about.get("both")) or not has for has in attention]
-
-
-def _listed(fields: Fields, about: dict[str, Any], layers: int) -> list[bool] | None:
-    """Return for each layer whether ``layer_types`` gives it attention; None without such a list."""
-    types = fields.raw("layer_types")[1] if "layer_types" in fields.defaults else None
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != layers:
-        raise ValueError(f"layer_types is a list of {layers} words; got {short(types)}")
-    for kind in types:
-        if kind not in ("full_attention", about["word"]):
-            raise ValueError(f"layer_types has {short(kind)}; only full_attention and {about['word']} are modelled")
-    return [kind == "full_attention" for kind in types]
 
 
 def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
@@ -147,7 +138,7 @@ def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
     key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
     if values % keys:
-        raise ValueError(f"linear_num_value_heads = {values} is no multiple of linear_num_key_heads = {keys}")
+        raise ValueError(f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = {keys}")
     channels = 2 * keys * key_dim + values * value_dim
 
     def parts() -> Iterator[Part]:

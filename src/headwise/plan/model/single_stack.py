@@ -24,7 +24,9 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     layers = fields.size("num_hidden_layers")
     role: LayerRole = "encoder" if about.get("stack") == "encoder" else "self"
     if "causal_unless" in about and fields.flag(about["causal_unless"]):
-        raise ValueError(f"{about['causal_unless']} is on, and attention both ways is not modelled for it")
+        raise ValueError(
+            f"{about['causal_unless']} is on, and bidirectional attention is not supported for this architecture"
+        )
     attends, _ = layer_kinds(fields, layers)
     windows, chunked = windows_of(fields, layers), chunks(fields)
     one = _latent_layer(fields) if about.get("latent") else plain_layer(fields, role)
@@ -91,7 +93,7 @@ def _latent_layer(fields: Fields) -> AttentionLayer:
     kv_heads = fields.optional("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ValueError(
-            f"num_key_value_heads = {kv_heads} beside latent attention of {heads} heads; every head has its own"
+            f"num_key_value_heads = {kv_heads}, but in latent attention each of the {heads} heads has its own keys"
         )
     rope, value = fields.size("qk_rope_head_dim"), fields.size("v_head_dim")
     bias = fields.flag("attention_bias")
@@ -301,7 +303,7 @@ def _experts(fields: Fields, moe: dict[str, Any], gated: bool, stream: str) -> I
     width, inner = fields.size("hidden_size"), fields.size(moe["width"])
     experts, used = fields.size(moe["experts"]), fields.size(moe["per_token"])
     if used > experts:
-        raise ValueError(f"{moe['per_token']} = {used} is more than there are experts, {experts}")
+        raise ValueError(f"{moe['per_token']} = {used} is more than the number of experts, {experts}")
     yield linear("router", "mlp", width, experts, bias=moe.get("router_bias", False), stream=stream)
     bias = moe.get("expert_bias", False)
     one = feed_forward("experts", width, inner, gated=gated, bias=bias, stream=stream)

@@ -97,9 +97,7 @@ def tower_of(config: Mapping[str, Any], key: str, spec: Mapping[str, Any]) -> tu
     kind = spec.get("old", {}).get(kind, kind) if isinstance(kind, str) else kind
     about = known_towers().get(kind) if isinstance(kind, str) else None
     if about is None:
-        raise ValueError(
-            f"{key} has the architecture {short(kind)}; towers of {', '.join(known_towers())} are modelled"
-        )
+        raise ValueError(f"{key} has the architecture {short(kind)}; supported are {', '.join(known_towers())}")
     rename: dict[str, str] = about.get("rename", {})
     fields = Fields({rename.get(str(name), str(name)): value for name, value in inner.items()}, about)
     one = plain_layer(fields, "encoder")

@@ -68,7 +68,7 @@ class Link:
     latency: float = 0.0
 
     def seconds(self, count: float, messages: int) -> float:
-        """Return the time in seconds of `count` bytes in `messages` messages, one after another.
+        """Return the time in seconds of `count` bytes in `message_count` messages, one after another.
 
         Example:
             >>> Link(50e9, 2e-6).seconds(1e9, 3)
@@ -112,7 +112,7 @@ def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
     return tuple(map(sum, zip(reduce_scatter(parts), all_gather(parts), strict=True)))
 
 
-def sent(
+def bytes_sent(
     call: MeshCall, layout: ContextLayout, ranks: int, *, order: TokenOrder | None = None, backward: bool = False
 ) -> tuple[int, ...]:
     """Return the bytes that each rank sends in the forward pass of one call or, with `backward`, in its backward pass.
@@ -132,7 +132,7 @@ def sent(
         raise ValueError(f"order is contiguous or zigzag; got {short(order)}")
     order = order or order_of(call, ranks)
     if order == "zigzag" and order_of(call, ranks) != order:
-        raise ValueError("zigzag is for causal attention without a window, of at least two queries a rank")
+        raise ValueError("zigzag is for causal attention without a window, with at least two queries per rank")
     return tuple(call.batch * count for count in _SENT[layout](call, ranks, order, backward))
 
 
@@ -203,7 +203,9 @@ def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everyw
         merged, e = shares(rows, ranks), call.value_dim * call.number_bytes
         return tuple((rows - own) * partial * (r < owners) + (ranks - 1) * own * e for r, own in enumerate(merged))
     if call.heads % ranks:
-        raise ValueError(f"ranks that pass their own heads divide the {call.heads} heads; got {ranks} ranks")
+        raise ValueError(
+            f"the number of ranks divides the {call.heads} heads if each rank passes its own; got {ranks} ranks"
+        )
     own, group, per_rank = rows // ranks, call.heads // call.kv_heads, []
     for r in range(ranks):
         first, last = r * call.heads // ranks, (r + 1) * call.heads // ranks
@@ -234,7 +236,7 @@ def _pairs(call: MeshCall, ranks: int, order: TokenOrder) -> tuple[int, ...]:
     return tuple(call.heads * sum(call.pairs(stop) - call.pairs(start) for start, stop in part) for part in own)
 
 
-def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: bool = False) -> int:
+def message_count(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: bool = False) -> int:
     """Return the number of messages one after another on the longest path.
 
     N - 1 in a ring, one from each rank in the halo, log2 N in a gather, one in each all-to-all.
@@ -250,7 +252,7 @@ def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: boo
 
 
 @dataclass(frozen=True)
-class Cost:
+class LayoutCost:
     """The cost of one layout; each number is that of the rank with the most.
 
     Attributes:
@@ -266,7 +268,7 @@ class Cost:
     layout: ContextLayout
     order: TokenOrder
     bytes: int
-    messages: int
+    message_count: int
     pairs: int
     link_seconds: float | None
     compute_seconds: float | None
@@ -280,7 +282,7 @@ class Cost:
         return max(times) if self.layout in OVERLAPS else sum(times)
 
 
-def price(
+def layout_cost(
     call: MeshCall,
     layout: ContextLayout,
     ranks: int,
@@ -288,7 +290,7 @@ def price(
     link: Link | None = None,
     flop_rate: float | None = None,
     backward: bool = False,
-) -> Cost:
+) -> LayoutCost:
     """Return the cost of one layout. The backward pass computes five products per pair, the forward pass two.
 
     Example:
@@ -298,12 +300,12 @@ def price(
     """
     order = order_of(call, ranks)
     count, steps = (
-        max(sent(call, layout, ranks, order=order, backward=backward)),
-        messages(call, layout, ranks, backward=backward),
+        max(bytes_sent(call, layout, ranks, order=order, backward=backward)),
+        message_count(call, layout, ranks, backward=backward),
     )
     work = max(pairs(call, ranks, layout, order))
     products = 3 * call.head_dim + 2 * call.value_dim if backward else call.head_dim + call.value_dim
-    return Cost(
+    return LayoutCost(
         layout,
         order,
         count,
@@ -316,7 +318,7 @@ def price(
 
 def layout_costs(
     call: MeshCall, ranks: int, *, link: Link | None = None, flop_rate: float | None = None, backward: bool = False
-) -> tuple[Cost, ...]:
+) -> tuple[LayoutCost, ...]:
     """Return the cost of each layout, the cheapest first: by time, then by bytes."""
-    costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in LAYOUTS]
+    costs = [layout_cost(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in LAYOUTS]
     return tuple(sorted(costs, key=lambda cost: (cost.seconds or 0.0, cost.bytes)))

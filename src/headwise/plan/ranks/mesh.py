@@ -15,7 +15,7 @@ from ..model.layer import AttentionLayer
 from ..model.model import Model
 from ..model.parts import Part
 from . import communication as links
-from .communication import Cost, Link
+from .communication import LayoutCost, Link
 from .sharding import MeshCall, heads_at_once, keys_by_rank, remote_keys, shares
 from .weight_shards import WHOLE, parts_of, rank_bytes
 from .weight_shards import local as local
@@ -46,7 +46,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class LayerSpread:
+class LayerCost:
     """The cost of equal layers on one rank.
 
     Attributes:
@@ -63,14 +63,14 @@ class LayerSpread:
     kind: str
     count: int
     tensor_bytes: int
-    costs: tuple[Cost, ...]
+    costs: tuple[LayoutCost, ...]
     backward: dict[str, int]
     activations: dict[str, int]
     decode_bytes: int
     decode_messages: int
 
     @property
-    def choose(self) -> Cost:
+    def choose(self) -> LayoutCost:
         """The cost of the cheapest layout."""
         return self.costs[0]
 
@@ -101,7 +101,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class MeshCost:
-    """The cost of a model at one context length over a grid of ranks. Created by `spread`.
+    """The cost of a model at one context length over a grid of ranks. Created by `mesh_cost`.
 
     Attributes:
         model: The model.
@@ -121,7 +121,7 @@ class MeshCost:
     batch: int
     weight_bytes: int
     cache_bytes: int
-    layers: tuple[LayerSpread, ...]
+    layers: tuple[LayerCost, ...]
     prefill: TimeEstimate
     decode: TimeEstimate | None
 
@@ -151,7 +151,7 @@ class MeshCost:
         }
 
 
-def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: str = "bf16") -> MeshCost:
+def mesh_cost(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: str = "bf16") -> MeshCost:
     """Return the cost of the model at this context length over the ranks.
 
     Raises:
@@ -176,7 +176,7 @@ def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: s
 def check_grid(model: Model, grid: Grid) -> None:
     """Raise ValueError if the number of tensor ranks does not divide the heads and widths."""
     if any(layer.role == "cross" for layer in model.layers):
-        raise ValueError("an encoder with a decoder is not planned over several ranks")
+        raise ValueError("an encoder-decoder cannot be planned over several ranks")
     n = grid.tensor
     for layer in model.layers:
         if layer.num_heads % n:
@@ -214,7 +214,7 @@ def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 
 # --- one kind of layer ------------------------------------------------------------------------------------------------
 
 
-def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: int, batch: int) -> LayerSpread:
+def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: int, batch: int) -> LayerCost:
     mine, e, n = local(layer, grid.tensor), model.number_bytes, grid.context
     call = call_of(mine, tokens, e, batch)
     costs = links.layout_costs(call, n, link=grid.link, flop_rate=grid.flop_rate)
@@ -223,12 +223,12 @@ def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: 
     token = 2 * max(links.all_reduce(batch * layer.d_model, grid.tensor)) * e
     partial, steps = _merging(call, mine, n, tokens)
     steps += 4 * _steps(grid.tensor)
-    return LayerSpread(
+    return LayerCost(
         _kind(layer),
         count,
         reduced,
         costs,
-        {cost.layout: max(links.sent(call, cost.layout, n, order=cost.order, backward=True)) for cost in costs},
+        {cost.layout: max(links.bytes_sent(call, cost.layout, n, order=cost.order, backward=True)) for cost in costs},
         {cost.layout: _activations(model, grid, mine, call, cost) for cost in costs},
         partial + token,
         steps,
@@ -258,7 +258,7 @@ def _steps(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall, cost: Cost) -> int:
+def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall, cost: LayoutCost) -> int:
     """Return the bytes of activations: twice the residual stream, and the larger of attention and feed-forward.
 
     A rank holds only a few heads of the keys of other ranks: in a ring three messages (current, incoming, outgoing), in
@@ -305,7 +305,7 @@ def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:
 
 
 def _prefill(
-    model: Model, grid: Grid, layers: tuple[LayerSpread, ...], tokens: int, batch: int, weights: int
+    model: Model, grid: Grid, layers: tuple[LayerCost, ...], tokens: int, batch: int, weights: int
 ) -> TimeEstimate:
     """Return the least time of a prefill: attention and messages overlap if the layout can; all-reduces do not."""
     stream = "encoder" if model.is_encoder else "decoder"
@@ -332,7 +332,7 @@ def _decode(
     model: Model,
     grid: Grid,
     kinds: dict[AttentionLayer, int],
-    layers: tuple[LayerSpread, ...],
+    layers: tuple[LayerCost, ...],
     tokens: int,
     batch: int,
     cache: int,

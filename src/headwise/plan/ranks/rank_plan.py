@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..costs.totals import KV_BYTES
-from ..model.model import Model, model_of
-from ..shape import short
-from ..sources import find_config
+from ..costs.totals import check_kv_dtype
+from ..model.model import Model
+from ..shape import check_between
+from ..sources import find_model
 from ..units import link as read_link
 from ..units import rate, show_bytes, show_seconds
 from .communication import Link
-from .mesh import Grid, MeshCost, TimeEstimate, spread
+from .mesh import Grid, MeshCost, TimeEstimate, mesh_cost
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -52,20 +52,20 @@ class ModelOverRanks:
 
     Attributes:
         name: The name of the model.
-        spread: The cost at the requested tokens and ranks.
+        cost: The cost at the requested tokens and ranks.
         scaling: Rows from the smallest grid to 4,096 ranks, at the requested tokens and at 10 million.
         notes: Notes on parts that the model's plan leaves out.
     """
 
     name: str
-    spread: MeshCost
+    mesh_cost: MeshCost
     scaling: tuple[ScalingRow, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as a dict for JSON."""
         rows = [asdict(row) for row in self.scaling]
-        return {"name": self.name, **self.spread.to_dict(), "scaling": rows, "notes": list(self.notes)}
+        return {"name": self.name, **self.cost.to_dict(), "scaling": rows, "notes": list(self.notes)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from _tables(self)
@@ -107,17 +107,12 @@ def over(
 
     Example:
         >>> found = over("gpt-3", "50GB/s,2us", tensor=8, ranks=16, tokens=2048)
-        >>> found.spread.weight_bytes, found.spread.layers[0].choose.layout
+        >>> found.cost.weight_bytes, found.cost.layers[0].choose.layout
         (43715791872, 'ulysses')
     """
-    name, content, card = find_config(config)
-    try:
-        model = model_of(content, name, left_out=tuple(card.get("left_out", ())))
-    except ValueError as wrong:
-        raise ValueError(f"{name!r}: {wrong}") from None
+    name, model, _ = find_model(config)
     check_grid(tensor, ranks, tokens, batch)
-    if not isinstance(kv_dtype, str) or kv_dtype not in KV_BYTES:
-        raise ValueError(f"kv_dtype is one of {', '.join(KV_BYTES)}; got {short(kv_dtype)}")
+    check_kv_dtype(kv_dtype)
     grid = Grid(
         tensor,
         ranks,
@@ -125,7 +120,7 @@ def over(
         None if bandwidth is None else rate(bandwidth, "bandwidth"),
         None if flops is None else rate(flops, "flops"),
     )
-    at = spread(model, grid, tokens, batch=batch, kv_dtype=kv_dtype)
+    at = mesh_cost(model, grid, tokens, batch=batch, kv_dtype=kv_dtype)
     return ModelOverRanks(name, at, _scaling(model, at, kv_dtype), model.notes_at([tokens]))
 
 
@@ -140,12 +135,11 @@ def check_grid(
     """Raise ValueError for an invalid grid; `names` are the argument names in the message."""
     mosts = MOST_RANKS, MOST_RANKS, MAX_TOKENS, MAX_BATCH
     for what, value, most in zip(names, (tensor, ranks, tokens, batch), mosts, strict=True):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ValueError(f"{what} is a whole number between 1 and {most}; got {short(value)}")
+        check_between(what, value, 1, most)
     if tensor * ranks > MOST_RANKS:
         raise ValueError(f"{names[0]} times {names[1]} is at most {MOST_RANKS}; got {tensor} x {ranks}")
     if ranks > tokens:
-        raise ValueError(f"{names[1]} = {ranks} is more than the text has tokens, {tokens}")
+        raise ValueError(f"{names[1]} = {ranks} is more than the number of tokens, {tokens}")
 
 
 def _scaling(model: Model, at: MeshCost, kv_dtype: str) -> tuple[ScalingRow, ...]:
@@ -155,7 +149,7 @@ def _scaling(model: Model, at: MeshCost, kv_dtype: str) -> tuple[ScalingRow, ...
         context = 1
         while at.grid.tensor * context <= MOST_RANKS and context <= tokens:
             grid = replace(at.grid, context=context)
-            row = _row(spread(model, grid, tokens, batch=at.batch, kv_dtype=kv_dtype), first)
+            row = _row(mesh_cost(model, grid, tokens, batch=at.batch, kv_dtype=kv_dtype), first)
             first = first or row
             rows.append(row)
             context *= 2
@@ -185,7 +179,7 @@ def _tables(model: ModelOverRanks) -> Iterator[Any]:
     from rich.text import Text
 
     yield _rank(model)
-    yield _layouts(model.spread)
+    yield _layouts(model.cost)
     yield _scaling_table(model)
     yield Text(_remarks(model))
 
@@ -193,19 +187,19 @@ def _tables(model: ModelOverRanks) -> Iterator[Any]:
 def _rank(model: ModelOverRanks) -> Table:
     from rich.table import Table
 
-    at = model.spread
+    at = model.cost
     grid = at.grid
-    table = Table(model.name, "a rank", title=f"{grid.ranks:,} ranks: {grid.tensor} x heads, {grid.context} x tokens")
+    table = Table(model.name, "per rank", title=f"{grid.ranks:,} ranks: {grid.tensor} x heads, {grid.context} x tokens")
     text = f"{at.tokens:,} tokens" + (f", batch {at.batch}" if at.batch > 1 else "")
     table.add_row("at", text)
     table.add_row("weights", show_bytes(at.weight_bytes))
     table.add_row("cache", ABSENT if at.decode is None else show_bytes(at.cache_bytes))
-    table.add_row("activations of a layer", show_bytes(at.activation_bytes))
-    table.add_row("sent in a prefill", show_bytes(at.sent()))
+    table.add_row("activations of one layer", show_bytes(at.activation_bytes))
+    table.add_row("sent per prefill", show_bytes(at.sent()))
     sent = sum(layer.count * layer.decode_bytes for layer in at.layers)
-    table.add_row("sent in a decoded token", ABSENT if at.decode is None else show_bytes(sent))
+    table.add_row("sent per decoded token", ABSENT if at.decode is None else show_bytes(sent))
     table.add_row("prefill, at least", _times(at.prefill))
-    table.add_row("a decoded token, at least", ABSENT if at.decode is None else _times(at.decode))
+    table.add_row("decoded token, at least", ABSENT if at.decode is None else _times(at.decode))
     return table
 
 
@@ -220,7 +214,7 @@ def _layouts(at: MeshCost) -> Table:
     from rich.table import Table
 
     headers = ("layers", "layout", "sent, forward", "backward", "activations", "link", "at least")
-    table = Table(*headers, title="One layer of a prefill, on the rank that has most")
+    table = Table(*headers, title="One layer of a prefill, on the busiest rank")
     for column in table.columns[2:]:
         column.justify = "right"
     for layer in at.layers:
@@ -233,7 +227,7 @@ def _layouts(at: MeshCost) -> Table:
             name = "halo" if cost.layout == "ring" and _halo(layer.kind) else name
             table.add_row(
                 "",
-                name + (" (choose)" if cost is layer.choose else ""),
+                name + (" (fastest)" if cost is layer.choose else ""),
                 show_bytes(cost.bytes),
                 show_bytes(layer.backward[cost.layout]),
                 show_bytes(layer.activations[cost.layout]),
@@ -250,7 +244,7 @@ def _halo(kind: str) -> bool:
 def _scaling_table(model: ModelOverRanks) -> Table:
     from rich.table import Table
 
-    headers = ("ranks", "tokens", "held by a rank", "prefill", "efficiency", "link", "a decoded token")
+    headers = ("ranks", "tokens", "memory per rank", "prefill", "efficiency", "link", "decoded token")
     table = Table(*headers, title="Scaling: the least times, by the link's bandwidth and latency")
     for column in table.columns:
         column.justify = "right"
@@ -272,9 +266,9 @@ def _scaling_table(model: ModelOverRanks) -> Table:
 
 
 def _remarks(model: ModelOverRanks) -> str:
-    lines = [f"not counted or not known: {note}" for note in model.notes]
-    if model.spread.prefill.compute is None:
-        lines.append("without a speed of computing (flops) times are the link's alone")
-    if model.spread.model.towers or model.spread.model.states:
-        lines.append("towers and layers with a state lie on every rank, whole")
+    lines = [f"not counted or unknown: {note}" for note in model.notes]
+    if model.cost.prefill.compute is None:
+        lines.append("without flops, times include the link only")
+    if model.cost.model.towers or model.cost.model.states:
+        lines.append("every rank holds all towers and all layers with a state")
     return "\n".join(lines)

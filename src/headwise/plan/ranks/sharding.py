@@ -69,7 +69,7 @@ class MeshCall:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
         if self.right not in (0, self.left) or (self.chunk is not None and (self.left, self.right) != (None, 0)):
             raise ValueError(
-                "a mask is causal (right = 0), both ways alike (right = left), or causal in chunks; "
+                "a mask is causal (right = 0), symmetric (right = left), or causal in chunks; "
                 f"got left = {self.left}, right = {self.right}, chunk = {self.chunk}"
             )
 

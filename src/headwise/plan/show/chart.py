@@ -24,9 +24,9 @@ COLOURS = ("#4053d3", "#b51d14", "#00b25d", "#ddb310", "#00beff", "#fb49b0")
 def check_plans(plans: object) -> None:
     """Raise TypeError for anything but a list of plans, ValueError for an empty list."""
     if not isinstance(plans, (list, tuple)) or not all(hasattr(plan, "contexts") for plan in plans):
-        raise TypeError(f"give a list of plans, as headwise.plan.of makes them; got {short(plans)}")
+        raise TypeError(f"give a list of plans from headwise.plan.of; got {short(plans)}")
     if not plans:
-        raise ValueError("give at least one plan, as headwise.plan.of makes them; got none")
+        raise ValueError("give at least one plan from headwise.plan.of; got none")
 
 
 def labels(plans: Sequence[PlanData], most: int | None = None) -> list[str]:

@@ -92,21 +92,19 @@ def _check_alike(plans: Sequence[PlanData]) -> None:
             if one != other:
                 shown = [", ".join(map(str, numbers)) for numbers in (one, other)]
                 raise ValueError(
-                    f"plans side by side have the same {what}; {first.name} has {shown[0]} and {plan.name} {shown[1]}"
+                    f"plans side by side need the same {what}; {first.name} has {shown[0]} and {plan.name} {shown[1]}"
                 )
 
 
 def remarks(plan: PlanData) -> str:
     """Return the notes that a reader needs in addition to the numbers."""
-    lines = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
+    lines = [f"exact: every count equals that of the model in transformers ({plan.model.model_type})"]
     if plan.notes:
-        lines = [f"not counted or not known: {note}" for note in plan.notes]
+        lines = [f"not counted or unknown: {note}" for note in plan.notes]
     if plan.card:
         lines.append(f"card: {plan.card}")
     if any(part.name == "experts" for part in plan.model.others):
-        lines.append(
-            "a batch meets more experts than one token does; its floor counts one token's, the least there can be"
-        )
+        lines.append("a batch may use more experts than one token; its least time counts those of one token")
     return "\n".join(lines)
 
 
@@ -147,14 +145,14 @@ def _facts(plan: PlanData, *, one_dtype: bool) -> dict[str, str]:
         "d_k, d_v": f"{first.head_dim}, {first.value_dim}",
         **_state_facts(model),
         "attention parameters": f"{rooms['attention']:,} ({share:.1%} of the model)",
-        "  a layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
+        "  per layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
         "all parameters": f"{rooms['total']:,}" + ("" if plan.exact else " (see the notes)"),
-        "  of which a token passes": f"{model.active_parameters():,}",
+        "  used by one token": f"{model.active_parameters():,}",
         **_beside(plan),
         "weights": f"{show_bytes(model.stored_bytes())}"
         + (f", {model.packing.method}" if model.packing is not None else ""),
-        "computations a pass": f"{plan.attention_computations:,} (layers x heads)",
-        f"cache a token ({plan.kv_dtype})" if one_dtype else "cache a token": f"{plan.bytes_per_token:,} B",
+        "attention computations": f"{plan.attention_computations:,} (layers x heads)",
+        f"cache per token ({plan.kv_dtype})" if one_dtype else "cache per token": f"{plan.bytes_per_token:,} B",
     }
 
 
@@ -163,14 +161,14 @@ def _beside(plan: PlanData) -> dict[str, str]:
     rows = {}
     for tower in plan.model.towers:
         cost, first = tower.flops(), tower.layers[0]
-        once = "" if cost is None else f"; {tower.tokens:,} tokens, {show(cost, 'FLOP')} each time"
+        once = "" if cost is None else f"; {tower.tokens:,} tokens, {show(cost, 'FLOP')} each"
         rows[f"  of which {tower.name.removesuffix('_config')}"] = (
             f"{tower.parameter_count():,}: {len(tower.layers)} layers of {first.num_heads} heads{once}"
         )
     further = plan.further()
     if further is not None:
-        rows["further tokens' layers, apart"] = (
-            f"{further['layers']}: {further['parameters']:,}, cache a token {further['bytes_per_token']:,} B"
+        rows["layers for further tokens"] = (
+            f"{further['layers']}: {further['parameters']:,} more, cache per token {further['bytes_per_token']:,} B"
         )
     return rows
 
@@ -188,7 +186,7 @@ def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
     gqa = NONE if cost.as_gqa8_bytes is None else show_bytes(cost.as_gqa8_bytes)
     if plan.model.is_encoder:
         cache = {
-            "cache held": "none: it reads a whole text at once",
+            "cache held": "none: it reads the whole text in one pass",
             "cache reserved": NONE,
             "as MHA, GQA-8, MQA": NONE,
         }
@@ -196,14 +194,14 @@ def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
         cache = {
             "cache held": show_bytes(cost.cache_bytes)
             + (f" and {show_bytes(cost.state_bytes)} of states" if cost.state_bytes else ""),
-            "cache reserved": f"{show_bytes(cost.reserved_bytes)}, every layer the whole context",
+            "cache reserved": f"{show_bytes(cost.reserved_bytes)}, if every layer keeps the whole context",
             "as MHA, GQA-8, MQA": f"{show_bytes(cost.as_mha_bytes)}, {gqa}, {show_bytes(cost.as_mqa_bytes)}",
         }
     decode = NONE
     if cost.decode is not None:
         decode = f"{show(cost.decode.total, 'FLOP')}, attention {show(cost.decode.attention, 'FLOP')}"
     if cost.decode_expanded is not None:
-        decode += f"; keys and values made anew {show(cost.decode_expanded.total, 'FLOP')}"
+        decode += f"; with recomputed keys and values {show(cost.decode_expanded.total, 'FLOP')}"
     return {
         **cache,
         "prefill": f"{show(cost.prefill.total, 'FLOP')}, attention {show(cost.prefill.attention, 'FLOP')}"
@@ -213,7 +211,7 @@ def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
             else ""
         ),
         "one decoded token": decode,
-        "eager's weights": f"{show_bytes(cost.eager_bytes)} a layer, a kernel {show_bytes(cost.kernel_bytes)}",
+        "eager attention weights": f"{show_bytes(cost.eager_bytes)} per layer; fused {show_bytes(cost.kernel_bytes)}",
     }
 
 
@@ -236,7 +234,7 @@ def projections(plan: PlanData) -> Table:
     """Return a table of the parameters of each projection, per layer and in total; biases count with their matrix."""
     from rich.table import Table
 
-    table = Table("parameters", "a layer", "in all layers", title="Projections")
+    table = Table("parameters", "per layer", "in all layers", title="Projections")
     for column in table.columns[1:]:
         column.justify = "right"
     names = dict.fromkeys(name for layer in plan.model.layers for name in layer.parameter_counts())
@@ -252,12 +250,12 @@ def _floor_table(cost: ContextCost) -> Table:
 
     headers = (
         "batch",
-        "read a step",
-        "computed a step",
-        "FLOP a byte",
-        "step at least",
-        "tokens/s at most",
-        "bound by",
+        "read per step",
+        "computed per step",
+        "FLOP per byte",
+        "least time",
+        "most tokens/s",
+        "limited by",
     )
     speeds = cost.floors[0].seconds is not None
     table = Table(*headers[: 7 if speeds else 4], title=f"One decoding step at {cost.context:,} tokens")
@@ -281,8 +279,8 @@ def savings(plan: PlanData, planned: PlanData) -> Table:
     whole, rest = plan.parameters(), planned.parameters()
     _saving(table, "attention parameters", whole["attention"], rest["attention"], "{:,}".format)
     _saving(table, "all parameters", whole["total"], rest["total"], "{:,}".format)
-    _saving(table, "computations a pass", plan.attention_computations, planned.attention_computations, "{:,}".format)
-    _saving(table, "cache a token", plan.bytes_per_token, planned.bytes_per_token, "{:,} B".format)
+    _saving(table, "attention computations", plan.attention_computations, planned.attention_computations, "{:,}".format)
+    _saving(table, "cache per token", plan.bytes_per_token, planned.bytes_per_token, "{:,} B".format)
     for before, after in zip(plan.contexts, planned.contexts, strict=True):
         at = f"at {before.context:,}: "
         _saving(table, at + "cache", before.cache_bytes, after.cache_bytes, show_bytes)
@@ -310,8 +308,8 @@ def card_list(known: dict[str, Any]) -> Any:
     from rich.text import Text
 
     if not isinstance(known, dict) or not {"cards", "architectures"} <= set(known):
-        raise TypeError(f"give what headwise.plan.known() gives; got {short(known)}")
-    table = Table("card", "model", "the facts, where common texts differ", title="Built-in cards")
+        raise TypeError(f"give the result of headwise.plan.known(); got {short(known)}")
+    table = Table("card", "model", "facts that common texts state differently", title="Built-in cards")
     for name, card in known["cards"].items():
         table.add_row(name, card["title"], card.get("note", ""))
     line = f"{len(known['architectures'])} architectures of configs are known: {', '.join(known['architectures'])}"

@@ -177,7 +177,7 @@ class Folder:
             if error.errno is None:
                 raise
             raise OSError(
-                f"cannot write {os.fspath(self.destination)}: {error.strerror}; make room, or give another path"
+                f"cannot write {os.fspath(self.destination)}: {error.strerror}; free some space, or give another path"
             ) from error
 
     def claim(self) -> None:
