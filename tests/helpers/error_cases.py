@@ -17,7 +17,7 @@ import headwise
 import headwise.hf
 import headwise.parallel
 from headwise.cache import PagedCache, PagePool, StaticCache
-from headwise.nn.sharding.tokens import current
+from headwise.nn.attention_mode import current_mode
 from headwise.parallel import (
     Comm,
     Expansion,
@@ -189,7 +189,7 @@ def checkpointed_model(reentrant: bool) -> float:
         loss = model(input_ids=ids, labels=ids).loss
         other = model(input_ids=ids[:, :7], labels=ids[:, :7]).loss  # its shards are others
         (loss + 0 * other).backward()
-        left = current() is None
+        left = current_mode() is None
     shards.sum_gradients()
     far = max(float((p.grad - w).abs().max() / w.abs().max()) for p, w in zip(model.parameters(), want, strict=True))
     return far if left else torch.inf

@@ -160,7 +160,7 @@ def together(case: Together) -> tuple[dict[str, float], dict[str, tuple[int, int
     far |= {name: off(x.grad, one[name].grad) / 5e-6 for name, x in own.items() if x.grad is not None}
     if kind == "mla" or (name == "documents" and layout == "ring"):  # no keys of all heads, or fewer than are priced
         return far, {}
-    call = MeshCall(TOKENS, TOKENS, 3, len(module.dealt.share.keys), 8, 8, 4, 2, left=5 if name == "window" else None)
+    call = MeshCall(TOKENS, TOKENS, 3, len(module.shards.share.keys), 8, 8, 4, 2, left=5 if name == "window" else None)
     predicted = [links.bytes_sent(call, layout, 2, order=order, backward=way)[comms[0].rank] for way in (False, True)]
     results = {"tokens": (sum(predicted), sent[layout] + sent[f"{layout} backward"])}
     numbers = [part.numel(), part.numel(), 6, 6]  # of a forward and its backward; of the slopes and the gate
@@ -185,7 +185,7 @@ def decoded(kind: str, K: int) -> float:
     """Steps with a cache whose heads lie along one dimension and whose tokens along the other."""
     one, tokens = build(kind, K).eval(), grid()["tokens"]
     split = tensor_parallel(build(kind, K).eval(), grid()["heads"])
-    heads, x, far = len(split.dealt.share.keys), inputs()[0], 0.0
+    heads, x, far = len(split.shards.share.keys), inputs()[0], 0.0
     rules: dict[str, Any] = {"capacity": 40} | ({"value_dim": 7, "shared": True} if kind == "mla" else {})
     width, all_keys, keys = (11, 1, 1) if kind == "mla" else (8, K, heads)
     whole = StaticCache(2, all_keys, width, **rules)
@@ -293,7 +293,7 @@ def planned(case: Planned) -> dict[str, Any]:
 def steps(case: Planned, module: Any, comms: tuple[Comm, Comm]) -> dict[str, Any]:
     """The last token of a text by a sharded cache: bytes sent, and held."""
     x, tokens = inputs()[0], grid()["tokens"]
-    sizes = (2, 1, 11) if case.kind == "mla" else (2, len(module.dealt.share.keys), 8)
+    sizes = (2, 1, 11) if case.kind == "mla" else (2, len(module.shards.share.keys), 8)
     rules: dict[str, Any] = {"value_dim": 7, "shared": True} if case.kind == "mla" else {}
     kept = {"capacity": TOKENS} if case.window is None else {"window": case.window, "chunk": TOKENS}
     kind = StaticCache if case.window is None else RollingCache

@@ -117,7 +117,7 @@ def torch_plans(cases: list[tuple[str, str, int, int]]) -> dict[str, Any]:
         latent = {"q_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel()}
         heads = {"q_proj": ColwiseParallel(), **PLANS[plan]()}
         styles = (latent if kind == "mla" else heads) | {"o_proj": RowwiseParallel()}
-        parallelize_module(split, mesh(), styles)
+        tensor_parallel(parallelize_module(split, mesh(), styles), mesh())
         for form in ("expanded", "absorbed") if kind == "mla" else (None,):
             far = differences(trained(one, kind, form), trained(split, kind, form))
             if far:
@@ -158,7 +158,7 @@ def answered_for() -> dict[str, Any]:
         one.named_parameters(), grads.values(), strict=True)} | {"out": apart(split_sequence(out), own)}  # fmt: skip
     wrong["tokens"] = {name: x for name, x in far.items() if not x <= GRADIENT}
     styles = {"q_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
-    parallelize_module(torchs, mesh(), styles)
+    tensor_parallel(parallelize_module(torchs, mesh(), styles), mesh())
     torchs.kv_b_proj.register_forward_hook(hook)
     try:
         torchs(x, mask=headwise.causal())
@@ -192,7 +192,7 @@ def decoding() -> dict[str, float]:
         split = tensor_parallel(build(kind, H, K), mesh())
         x = torch.randn(2, 9, M, generator=torch.Generator().manual_seed(5))
         outs = []
-        for module, heads in ((one, K), (split, len(split.dealt.share.keys))):
+        for module, heads in ((one, K), (split, len(split.shards.share.keys))):
             latent = kind == "mla"
             sizes = (1, 9, 7) if latent else (heads, 4, 3)
             cache = StaticCache(2, *sizes, capacity=16, shared=latent)

@@ -18,8 +18,8 @@ import headwise
 import headwise.hf as hf
 from headwise.hf.distributed.tensor_parallel import own_part
 from headwise.hf.models.architectures import CACHE
-from headwise.nn.sharding.heads import HeadShards
 from headwise.ops.sharding.heads import Group, Share
+from headwise.parallel.head_split.shards import HeadShards
 
 OUT = 2e-6  # of logits, behind two layers of sums that are rounded in another order
 

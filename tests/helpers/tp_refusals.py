@@ -56,9 +56,10 @@ def refusals() -> dict[str, str]:
     adapted = MultiHeadAttention(12, 6)
     adapted.q_proj = nn.Sequential(nn.Linear(12, 12))  # type: ignore[assignment]
     learned = MultiHeadAttention(12, 6, inner=nn.Linear(2, 3))
-    three = MultiHeadAttention(12, 6, num_kv_heads=3)
+    three, half = (MultiHeadAttention(12, 6, num_kv_heads=3) for _ in range(2))
     styles = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
-    parallelize_module(three, mesh(), styles)
+    tensor_parallel(parallelize_module(three, mesh(), styles), mesh())
+    parallelize_module(half, mesh(), styles)
     reader = Reader("mha", 6, 3)
     tensor_parallel(reader.attention, mesh())
     x = torch.randn(1, 5, 12)
@@ -74,6 +75,7 @@ def refusals() -> dict[str, str]:
             lambda: tensor_parallel(MultiHeadAttention(12, 6), mesh())(x, gate=torch.ones(3))
         ),
         "heads cut apart": said(lambda: three(x)),
+        "torch's plan alone": said(lambda: half(x)),
         "by token": said(lambda: headwise.attention(by_token, by_token, by_token)),
         "mixed": said(lambda: headwise.attention(q, plain, plain)),
         "a sum to come": said(lambda: headwise.attention(partial, partial, partial)),
@@ -91,6 +93,6 @@ def unlike_inputs() -> dict[str, str]:
     mha = tensor_parallel(MultiHeadAttention(12, 6), mesh())
     x = torch.randn(2, 5 + dist.get_rank(), 12)
     texts = {"length": said(lambda: mha(x))}
-    texts["dtype"] = said(lambda: mha.dealt.group.summed(x[:, :5].to((torch.float32, torch.float64)[dist.get_rank()])))
+    texts["dtype"] = said(lambda: mha.shards.group.summed(x[:, :5].to((torch.float32, torch.float64)[dist.get_rank()])))
     texts["after all"] = said(lambda: mha(x[:, :5]))
     return texts

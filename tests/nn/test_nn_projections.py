@@ -80,7 +80,7 @@ def test_the_absorbed_form_is_right_or_refused(answer: str) -> None:
         with pytest.raises(TypeError, match=r"multiplies by the weight of kv_b_proj.* got .*merge adapters"):
             run()
         assert cache is None or not any(cache.lengths), "refused before the cache has changed"
-    for read in (mla.up_matrices, lambda: mla.to_latent(torch.randn(B, H, T, mla.nope_dim))):
+    for read in (mla.up_matrices, lambda: mla._to_latent(torch.randn(B, H, T, mla.nope_dim))):
         if answer not in WEIGHT_TELLS:
             with pytest.raises(TypeError, match="the absorbed form multiplies by the weight of kv_b_proj"):
                 read()

@@ -152,6 +152,7 @@ REFUSED = {
     "a gate of the own heads": r"ValueError: gate has a number for each of all 6 heads, also where this process",
     "heads cut apart": r"ValueError: 6 query heads and 3 key-value heads are dealt out to 2 processes: k_proj and "
     r"v_proj give whole key-value heads, or all 3 x 2 = 6 numbers a token; .* headwise.parallel.tensor_parallel",
+    "torch's plan alone": r"ValueError: a projection gives .*; headwise.parallel.tensor_parallel",
     "by token": r"ValueError: attention of DTensors .* cut by token, .* use headwise.parallel.context_parallel",
     "mixed": r"ValueError: query, key and value are DTensors all, or none of them is; key is a Tensor; make",
     "a sum to come": r"ValueError: attention of DTensors .*; query is \(Partial\(sum\),\); bring it there with",

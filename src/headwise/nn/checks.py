@@ -14,7 +14,6 @@ from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_tensor, shown, whole_numbers
 from .decode.cache_protocol import cache_traits, rows_of
 from .latent_costs import check_form
-from .sharding.tokens import check_uncached
 
 MemoryDim = int | tuple[int, int] | None
 
@@ -105,7 +104,8 @@ def check_width(fused: Any, heads: int, size: int) -> None:
         raise ValueError(
             f"a projection gives (B, T, heads * size) with {heads} x {size} = {heads * size} numbers a token; got "
             f"{describe(fused)}; where it is split over devices, give each whole heads: a module of its own "
-            "(MultiHeadAttention.from_heads), and add up the outputs"
+            "(MultiHeadAttention.from_heads), and add up the outputs; headwise.parallel.tensor_parallel(module, mesh) "
+            "does this, also for a module that torch's parallelize_module has split"
         )
 
 
@@ -156,7 +156,6 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
                 "mask=headwise.causal() & headwise.lengths(...)"
             )
         return None
-    check_uncached(cache)
     # With torch.compile, `lengths` must not be read if the cache has `positions`, as the caches of `headwise.cache` do.
     needed = ("append", "attend") if hasattr(cache, "positions") else ("lengths", "append", "attend")
     missing = [name for name in needed if not hasattr(cache, name)]

@@ -19,8 +19,8 @@ from ..ops.statistics.weights import weights
 from ..ops.storage.layout import Cache
 from ..shapes import describe
 from ..shapes.arguments import check_tensor
+from .attention_mode import check_mode
 from .inner_attention import InnerAttention
-from .sharding.tokens import check_splits
 from .torch_multihead import FORWARDS, in_weights, mask_from_torch
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -86,7 +86,7 @@ def replace(model: Model) -> Model:
 class WeighedAttention(InnerAttention):
     """An `InnerAttention` that can also return its weights."""
 
-    splits_tokens = False
+    follows_mode = False
 
     def forward(
         self,
@@ -123,8 +123,6 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
     """
 
     inner: WeighedAttention
-    dealt = None
-    """None, as every rank has all heads."""
 
     if not TYPE_CHECKING:
 
@@ -180,7 +178,7 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
             TypeError: an input is not a tensor, or a mask is neither bool nor float.
             ValueError: shapes that do not fit; ``is_causal=True`` without an `attn_mask`; masks with nested tensors.
         """
-        check_splits(self.inner)
+        check_mode(self.inner)
         if isinstance(query, Tensor) and query.is_nested:
             return self._nested(query, key, value, key_padding_mask, attn_mask, need_weights, average_attn_weights)
         batched = _check_inputs(self, query, key, value)

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops.attention import attention, attention_of_part
+from ..ops.attention import attention
 from ..ops.masks.mask import Mask
 from ..ops.storage.layout import Cache
 from ..shapes import check_gate, check_options, check_sinks
 from ..shapes.arguments import check_texts
-from .sharding.tokens import current, heads_here
+from .attention_mode import current_mode
 
 
 class Inner(nn.Module):
@@ -34,8 +34,8 @@ class Inner(nn.Module):
         1.0
     """
 
-    ran_split = False
-    """True if the module's last forward pass ran within `headwise.parallel.context`."""
+    follows_mode = False
+    """True if the part attends by the current `AttentionMode`; `headwise.parallel.context` refuses others."""
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of the `headwise.attention` call that this part computes (``scale``, ``softcap``, ...).
@@ -66,8 +66,7 @@ class InnerAttention(Inner):
         torch.Size([2, 6, 5, 8])
     """
 
-    splits_tokens = True
-    """True if the part attends to the tokens of all ranks within `headwise.parallel.context`."""
+    follows_mode = True
 
     def __init__(
         self,
@@ -102,13 +101,9 @@ class InnerAttention(Inner):
 
         See `headwise.attention`.
         """
-        sharded, some, options = current(), heads_here(), self.options()
-        if sharded is not None and isinstance(key, Tensor) and value is not None:
-            return sharded.attend(query, key, value, mask=mask, gate=gate, some=some, **options)
-        if some is not None and options["dropout"]:
-            options["seed"] = some.of_part()
-            return attention_of_part(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
-        return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
+        mode = current_mode()
+        attend = attention if mode is None else mode.attend
+        return attend(query, key, value, mask=mask, gate=gate, backend=self.backend, **self.options())
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of the `headwise.attention` call; dropout is 0 in eval mode."""

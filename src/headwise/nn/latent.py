@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +13,7 @@ from ..ops.compiled_calls import outside_graphs
 from ..ops.masks.mask import Mask
 from ..shapes import check_options
 from ..shapes.arguments import check_counts, check_flags, check_span, whole_numbers
+from .attention_mode import check_mode, current_mode, positions_for
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .decode.cache_protocol import ModuleCache, cache_traits, keys_held, positions_of, step
 from .decode.fused_step import latent_step, projected
@@ -22,8 +22,6 @@ from .inner_attention import Inner, InnerAttention
 from .latent_costs import Choice, FormCosts, LatentForm, latent_layer, no_matrix, why_absorbed
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
-from .sharding.heads import HeadShards, dealt
-from .sharding.tokens import check_splits, check_uncached, current, placed
 
 RowLengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # eps of the norms on both latents in every published model
@@ -177,52 +175,54 @@ class LatentAttention(nn.Module):
             if heads is not None:
                 return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
+        check_mode(self.inner, cache)
         lengths = check_latent_call(x, cache, lengths, form, mask)
-        check_uncached(cache)
-        check_splits(self.inner)
         absorbed = self._absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
-        q_nope_BHTN, q_rope_BHTR = self.queries(x)
-        latent_B1TC, k_rope_B1TR = self.compress(x)
-        places = placed(self._places(x, cache, positions), x.shape[1], x.device)
+        q_nope_BHTN, q_rope_BHTR = self._queries(x)
+        latent_B1TC, k_rope_B1TR = self._compress(x)
+        places = positions_for(self._places(x, cache, positions), x.shape[1], x.device)
         q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, places)
-        key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R, the size of a cached vector
-        if (here := self.dealt) is not None:  # each rank has all latents and computes its own heads
-            key_B1TE, mask = here.group.shared(key_B1TE), here.mask(mask)
+        key_B1TE = self._join(latent_B1TC, k_rope_B1TR)
         if absorbed:
-            query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
+            query_BHTE = torch.cat((self._to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
             if cache is None:
-                mixed_BHTC = self._attend_all(query_BHTE, key_B1TE, mask, absorbed=True)
+                mixed_BHTC = self._attend_latents(query_BHTE, key_B1TE, mask, absorbed=True)
             else:
-                mixed_BHTC = self._attend(cache, query_BHTE, key_B1TE, mask, lengths)
-            heads_BHTV = self.from_latent(mixed_BHTC)
+                mixed_BHTC = self._attend_cached(cache, query_BHTE, key_B1TE, mask, lengths)
+            heads_BHTV = self._from_latent(mixed_BHTC)
         else:
             query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
             keys, rule = (key_B1TE, mask) if cache is None else keys_held(cache, key_B1TE, mask, lengths)
-            heads_BHTV = self._attend_all(query_BHTD, keys, rule, absorbed=False)
+            heads_BHTV = self._attend_latents(query_BHTD, keys, rule, absorbed=False)
         out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
         return out if cache is None else (out, cache)
 
     # --- projections --------------------------------------------------------------------------------------------------
 
-    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two parts of the queries: (B, H, T, nope_dim), and (B, H, T, rope_dim) before rotation."""
         if self.q_lora_rank is None:
-            check_input(x, self.d_model, self.q_proj)
             projection = self.q_proj
         else:
-            check_input(x, self.d_model, self.q_a_proj)
             latent, projection = self.q_a_proj(x), self.q_b_proj
             x = self.q_a_layernorm(latent).to(latent.dtype)
-        if (here := self.dealt) is None:
-            heads_BHTD = MultiHeadAttention.split(projection(x), self.num_heads, self.head_dim)
-        else:
-            heads_BHTD = here.queries(projection(*here.entering(projection, x)), self.head_dim)
-        nope, rope = heads_BHTD.split((self.nope_dim, self.rope_dim), dim=-1)
+        nope, rope = self._project_queries(projection, x).split((self.nope_dim, self.rope_dim), dim=-1)
         return nope, rope
 
-    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _project_queries(self, projection: nn.Module, x: Tensor) -> Tensor:
+        """Compute queries (B, H, T, D) with the projection that makes all heads."""
+        return self._split_heads(projection(x), self.head_dim)
+
+    def _split_heads(self, fused: Tensor, size: int) -> Tensor:
+        """Reshape (B, T, H * size) to (B, H, T, size)."""
+        return MultiHeadAttention.split(fused, self.num_heads, size)
+
+    def _join(self, latent: Tensor, rope: Tensor) -> Tensor:
+        """Return the vectors (B, 1, T, E) that a cache stores, E = C + R, from the latents and the rotated part."""
+        return torch.cat((latent, rope), dim=-1)
+
+    def _compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latents (B, 1, T, kv_lora_rank), and the shared part of the keys (B, 1, T, rope_dim)."""
-        check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         both = MultiHeadAttention.split(self.kv_a_proj_with_mqa(x), 1, self.kv_lora_rank + self.rope_dim)
         latent, rope = both.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return self.kv_a_layernorm(latent).to(latent.dtype), rope
@@ -233,80 +233,77 @@ class LatentAttention(nn.Module):
         """Return keys (B, H, S, nope_dim + rope_dim), values (B, H, S, value_dim) of all heads or of `heads`."""
         check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
         check_taken("key", key[..., : self.kv_lora_rank], self.kv_b_proj)
-        first, last = (0, self.heads_here) if heads is None else check_span("heads", heads, self.heads_here)
-        if self.dealt is not None or last - first < self.num_heads:
-            return self._expand(key, (first, last), self._up())
-        return self._expand(key, (first, last), None)
+        heads = None if heads is None else check_span("heads", heads, self.num_heads)
+        return self._expand(key, None if heads == (0, self.num_heads) else heads)
 
-    def _expand(self, key: Tensor, heads: tuple[int, int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _expand(self, key: Tensor, heads: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """Compute `expand` without checks."""
+        return self._expand_with(self._expansion_weight() if heads is None else self._up_weight(), key, heads)
+
+    def _expand_with(
+        self, weight: Tensor | None, key: Tensor, heads: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute `expand` with the rows of `weight`; if it is None, call kv_b_proj."""
         latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        first, last, width = *heads, self.nope_dim + self.value_dim
+        width = self.nope_dim + self.value_dim
         if weight is None:
-            fused = self.kv_b_proj(latent[:, 0])[..., first * width : last * width]
+            both = self._split_heads(self.kv_b_proj(latent[:, 0]), width)
+            both = both if heads is None else both[:, heads[0] : heads[1]]
         else:
-            fused = nn.functional.linear(latent[:, 0], weight[first * width : last * width])
-        both = MultiHeadAttention.split(fused, last - first, width)
+            rows = weight if heads is None else weight[heads[0] * width : heads[1] * width]
+            both = nn.functional.linear(latent[:, 0], rows).unflatten(-1, (-1, width)).transpose(1, 2)
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
-        return torch.cat((nope, rope.expand(-1, last - first, -1, -1)), dim=-1), value
+        return torch.cat((nope, rope.expand(-1, both.shape[1], -1, -1)), dim=-1), value
 
-    def _attend_all(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
-        """Attend to latents (B, 1, S, E), or to expanded keys and values; context parallelism sends only latents."""
-        C, sharded, here = self.kv_lora_rank, current(), self.dealt
-        if sharded is None:
-            keys = (key, key[..., :C]) if absorbed else self.expand(key)
+    def _expansion_weight(self) -> Tensor | None:
+        """Return the weight with which all heads are expanded; None to call kv_b_proj."""
+        return None
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        """Call the inner part."""
+        heads: Tensor = self.inner(query, key, value, mask=mask)
+        return heads
+
+    def _attend_latents(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
+        """Attend to vectors (B, 1, S, E), or to the keys and values made of them, which a mode makes itself."""
+        C, mode = self.kv_lora_rank, current_mode()
+        if mode is None:
+            keys = (key, key[..., :C]) if absorbed else self._expand(key)
             # Without an explicit scale the inner part would use the size of the latent key, so the query is rescaled.
             if absorbed and self._inner_options()["scale"] != self.inner.options().get("scale"):
                 query = query * (query.shape[3] / self.head_dim) ** 0.5
-            inner = self.inner if here is None else partial(here.call, self.inner)
-            return inner(query, *keys, mask=mask)
+            return self._attend(query, *keys, mask)
         options = {"mask": mask, **self._inner_options()}
-        if here is not None:
-            sinks = options.get("sinks")
-            options |= {"some": here.some, "sinks": None if sinks is None else here.parameter(sinks)}
         if absorbed:
-            return sharded.attend_made(query, key, lambda made, *_: (made, made[..., :C]), (), C, **options)
-        if (weight := self._up()) is None:  # kv_b_proj must be called for its gradients, so keys and values are sent
-            return sharded.attend(query, *self.expand(key), **options)
-        return sharded.attend_made(
-            query, key, lambda made, *heads: self._expand(made, heads, weight), (weight,), self.value_dim, **options
-        )
+            return mode.attend_expanded(query, key, lambda made, *_: (made, made[..., :C]), (), C, **options)
+        if (weight := self._up_weight()) is None:  # kv_b_proj must be called for its gradients
+            return mode.attend(query, *self._expand(key), **options)
 
-    def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
+        def expand(vectors: Tensor, *heads: int) -> tuple[Tensor, Tensor]:
+            return self._expand_with(weight, vectors, heads)
+
+        return mode.attend_expanded(query, key, expand, (weight,), self.value_dim, **options)
+
+    def _to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
         """Project queries to the latent space: the dot product with a latent equals that with the expanded key."""
-        check_vectors("nope", nope, self.heads_here, self.nope_dim)
-        check_taken("nope", nope, self.kv_b_proj)
         return torch.einsum("bhtn,hnc->bhtc", nope, self.up_matrices()[0])
 
-    def from_latent(self, mixed: Float[Tensor, "B H T C"]) -> Float[Tensor, "B H T V"]:
+    def _from_latent(self, mixed: Float[Tensor, "B H T C"]) -> Float[Tensor, "B H T V"]:
         """Compute the heads from weighted sums of latents."""
-        check_vectors("mixed", mixed, self.heads_here, self.kv_lora_rank)
-        check_taken("mixed", mixed, self.kv_b_proj)
         return torch.einsum("bhtc,hvc->bhtv", mixed, self.up_matrices()[1])
 
     def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
         """Return $W_{UK}$ and $W_{UV}$ of each head, transposed as in kv_b_proj, as views."""
-        weight = self._up()
+        weight = self._up_weight()
         if weight is None:
             raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
-        both = weight.unflatten(0, (self.heads_here, -1))
+        both = weight.unflatten(0, (-1, self.nope_dim + self.value_dim))
         up_key, up_value = both.split((self.nope_dim, self.value_dim), dim=1)
         return up_key, up_value
 
-    @property
-    def dealt(self) -> HeadShards | None:
-        """The heads of this rank if the heads are split over ranks; None if this rank has all heads."""
-        return dealt(self, self.kv_b_proj)
-
-    @property
-    def heads_here(self) -> int:
-        """The number of heads that this rank computes."""
-        return self.num_heads if (here := self.dealt) is None else here.share.count
-
-    def _up(self) -> Tensor | None:
-        """Return the part of kv_b_proj's weight for the heads of this rank; None if kv_b_proj is not plain linear."""
-        here = self.dealt
-        return plain_weight(self.kv_b_proj, bias=False) if here is None else here.weight(self.kv_b_proj)
+    def _up_weight(self) -> Tensor | None:
+        """Return the weight of kv_b_proj; None if it is not a plain linear layer."""
+        return plain_weight(self.kv_b_proj, bias=False)
 
     def _inner_options(self) -> dict[str, Any]:
         """Return the options of the inner part; a default scale is that of the expanded form."""
@@ -342,13 +339,13 @@ class LatentAttention(nn.Module):
             ('expanded', 'absorbed', 'expanded')
         """
         check_counts(queries=queries)
-        if self._up() is None:
+        if self._up_weight() is None:
             return "expanded"
         return self.uncached if held is None else self.costs.cheaper(queries, whole_numbers("held", held))
 
     def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """Return whether this call runs absorbed; raise ValueError if `form` is "expanded" and that is impossible."""
-        if form == "absorbed" and self._up() is None:
+        if form == "absorbed" and self._up_weight() is None:
             raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
         if cache is None:
             return (self.form(new) if form == "auto" and self._tells() else form) == "absorbed"
@@ -361,7 +358,7 @@ class LatentAttention(nn.Module):
         if (self.form(new, stored) if form == "auto" else form) == "absorbed":
             return True
         why = why_absorbed(cache, new, stored, masked=mask is not None, padded=lengths is not None)
-        if why and self._up() is None:
+        if why and self._up_weight() is None:
             raise TypeError(no_matrix(self.kv_b_proj, f"the absorbed form is the only one here ({why}), and it"))
         if why and form == "expanded":
             raise ValueError(
@@ -377,13 +374,11 @@ class LatentAttention(nn.Module):
             return positions
         return positions_of(cache, x.shape[1], x.device)
 
-    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Any) -> Tensor:
+    def _attend_cached(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Any) -> Tensor:
         """Append the new latents, and return weighted sums of the cached latents (B, H, T, C)."""
         options = {name: option for name, option in self._inner_options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
-        if (here := self.dealt) is not None and "sinks" in options:
-            options["sinks"] = here.parameter(options["sinks"])
         check_latent_values(cache_traits(cache).value_dim, self.kv_lora_rank)
         mixed = step(
             lambda part, held, _, *, mask: held.attend(part, mask=mask, **options),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..ops.masks.mask import Mask, as_mask
 from ..plan.shape import BiasOption
 from ..shapes.arguments import check_counts
+from .attention_mode import check_mode, positions_for
 from .checks import (
     check_cache,
     check_input,
@@ -26,8 +27,6 @@ from .head_views import Head, check_heads, fill_heads, rows_of
 from .hooks.projections import weight_of
 from .inner_attention import as_inner
 from .rotary import Positions
-from .sharding.heads import HeadShards, dealt
-from .sharding.tokens import check_splits, placed
 from .torch_keywords import refuse_inputs, refuse_options
 from .torch_multihead import converted_from_torch, converted_to_torch
 
@@ -155,7 +154,7 @@ class MultiHeadAttention(nn.Module):
             if heads is not None:
                 return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.q_proj)
-        check_splits(self.inner)
+        check_mode(self.inner, cache)
         lengths = check_cache(x, cache, lengths)
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
@@ -163,7 +162,7 @@ class MultiHeadAttention(nn.Module):
         q_BHTD, k_BKSD, v_BKSV = self._project(x, *self._sources(x, memory))
         q_BHTD, k_BKSD = self.normalize(q_BHTD, k_BKSD)
         q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, positions)
-        heads_BHTV = self._inner(q_BHTD, k_BKSD, v_BKSV, mask=mask, **({} if gate is None else {"gate": gate}))
+        heads_BHTV = self._attend(q_BHTD, k_BKSD, v_BKSV, mask=mask, **({} if gate is None else {"gate": gate}))
         return self.o_proj(self.concatenate(heads_BHTV))
 
     def _cached(
@@ -182,46 +181,32 @@ class MultiHeadAttention(nn.Module):
         if not causal and any(cache.lengths):  # the cache already has the memory
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
-            query = self._queries(x)
+            query = self._project_queries(x)
             query, _ = self.normalize(query, query[:, :0])
             of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
             query, _ = self.rotate(query, query[:, :0], of_queries)
-            return step(self._inner, cache, query, None, None, **options)
+            return step(self._attend, cache, query, None, None, **options)
         query, key, value = self._project(x, *self._sources(x, memory))
         if self.rotary is not None and positions is None and causal:
             positions = positions_of(cache, x.shape[1], x.device)
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
-        return step(self._inner, cache, query, key, value, lengths=lengths, **options)
-
-    @property
-    def dealt(self) -> HeadShards | None:
-        """The heads of this rank if the heads are split over ranks; None if this rank has all heads."""
-        return dealt(self, self.q_proj, self.num_kv_heads)
+        return step(self._attend, cache, query, key, value, lengths=lengths, **options)
 
     def _project(self, x: Tensor, for_keys: Tensor, for_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries (B, H, T, D), keys (B, K, S, D) and values (B, K, S, V) for the heads of this rank."""
-        here, q, k, v = self.dealt, self.q_proj, self.k_proj, self.v_proj
-        if here is not None:
-            x, for_keys, for_values = here.entering(q, x, for_keys, for_values)
-            key, value = here.keys(k, k(for_keys), self.head_dim), here.keys(v, v(for_values), self.value_dim)
-            return here.queries(q(x), self.head_dim), key, value
-        key = self.split(k(for_keys), self.num_kv_heads, self.head_dim)
-        value = self.split(v(for_values), self.num_kv_heads, self.value_dim)
-        return self.split(q(x), self.num_heads, self.head_dim), key, value
+        """Compute queries (B, H, T, D), keys (B, K, S, D) and values (B, K, S, V)."""
+        key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
+        value = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
+        return self._project_queries(x), key, value
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """Compute only the queries."""
-        if (here := self.dealt) is None:
-            return self.split(self.q_proj(x), self.num_heads, self.head_dim)
-        return here.queries(self.q_proj(*here.entering(self.q_proj, x)), self.head_dim)
+    def _project_queries(self, x: Tensor) -> Tensor:
+        """Compute queries (B, H, T, D)."""
+        return self.split(self.q_proj(x), self.num_heads, self.head_dim)
 
-    def _inner(self, *tensors: Any, mask: Mask | Tensor | None, **gated: Any) -> Tensor:
-        """Call the inner part, with the mask and the gate for the heads of this rank."""
-        if (here := self.dealt) is None:
-            return self.inner(*tensors, mask=mask, **gated)
-        gated = {name: here.gate(gate) for name, gate in gated.items()}
-        return here.call(self.inner, *tensors, mask=here.mask(mask), **gated)
+    def _attend(self, query: Tensor, key: Any, value: Tensor | None, **options: Any) -> Tensor:
+        """Call the inner part with a mask, and a gate if there is one."""
+        heads: Tensor = self.inner(query, key, value, **options)
+        return heads
 
     def _sources(self, x: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
         """Return the inputs of the key and value projections, (B, S, N) each."""
@@ -246,8 +231,6 @@ class MultiHeadAttention(nn.Module):
         check_vectors("key", key, size=self.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return query, key
-        if (here := self.dealt) is not None:
-            return here.call(self.q_norm, query).to(query.dtype), here.call(self.k_norm, key).to(key.dtype)
         check_taken("query", query, self.q_norm)
         check_taken("key", key, self.k_norm)
         return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
@@ -256,7 +239,7 @@ class MultiHeadAttention(nn.Module):
         """Apply the rotary part if the module has one."""
         check_vectors("query", query, size=self.head_dim)
         if self.rotary is not None:
-            return self.rotary(query, key, placed(positions, query.shape[2], query.device))
+            return self.rotary(query, key, positions_for(positions, query.shape[2], query.device))
         if positions is not None:
             raise ValueError(
                 "positions are for the rotary part and this module has none; build it with "

@@ -12,9 +12,11 @@ from ..nn.hooks.projections import HOOKS
 from ..nn.inner_attention import InnerAttention
 from ..nn.latent import LatentAttention
 from ..nn.multihead import MultiHeadAttention
-from ..nn.sharding.heads import GatheredNorm, RankHeadsLinear, ReplicatedLinear, SumOfHeads
 from ..ops.sharding.heads import Group, Share
 from ..shapes.arguments import shown
+from .head_split.layers import GatheredNorm, RankHeadsLinear, ReplicatedLinear, SumOfHeads
+from .head_split.shards import HeadShards, shards_of
+from .head_split.split_modules import SplitLatentAttention, SplitMultiHeadAttention, set_shards
 
 Attention = TypeVar("Attention", MultiHeadAttention, LatentAttention)
 
@@ -27,7 +29,7 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
     Inputs and outputs are complete on every process. A forward pass has one all-reduce (of o_proj's outputs), a
     backward pass another (of the input's gradients). Masks, gates, slopes and score biases are passed for all heads, as
     before; each process reads its own. Caches hold the heads of the process: create them with
-    ``len(module.dealt.share.keys)`` key-value heads.
+    ``len(module.shards.share.keys)`` key-value heads.
 
     If N divides the number of key-value heads, each of them is on one process. Otherwise (for example with more
     processes than key-value heads) every process has all of k_proj and v_proj and computes the heads that it needs;
@@ -39,6 +41,9 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
     filled in; `headwise.parallel.load_slices` then reads each process's part of a checkpoint. Because the parameters
     are new, create the optimizer and register hooks afterwards. Parameters shared within the module stay shared;
     parameters shared with other modules must be tied again.
+
+    A module that torch's `parallelize_module` has split keeps its parameters and messages; call `tensor_parallel` after
+    it, so that masks, gates and sinks are passed for all heads and gradients are summed.
 
     Args:
         module: a `headwise.MultiHeadAttention` or `headwise.LatentAttention` with `torch.nn.Linear` projections.
@@ -70,11 +75,14 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
         raise ValueError(
             f"heads are dealt out along one dimension; the mesh has {mesh.ndim} ({names}); take one of them"
         )
-    if module.dealt is not None or any(isinstance(p, DTensor) for p in module.parameters()):
-        raise ValueError(f"this {type(module).__name__} is split over processes already; split a module once")
+    if isinstance(module, SplitMultiHeadAttention | SplitLatentAttention):
+        name = (MultiHeadAttention if isinstance(module, MultiHeadAttention) else LatentAttention).__name__
+        raise ValueError(f"this {name} is split over processes already; split a module once")
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        set_shards(module, _shards_of_torch(module, mesh))
+        return module
     group = Group(mesh)
-    K = module.num_heads if isinstance(module, LatentAttention) else module.num_kv_heads
-    share = Share(module.num_heads, K, group.size, group.rank)
+    share = Share(module.num_heads, _kv_heads(module), group.size, group.rank)
     _check_parts(module)
     tied = _tied(module)
     if isinstance(module, LatentAttention):
@@ -86,7 +94,25 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
         for name in others:
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, module.get_parameter(first))
+    set_shards(module, HeadShards(group, share))
     return module
+
+
+def _kv_heads(module: MultiHeadAttention | LatentAttention) -> int:
+    return module.num_heads if isinstance(module, LatentAttention) else module.num_kv_heads
+
+
+def _shards_of_torch(module: MultiHeadAttention | LatentAttention, mesh: DeviceMesh) -> HeadShards:
+    """Return the heads of this rank in a module that torch's `parallelize_module` has split."""
+    projection = module.kv_b_proj if isinstance(module, LatentAttention) else module.q_proj
+    shards = shards_of(module, projection, _kv_heads(module))
+    if shards is None or shards.group.size != mesh.size():
+        raise ValueError(
+            f"parameters of this {type(module).__name__} are DTensors, but its heads are not split over the "
+            f"{mesh.size()} processes of this mesh; call tensor_parallel before anything else makes DTensors of them, "
+            "or after torch's parallelize_module with ColwiseParallel() for the projections to heads, on the same mesh"
+        )
+    return shards
 
 
 def _check_parts(module: nn.Module) -> None:

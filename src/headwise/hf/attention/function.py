@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.base import Stored
-from ...nn.sharding.heads import HeadShards
-from ...nn.sharding.tokens import current
+from ...nn.attention_mode import current_mode
 from ...ops.attention import attention_of_part
 from ...ops.masks.constructors import bias, causal, keep, lengths, segments
 from ...ops.masks.mask import EVERYTHING, Mask
 from ...ops.masks.rules import Band, Segments
 from ...ops.storage.layout import in_one_piece
+from ...parallel.head_split.shards import HeadShards
 from ..distributed.split_batch import WholeBatch, whole_batch
 from ..distributed.tensor_parallel import heads_here, own_keys, own_part, together
 from ..errors import ModelError
@@ -78,7 +78,7 @@ def headwise_attention(
     here = None if heads is None else heads.dealt
     if here is None:
         check_heads(module, query, key)
-    batch, sharded = whole_batch(), current()
+    batch, sharded = whole_batch(), current_mode()
     if batch is not None and sharded is not None:
         mask = _mask_of_whole(module, attention_mask, batch, is_causal)
         _check_split(module, query, key, position_bias, output_attentions, kwargs)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import find_packed_sequence_indices
 
-from ...nn.sharding.tokens import entered
+from ...nn.attention_mode import attention_mode
 from ...parallel import Comm, Context, join_sequence, sum_gradients
 from ...parallel.context_layouts.agreement import digest
 from ...parallel.context_layouts.attention import LayoutOption
@@ -93,7 +93,7 @@ class Shards:
         mine = context.places().to(tokens.device)
         cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in arguments.items()}
         positions = arguments["position_ids"].expand(B, -1)
-        self._contexts = lambda: [of(whole, positions, documents), entered(context)]
+        self._contexts = lambda: [of(whole, positions, documents), attention_mode(context)]
         self._enter(self._contexts)
         return (), cut
 

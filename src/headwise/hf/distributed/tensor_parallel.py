@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...nn.hooks.projections import is_linear
-from ...nn.sharding.heads import HeadShards, as_replica
 from ...ops.sharding.heads import Group, Share, as_dtensor, pick_heads
+from ...parallel.head_split.layers import as_replica
+from ...parallel.head_split.shards import HeadShards
 from ...shapes.arguments import check_counts, shown
 from ..errors import ModelError
 from ..models.support import refuse_own_code, title

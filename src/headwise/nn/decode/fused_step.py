@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ...ops.masks.mask import Mask
 from ...ops.native.decode_step import RotaryStep
+from ..attention_mode import current_mode
 from ..hooks.projections import is_unmodified, plain_weight
 from ..inner_attention import InnerAttention
 from ..rotary import Rotary
-from ..sharding.tokens import current
 
 
 def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -> bool:
@@ -32,10 +32,10 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and type(x) is Tensor
         and x.ndim == 3
         and x.shape[1:] == (1, module.d_model)
-        and type(weight) is nn.Parameter  # heads are not split over ranks
+        and type(weight) is nn.Parameter  # not a tensor subclass, whose layout is its own
         and type(projection) is nn.Linear
         and x.dtype == weight.dtype
-        and current() is None
+        and current_mode() is None
         and type(inner) is InnerAttention
         and inner.backend in ("auto", "native")
         and not (inner.training and inner.dropout)
@@ -96,8 +96,8 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
 def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, form: str) -> Tensor | None:
     """Compute the concatenated heads (B, 1, H * V) of an absorbed `LatentAttention`; None to use the general path.
 
-    Queries are projected to the latent space and the results back by the same products as in `to_latent` and
-    `from_latent` for one token.
+    Queries are projected to the latent space and the results back by the same products as in `_to_latent` and
+    `_from_latent` for one token.
     """
     parts, H, C = mla._modules, mla.num_heads, mla.kv_lora_rank
     compress, rotary, up = (
@@ -149,7 +149,7 @@ def _up(mla: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
-    """Compute the fused queries, before `LatentAttention.queries` splits them into heads."""
+    """Compute the fused queries, before `LatentAttention._queries` splits them into heads."""
     if mla.q_lora_rank is None:
         return projected(parts["q_proj"], x)
     latent = projected(parts["q_a_proj"], x)

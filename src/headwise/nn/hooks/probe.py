@@ -304,18 +304,29 @@ def _before_inner(
     args: tuple[Tensor, ...],
     keywords: dict[str, Any],
 ) -> None:
-    query, key, value = args
     name, module, whole = running[0]
     options = {option: what for option, what in _options(name, inner).items() if option != "backend"}
-    here = None if module is None else module.dealt
-    if here is not None:  # gather the heads of all ranks, in order
-        keywords = whole
-        query, key, value = here.together(query, key, value)
-        if options.get("sinks") is not None:
-            options["sinks"] = here.group.gathered(options["sinks"], 0)
-    mask = None if keywords.get("mask") is None else as_mask(keywords["mask"])
-    answer = seen.record(name, query=query, key=key, value=value, mask=mask, gate=keywords.get("gate"), **options)
-    answers[:] = [answer if here is None or answer is None else here.group.parted(answer, 1)]
+    given = {"mask": keywords.get("mask"), "gate": keywords.get("gate")}
+    call, own_part = observed(module, dict(zip(("query", "key", "value"), args, strict=True)) | given | options, whole)
+    mask = call.pop("mask")
+    answer = seen.record(name, mask=None if mask is None else as_mask(mask), **call)
+    answers[:] = [None if answer is None else own_part(answer)]
+
+
+@singledispatch
+def observed(
+    module: object, call: dict[str, Any], keywords: dict[str, Any]
+) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    """Return what a probe records of a call, and a function from an answer of the probe to the heads of the call.
+
+    Registered for modules whose inner part gets less than the whole call.
+
+    Args:
+        module: The attention module that runs.
+        call: Tensors and options of the call of its inner part, by the names of `AttentionCall`.
+        keywords: The keywords with which the module was called.
+    """
+    return call, lambda answer: answer
 
 
 _lock = Lock()

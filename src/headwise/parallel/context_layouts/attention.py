@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ...distributed.comm import Comm, eager
-from ...nn.sharding.tokens import LocalHeads
 from ...ops.autocast import in_autocast_dtype
 from ...ops.masks.mask import as_mask
 from ...ops.options import ScoreOptions
@@ -17,6 +16,7 @@ from ...ops.sharding.heads import drawn
 from ...plan.ranks.sharding import TokenOrder
 from ...shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown
+from ..head_split.mode import LocalHeads
 from .agreement import digest, mask_text
 from .call import ContextCall, Expansion, leaves_of
 from .gather import GATHER
@@ -82,7 +82,7 @@ def context_parallel(
         return_lse: also return lse.
         options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate with an axis of queries
             holds this rank's queries. Dropout keeps the same weights as one process, with the seed of rank 0. `some`:
-            the `headwise.nn.sharding.tokens.LocalHeads` if these are some of a module's heads; dropout needs it.
+            the `headwise.parallel.head_split.mode.LocalHeads` if these are some of a module's heads; dropout needs it.
 
     Returns:
         out (B, H, T_r, V); with `return_lse` the pair of out and lse (B, H, T_r).

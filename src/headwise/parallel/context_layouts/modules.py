@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ...distributed.comm import Comm, eager
-from ...nn.sharding.tokens import Make, entered
+from ...nn.attention_mode import Expand, attention_mode, current_mode
+from ...nn.inner_attention import Inner
+from ...ops.attention import attention
 from ...ops.sharding.heads import as_dtensor
 from ...plan.ranks.sharding import TokenOrder
 from ...shapes.arguments import check_counts, check_tensor
@@ -54,15 +56,45 @@ class Context:
         """Return the positions (T_r,) of this rank's tokens in a sequence of `length` tokens."""
         return positions(self.length or 0, self.comm.group, order=self.order)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Call `context_parallel` with the settings of this context."""
+    @eager
+    def check(self, inner: torch.nn.Module, cache: object) -> None:
+        """Raise ValueError for a cache, an inner part that ignores the context, and a forward that ran outside.
+
+        Activation checkpointing recomputes a forward pass in the backward pass. If only one of the two runs inside the
+        context, gradients would be wrong.
+        """
+        if cache is not None:
+            raise ValueError(
+                "within headwise.parallel.context a module takes no cache: each process would keep its own tokens "
+                "alone; leave cache out, or the context"
+            )
+        if not (isinstance(inner, Inner) and inner.follows_mode):
+            raise ValueError(
+                f"the inner part {type(inner).__name__} attends the tokens of this process alone; within "
+                "headwise.parallel.context take headwise.nn.InnerAttention(...), or leave the context"
+            )
+        if _refuse_recomputation not in inner._forward_pre_hooks.values():
+            _check_first_run()
+            inner.register_forward_pre_hook(_refuse_recomputation)
+
+    def attend(self, query: Tensor, key: Any, value: Tensor | None, *, backend: str = "auto", **options: Any) -> Tensor:
+        """Call `context_parallel` with the settings of this context; a cache is attended by this rank alone."""
+        if not isinstance(key, Tensor):
+            out: Tensor = attention(query, key, value, backend=backend, **options)
+            return out
         return self._run(query, key, value, **options)
 
-    def attend_made(
-        self, query: Tensor, vectors: Tensor, make: Make, tensors: tuple[Tensor, ...], value_dim: int, **options: Any
+    def attend_expanded(
+        self,
+        query: Tensor,
+        vectors: Tensor,
+        expand: Expand,
+        tensors: tuple[Tensor, ...],
+        value_dim: int,
+        **options: Any,
     ) -> Tensor:
         """Call `context_parallel` with vectors that ranks send instead of keys and values."""
-        expansion = Expansion(make, tensors, value_dim, vectors.shape[3])
+        expansion = Expansion(expand, tensors, value_dim, vectors.shape[3])
         return self._run(query, vectors, None, expansion=expansion, **options)
 
     def _run(self, *tensors: Any, **options: Any) -> Tensor:
@@ -106,8 +138,29 @@ def context(
     if length is not None:
         check_counts(length=length)
     made = Context(Comm.of(group, timeout), order, layout, length)
-    with entered(made):
+    with attention_mode(made):
         yield made
+
+
+def _refuse_recomputation(inner: torch.nn.Module, args: object) -> None:
+    """Check, before an inner part that ran inside a context runs outside, that this is a new forward pass.
+
+    A hook on the inner part, so that the part needs to know nothing of contexts; it removes itself.
+    """
+    if torch.compiler.is_compiling() or current_mode() is not None:
+        return
+    _check_first_run()
+    for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _refuse_recomputation]:
+        del inner._forward_pre_hooks[number]
+
+
+def _check_first_run() -> None:
+    """Raise ValueError inside a backward pass."""
+    if torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            "a forward runs anew in a backward (activation checkpointing), and headwise.parallel.context is entered "
+            "for one of them alone; call backward() where the forward ran: within the context, or outside"
+        )
 
 
 def sum_gradients(

@@ -1,4 +1,4 @@
-"""Attention modules whose heads are split over ranks, and the parts of a call for the heads of this rank.
+"""The heads of a module on this rank, and the parts of a call for them.
 
 The heads are split if the weight of the query projection is a DTensor sharded by rows, by
 `headwise.parallel.tensor_parallel` or by torch's `parallelize_module`. The module's sizes count all heads; masks,
@@ -7,73 +7,22 @@ gates, sinks and slopes are passed for all heads.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...nn.attention_mode import attention_mode, current_mode
+from ...nn.hooks.projections import HOOKS, description, has_hooks, is_linear
 from ...ops.masks.mask import Mask, as_mask
 from ...ops.sharding.heads import Group, Share, as_dtensor, pick_heads
 from ...ops.sharding.masks import mapped, share_of_mask
 from ...shapes import describe
 from ...shapes.arguments import check_tensor
-from ..hooks.projections import HOOKS, description, has_hooks, is_linear
-from .tokens import LocalHeads, within_heads
-
-
-class RankHeadsLinear(nn.Linear):
-    """A projection to the heads of this rank.
-
-    Attributes:
-        keys: The heads of this rank if every rank has the full weight; None if the weight is sharded.
-        size: Size of a head.
-    """
-
-    group: Group
-    keys: tuple[int, ...] | None = None
-    size: int = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, n * size); the input's gradient is only this rank's part: see `HeadShards.entering`."""
-        weight, bias = (None if p is None else self._own(p) for p in (self.weight, self.bias))
-        return nn.functional.linear(x, weight, bias)
-
-    def _own(self, parameter: Tensor) -> Tensor:
-        spread = as_dtensor(parameter)
-        if self.keys is None:
-            local: Tensor = spread.to_local()
-            return local
-        heads = as_replica(spread, self.group.dim).unflatten(0, (-1, self.size))
-        return pick_heads(heads, self.keys, 0).flatten(0, 1)
-
-
-class SumOfHeads(nn.Linear):
-    """The output projection of split heads: the sum of the outputs of all ranks."""
-
-    group: Group
-
-    def forward(self, heads: Tensor) -> Tensor:
-        """Return (B, T, d_model) from the heads of this rank (B, T, n * size)."""
-        spread: Any = self.weight
-        out = self.group.summed(nn.functional.linear(heads, spread.to_local()))
-        return out if self.bias is None else out + here_of(self.bias).to(out.dtype)
-
-
-class ReplicatedLinear(nn.Linear):
-    """A projection that is replicated on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, n)."""
-        return nn.functional.linear(x, here_of(self.weight), None if self.bias is None else here_of(self.bias))
-
-
-class GatheredNorm(nn.RMSNorm):
-    """A norm that is replicated on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of `x`, in the same shape."""
-        return nn.functional.rms_norm(x, self.normalized_shape, here_of(self.weight), self.eps)
+from .layers import RankHeadsLinear, as_replica, here_of
+from .mode import HeadsMode, LocalHeads
 
 
 @dataclass(frozen=True)
@@ -138,8 +87,12 @@ class HeadShards:
     def call(self, part: nn.Module, *args: Any, **options: Any) -> Any:
         """Call a part of the module (a norm or the inner part) with its parameters for the heads of this rank."""
         mine = {name: self.parameter(x) for name, x in part.named_parameters()}
-        with within_heads(self.some):
+        with self.mode():
             return torch.func.functional_call(part, mine, args, options) if mine else part(*args, **options)
+
+    def mode(self) -> AbstractContextManager[None]:
+        """Enter the mode in which inner parts attend with the heads of this rank."""
+        return attention_mode(HeadsMode(self.some, current_mode()))
 
     @property
     def some(self) -> LocalHeads:
@@ -205,14 +158,13 @@ WAY_OUT = (
 )
 
 
-def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -> HeadShards | None:
+def shards_of(module: Any, projection: nn.Module, num_kv_heads: int) -> HeadShards | None:
     """Return the heads of `module` on this rank, from the sharding of `projection`; None if they are not split.
 
     Raises:
         ValueError: the number of heads is not divisible by the ranks, or heads are split along several mesh dimensions.
     """
-    own = getattr(projection, "weight", None)
-    weight = None if type(own) is nn.Parameter else as_dtensor(own)  # fast path, as this runs in every forward pass
+    weight = as_dtensor(getattr(projection, "weight", None))
     if weight is None:
         return None
     cuts = [dim for dim, place in enumerate(weight.placements) if place.is_shard(0)]
@@ -224,27 +176,7 @@ def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -
             f"{weight.placements}; flatten them into one"
         )
     group = Group(weight.device_mesh, cuts[0])
-    K = module.num_heads if num_kv_heads is None else num_kv_heads
-    return HeadShards(group, Share(module.num_heads, K, group.size, group.rank))
-
-
-def as_replica(x: Any, dim: int) -> Tensor:
-    """Return the full tensor of a DTensor; its gradient is summed over the mesh dimension `dim`."""
-    from torch.distributed.tensor import Partial, Replicate
-
-    places = [Replicate()] * len(x.placements)
-    parts = [Partial() if at == dim else place for at, place in enumerate(places)]
-    local: Tensor = x.redistribute(placements=places).to_local(grad_placements=parts)
-    return local
-
-
-def here_of(x: Tensor) -> Tensor:
-    """Return the local part of a DTensor as a plain tensor; the gradient of a replicated one is not summed."""
-    spread = as_dtensor(x)
-    if spread is None:
-        return x
-    local: Tensor = spread.to_local()
-    return local
+    return HeadShards(group, Share(module.num_heads, num_kv_heads, group.size, group.rank))
 
 
 def _as_heads(fused: Tensor, size: int) -> Tensor:

@@ -1,1 +1,0 @@
-"""Attention modules whose heads or tokens are split over ranks."""

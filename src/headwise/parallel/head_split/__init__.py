@@ -1,0 +1,1 @@
+"""Attention modules whose heads are split over ranks."""
