@@ -208,8 +208,9 @@ def test_a_refused_step_changes_nothing() -> None:
     with torch.no_grad():
         cache = fill(StaticCache(2, 2, 14, 11, capacity=17), [17, 5], torch.float32)
         query, key, value = torch.randn(2, 6, 1, 14), torch.randn(2, 2, 1, 14), torch.randn(2, 2, 1, 11)
-        assert cache.step(query, key, value) is None
+        assert not cache.takes_steps()
         cache = cache.truncate(5)
+        assert cache.takes_steps()
         assert cache.step(query, key[..., :13], value) is None
         assert cache.step(query, key) is None
         assert cache.step(query.bfloat16(), key.bfloat16(), value.bfloat16()) is None

@@ -20,7 +20,7 @@ import headwise
 from headwise import Mask, attention, bias, blocks, causal, dilated, keep, lengths, prefix, rule, segments, window
 from headwise.cache import StaticCache
 from headwise.ops.masks import tiles
-from headwise.ops.masks.rules import Rule
+from headwise.ops.masks.rule import Rule
 from headwise.ops.sharding.masks import share_of_mask
 from headwise.testing import assert_same_bits, make_qkv
 
@@ -96,7 +96,7 @@ def _train(mask: Mask) -> tuple[Tensor, ...]:
 
 
 def _share(mask: Mask) -> Tensor:
-    return attention(Q[:, 2:], KEY[:, 1:], V[:, 1:], mask=share_of_mask(mask, slice(0, B), slice(2, 4)))
+    return attention(Q[:, 2:], KEY[:, 1:], V[:, 1:], mask=share_of_mask(mask, (0, B), (2, 4)))
 
 
 PATHS: dict[str, Callable[[Mask], Any]] = {
@@ -168,7 +168,7 @@ READERS: dict[str, Callable[[Config], Mask]] = {
     "own rule": lambda c: Mask((Owned(c),)),
     "not an own rule": lambda c: ~Mask((Owned(c),)),
     "part of a mask": lambda c: rule(lambda b, h, i, j: c.ids[i] == c.ids[j]).part((0, T), (0, S), T, S),
-    "share": lambda c: share_of_mask(rule(lambda b, h, i, j: c.ids[i] == c.ids[j]), slice(0, B), slice(0, H)),
+    "share": lambda c: share_of_mask(rule(lambda b, h, i, j: c.ids[i] == c.ids[j]), (0, B), (0, H)),
 }
 
 

@@ -82,7 +82,7 @@ def _check_parts(made: Expression, n: Sizes, seed: int) -> None:
         mask.meets((rows[0], rows[1]), (cols[0], cols[1]), n.T, n.S)
         or not wanted[:, :, rows[0] : rows[1], cols[0] : cols[1]].any()
     ), "meets"
-    share = share_of_mask(mask, slice(*batch), slice(*heads))
+    share = share_of_mask(mask, (batch[0], batch[1]), (heads[0], heads[1]))
     own = n._replace(B=batch[1] - batch[0], H=heads[1] - heads[0])
     assert torch.equal(_dense(share, own), wanted[batch[0] : batch[1], heads[0] : heads[1]]), "share"
     hidden = mask.forbids().sized(n.B, n.H).allowed(n.T, n.S)

@@ -1,11 +1,17 @@
-"""A part of a mask, of some queries, keys and heads, is what the whole says of those pairs."""
+"""A part of a mask, of some queries, keys, heads and rows of the batch, is what the whole says of those pairs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from mask_cases import MASKS, SHORT, SIZES, Sizes
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
+import headwise
 from headwise import alibi, blocks, causal, dilated, keep, lengths, prefix, relative, segments, window
-from headwise.ops.masks import Mask
+from headwise.ops.masks import Mask, Rule
 
 PARTS = (((0, 3), (2, 5), None), ((2, 5), (1, 2), (1, 3)), ((1, 4), (0, 5), (0, 1)))
 
@@ -100,3 +106,98 @@ def test_a_mask_placed_by_row_is_that_of_so_many_more_keys(name: str) -> None:
 def both(mask: Mask, T: int, S: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What it allows and what it adds."""
     return mask.allowed(T, S), mask.added(T, S)
+
+
+@dataclass(frozen=True, eq=False)
+class Steps(Rule):
+    """A user's rule, as docs/masks.md has it, with an offset for each row of the batch: it defines `at` alone."""
+
+    offset: Tensor
+
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return (i + 2 * j + self.offset.view(-1, 1, 1, 1) + T) % 3 != 0
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes(Rule):
+    """A user's bias, with a slope for each row and head."""
+
+    slopes: Tensor
+
+    restricts: ClassVar[bool] = False
+    biases: ClassVar[bool] = True
+
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return self.slopes[..., None, None] * (i - j + S)
+
+    @property
+    def learns(self) -> bool:
+        return self.slopes.requires_grad
+
+
+def own(n: Sizes) -> dict[str, Mask]:
+    steps, slopes = Mask((Steps(torch.arange(n.B) + 1),)), torch.arange(1.0, 1 + n.B * n.H).view(n.B, n.H)
+    return {
+        "rule": steps,
+        "with others": ~steps & causal() | prefix(2),
+        "bias": steps & Mask((Slopes(slopes),)),
+    }
+
+
+def of_a_loop(n: Sizes, name: str) -> tuple[Tensor, Tensor]:
+    """What the masks of `own` allow and add, pair by pair."""
+    allowed, added = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.bool), torch.zeros(n.B, n.H, n.T, n.S)
+    for b, h, i, j in torch.cartesian_prod(*map(torch.arange, allowed.shape)).tolist():
+        step = (i + 2 * j + b + 1 + n.T) % 3 != 0
+        allowed[b, h, i, j] = (not step and j <= i + n.S - n.T) or j < 2 if name == "with others" else step
+        added[b, h, i, j] = (1 + b * n.H + h) * (i - j + n.S) if name == "bias" else 0.0
+    return allowed, added
+
+
+@pytest.mark.parametrize("name", ["rule", "with others", "bias"])
+def test_a_part_of_a_rule_of_ones_own(name: str) -> None:
+    for n in SIZES:
+        mask, (allowed, added) = own(n)[name], of_a_loop(n, name)
+        batch, heads, rows, cols = (1, n.B), (1, n.H - 1), (2, 5), (1, 4)
+        part, small = mask.part(rows, cols, n.T, n.S, heads=heads, batch=batch), mask.part(heads=heads, batch=batch)
+        for ours, T, S, places in (
+            (part, 3, 3, (slice(*batch), slice(*heads), slice(*rows), slice(*cols))),
+            (small, n.T, n.S, (slice(*batch), slice(*heads))),
+            (small.part((0, 3), (0, 3), n.T, n.S), 3, 3, (slice(*batch), slice(*heads), slice(3), slice(3))),
+        ):
+            seen, plus = ours.allowed(T, S), ours.added(T, S)
+            assert seen is not None and (plus is not None) == (name == "bias")
+            assert torch.equal(seen.expand(allowed[places].shape), allowed[places]), n
+            assert plus is None or torch.equal(plus, added[places])
+            low, high = ours.reach(0, 2, T, S)
+            assert not allowed[places][:, :, :2, :low].any() and not allowed[places][:, :, :2, high:].any()
+        assert mask.meets(rows, cols, n.T, n.S) and part.learns is False
+        # Other places for each row of the batch and each head, as statistics of targets have them.
+        B, H = n.B - 1, n.H - 2
+        i, j = torch.randint(3, (B, H, 4, 1)), torch.randint(3, (B, H, 1, 2))
+        wanted = (
+            allowed[1:, 1 : n.H - 1, 2:5, 1:4].gather(2, i.expand(-1, -1, -1, 3)).gather(3, j.expand(-1, -1, 4, -1))
+        )
+        at = part.at(i, j, 3, 3)[0]
+        assert at is not None and torch.equal(at.expand(wanted.shape), wanted)
+
+
+def test_a_rule_of_ones_own_is_drawn_moved_and_attended_to() -> None:
+    n = Sizes(2, 6, 3, 5, 7, 11, 13)
+    for name, mask in own(n).items():
+        allowed, added = of_a_loop(n, name)
+        if name != "bias":
+            lines = [" ".join("■" if cell else "·" for cell in row) for row in allowed[1, 0].tolist()]
+            assert mask.draw(n.T, n.S, batch=1) == "\n".join(lines)
+        moved = [x for made in (mask, mask.part(batch=(1, 2))) for x in pytree.tree_leaves(made.to("meta"))]
+        assert moved and all(x.is_meta for x in moved), "a part keeps its tensors where Mask.to finds them"
+        query, key, value = (torch.randn(n.B, h, t, d) for h, t, d in ((6, 5, 11), (3, 7, 11), (3, 7, 13)))
+        logits = query.double() @ key.double().repeat_interleave(2, 1).mT * n.D**-0.5 + added
+        weights = logits.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+        wanted = weights @ value.double().repeat_interleave(2, 1)
+        for backend in ("auto", "blocks", "reference"):
+            out = headwise.attention(query, key, value, mask=mask, backend=backend)
+            torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-6)
+        part = mask.part(heads=(2, 4), batch=(1, 2))
+        out = headwise.attention(query[1:, 2:4], key[1:, 1:2], value[1:, 1:2], mask=part)
+        torch.testing.assert_close(out.double(), wanted[1:, 2:4], rtol=0, atol=4e-6)

@@ -1,11 +1,14 @@
 """Partial results and partial gradients, in one process: keys cut into stretches give what all keys give."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from mask_cases import MASKS, Sizes
 from torch import Tensor
 
 import headwise
+from headwise.ops.masks import Rule
 from headwise.ops.native.library import error_for
 from headwise.ops.options import ScoreOptions
 from headwise.parallel import Comm
@@ -17,6 +20,19 @@ from headwise.parallel.context_layouts.merge import Merged, sink_gradient
 N = Sizes(2, 6, 3, 23, 31, 5, 7)
 STRETCHES = ((0, 3), (3, 17), (17, 18), (18, 31))
 NAMES = ("causal", "window 3", "lengths start", "segments (B,)", "relative 2", "window 1 first 3", "window far")
+
+
+@dataclass(frozen=True, eq=False)
+class Steps(Rule):
+    """A user's rule, which defines `at` alone, with an offset for each row of the batch."""
+
+    offset: Tensor
+
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return (i + 2 * j + self.offset.view(-1, 1, 1, 1) + T) % 3 != 0
+
+
+OWN = headwise.Mask((Steps(torch.arange(N.B)),))
 
 
 def job(mask: headwise.Mask, dropout: float = 0.0) -> ContextCall:
@@ -43,10 +59,10 @@ def in_parts(made: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "own"))
 def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> None:
     query, key, value = tensors(dtype)
-    sinks, made = torch.randn(N.H, dtype=dtype).requires_grad_(), job(MASKS[name](N).mask)
+    sinks, made = torch.randn(N.H, dtype=dtype).requires_grad_(), job(OWN if name == "own" else MASKS[name](N).mask)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     out, lse = headwise.attention(*leaves, mask=made.mask, sinks=sinks, return_lse=True)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)

@@ -196,13 +196,13 @@ def test_who_has_which_heads() -> None:
 
 
 def test_a_share_of_a_mask_is_that_of_the_whole() -> None:
-    n, rows, heads = LONG, slice(1, 3), slice(1, 4)
+    n, rows, heads = LONG, (1, 3), (1, 4)
     wrong = []
     for name in MASKS:
         share = share_of_mask(MASKS[name](n).mask, rows, heads)
         share.check(2, 3, n.T, n.S, torch.device("cpu"))
         share = share.sized(2, 3)
-        sees, adds = (x[rows, heads] for x in dense(name, n))
+        sees, adds = (x[slice(*rows), slice(*heads)] for x in dense(name, n))
         allowed, added = share.allowed(n.T, n.S), share.added(n.T, n.S)
         seen = torch.ones_like(sees) if allowed is None else allowed.expand(sees.shape)
         plus = torch.zeros_like(adds) if added is None else added.double().expand(adds.shape).masked_fill(~sees, 0)

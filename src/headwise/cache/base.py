@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
 from operator import and_
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..shapes import default_scale
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
-from .padding import Side, first_columns, real_queries
+from .padding import Append, Side, first_columns, real_queries
 from .saved import Saved
 
 CacheT = TypeVar("CacheT", bound="KVCache")
@@ -33,14 +33,6 @@ Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form in which a cache stores them."""
 IN_GRAPHS = ("append", "attend", "positions", "takes_steps")
 """Methods of caches that torch.compile traces: they put operators into the graph. Other methods run outside of it."""
-
-
-class _Append(NamedTuple):
-    """The last append: its tokens T, the number of real tokens in each row, and the side of the padding."""
-
-    tokens: int
-    counts: list[int]
-    side: Side
 
 
 class KVCache(Saved, ABC):
@@ -89,7 +81,7 @@ class KVCache(Saved, ABC):
         self.dtype, self.shared, self.causal = dtype, shared, causal
         self.handle = handle_of(self)
         self._lengths = [0] * batch
-        self._last = _Append(0, [0] * batch, "right")
+        self._last = Append(0, [0] * batch, "right")
         self._input_dtype = torch.float32  # dtype of the last tokens; `keys` of int8 are returned in it
 
     def __copy__(self: CacheT) -> CacheT:
@@ -101,7 +93,7 @@ class KVCache(Saved, ABC):
         return {name: x for name, x in vars(self).items() if name != "handle"} | {"_last": tuple(self._last)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _last=_Append(*state["_last"]), handle=handle_of(self))
+        vars(self).update(state, _last=Append(*state["_last"]), handle=handle_of(self))
 
     # -- abstract methods ----------------------------------------------------------------------------------------------
 
@@ -226,7 +218,7 @@ class KVCache(Saved, ABC):
         starts = [T - count if side == "left" else 0 for count in counts]
         self._write(key, value, counts, starts)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
-        self._last, self._input_dtype = _Append(T, counts, side), key.dtype
+        self._last, self._input_dtype = Append(T, counts, side), key.dtype
         return self
 
     def attend(self, query: Tensor, *, mask: Mask | Tensor | None = None, **options: Any) -> Any:
@@ -267,9 +259,10 @@ class KVCache(Saved, ABC):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        checked: bool = False,
     ) -> Tensor | None:
         """Append one token to each row and attend in one native kernel call, equal to `append` and then `attend`.
+
+        Call it only if `takes_steps` has just returned True for this mask; that is not checked again.
 
         Args:
             query: (B, H, 1, D).
@@ -280,29 +273,27 @@ class KVCache(Saved, ABC):
             scale: as for `attend`.
             softcap: as for `attend`.
             sinks: as for `attend`.
-            checked: True if `takes_steps` has just returned True for this mask.
 
         Returns:
             (B, H, 1, V) in the memory order (B, 1, H, V), bit for bit as from `append` and `attend`. None if the kernel
-            does not support the call: a gradient, autocast, tracing, other sizes or dtypes, or a cache of another kind.
-            Then nothing was added; call `append` and `attend`, which also raise the errors.
+            does not support the sizes, dtypes or mask. Then nothing was added; call `append` and `attend`, which also
+            raise the errors.
         """
         mask = EVERYTHING if mask is None else mask
-        if not ((checked or self.takes_steps(mask)) and self._fits(query, key, value, sinks)):
+        if not self._fits(query, key, value, sinks):
             return None
         storage = self._reserve_step()
         seen = self._in_sight(storage.places, mask)
-        mask = mask if seen is not None else self._rule(None) & mask
         scale = default_scale(self.head_dim) if scale is None else float(scale)
-        options = ScoreOptions(mask, scale, None if softcap is None else float(softcap), sinks)
+        options = ScoreOptions(self._rule(None) & mask if seen is None else mask, scale, softcap, sinks)
         out = decode_step(query, key, value, turn, storage, options, seen)
         if out is not None:
             self._lengths = [n + 1 for n in self._lengths]
-            self._last, self._input_dtype = _Append(1, [1] * self.batch, "right"), key.dtype
+            self._last, self._input_dtype = Append(1, [1] * self.batch, "right"), key.dtype
         return out
 
     def takes_steps(self, mask: Mask | None = None) -> bool:
-        """Return True if `step` can probably run now; modules call this before they compute anything.
+        """Return True if `step` may be called now; modules call this before they compute anything.
 
         A class without its own `_reserve_step` returns False, even if it is derived from a class that has one.
         """
@@ -390,7 +381,7 @@ class KVCache(Saved, ABC):
     def set_lengths(self, lengths: list[int]) -> None:
         """Set the lengths of all rows, for `truncate`; if they change, the record of the last append is cleared."""
         if lengths != self.lengths:
-            self.lengths, self._last = lengths, _Append(0, [0] * self.batch, "right")
+            self.lengths, self._last = lengths, Append(0, [0] * self.batch, "right")
 
     def set_rows(self, rows: list[int]) -> None:
         """Select and reorder the lengths of the rows, for `reorder`."""

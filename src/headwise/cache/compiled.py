@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
 from ..ops.masks.positional_rules import Alibi, Blocks, Dilated, Relative
-from ..ops.masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
+from ..ops.masks.rule import Rule
+from ..ops.masks.rules import Band, Bias, Keep, Lengths, Segments
 
 SCHEMAS = {
     "cache_append": "(Tensor(a!) handle, Tensor key, Tensor? value, Tensor? lengths, bool left) -> ()",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from ..ops.masks.mask import Mask
 
 Side: TypeAlias = Literal["right", "left"]
 """The side of the padding."""
+
+
+class Append(NamedTuple):
+    """The last append: its tokens T, the number of real tokens in each row, and the side of the padding."""
+
+    tokens: int
+    counts: list[int]
+    side: Side
 
 
 def first_columns(T: int, columns: list[int], counts: list[int], side: Side) -> Tensor | None:

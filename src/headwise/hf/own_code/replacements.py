@@ -19,7 +19,7 @@ from typing_extensions import override
 from ...ops.masks.constructors import relative
 from ...ops.masks.indexing import RowIndex, index, rank4
 from ...ops.masks.mask import Mask
-from ...ops.masks.rules import Rule
+from ...ops.masks.rule import Rule
 from ...ops.tracing import without_numbers
 from ...shapes import describe
 from ..errors import ModelError

@@ -89,7 +89,7 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
     turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
     inner = parts["inner"]
     options = {"mask": mask, "scale": inner.scale, "softcap": inner.softcap, "sinks": inner.sinks}
-    out = cache.step(query, key, value, turn=turn, checked=True, **options)
+    out = cache.step(query, key, value, turn=turn, **options)
     return None if out is None else out.view(x.shape[0], 1, -1)
 
 
@@ -128,7 +128,7 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     inner = parts["inner"]
     scale = mla.head_dim**-0.5 if inner.scale is None else inner.scale
     options = {"mask": mask, "scale": scale, "softcap": inner.softcap, "sinks": inner.sinks}
-    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), checked=True, **options)
+    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), **options)
     if out is None:
         return None
     if B == 1:

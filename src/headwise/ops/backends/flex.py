@@ -20,7 +20,8 @@ from ..masks.algebra import AllOf, AnyOf, Not
 from ..masks.indexing import saturated
 from ..masks.mask import FULL, MIXED, Mask
 from ..masks.positional_rules import Alibi, Blocks, Dilated, Function, Relative
-from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.rule import Rule
+from ..masks.rules import Band, Bias, Keep, Lengths, Segments
 
 TILE = 128
 MIN_HEAD_DIM = 16

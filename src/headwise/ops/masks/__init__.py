@@ -27,9 +27,9 @@ from .positional_rules import Blocks as Blocks
 from .positional_rules import Dilated as Dilated
 from .positional_rules import Function as Function
 from .positional_rules import Relative as Relative
+from .rule import Rule as Rule
 from .rules import Band as Band
 from .rules import Bias as Bias
 from .rules import Keep as Keep
 from .rules import Lengths as Lengths
-from .rules import Rule as Rule
 from .rules import Segments as Segments

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .indexing import Region, RowIndex
-from .rules import Band, Lengths, Rule
+from .indexing import Region, RowIndex, Span
+from .rule import Rule
+from .rules import Band, Lengths
 
 NOTHING = Lengths(0)
 """The rule that allows no key."""
@@ -75,8 +76,8 @@ class AllOf(_Joined):
         return max(k0 for k0, _ in ends), min(k1 for _, k1 in ends)
 
     @override
-    def meets(self, region: Region, T: int, S: int) -> bool:
-        return all(rule.meets(region, T, S) for rule in self.rules)
+    def meets(self, rows: Span, cols: Span, T: int, S: int) -> bool:
+        return all(rule.meets(rows, cols, T, S) for rule in self.rules)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +94,8 @@ class AnyOf(_Joined):
         return min(k0 for k0, _ in ends), max(k1 for _, k1 in ends)
 
     @override
-    def meets(self, region: Region, T: int, S: int) -> bool:
-        return any(rule.meets(region, T, S) for rule in self.rules)
+    def meets(self, rows: Span, cols: Span, T: int, S: int) -> bool:
+        return any(rule.meets(rows, cols, T, S) for rule in self.rules)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,23 +14,42 @@ RowIndex: TypeAlias = "slice | Tensor | None"
 """A selection of queries or keys: a slice or a 1-D index tensor; None selects all."""
 
 
-class Region(NamedTuple):
-    """Some queries and keys of a call, and optionally some heads: (start, stop) each."""
+Span: TypeAlias = tuple[int, int]
+"""(start, stop) of an axis."""
 
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    heads: tuple[int, int] | None = None
+
+class Region(NamedTuple):
+    """Some queries, keys, heads and rows of the batch of a call; None is all of them."""
+
+    rows: Span | None = None
+    cols: Span | None = None
+    heads: Span | None = None
+    batch: Span | None = None
 
     @property
-    def shift(self) -> int:
-        """The number to add to an offset: the first query's index minus the first key's index."""
-        return self.rows[0] - self.cols[0]
+    def first(self) -> tuple[int, int, int, int]:
+        """The indices in the call of the region's first row of the batch, head, query and key."""
+        batch, head, query, key = (span[0] if span else 0 for span in (self.batch, self.heads, self.rows, self.cols))
+        return batch, head, query, key
 
-    def of_heads(self, x: Tensor, axis: int) -> Tensor:
-        """Return a view of the region's heads on an axis of a tensor, or the tensor if that axis has size 1."""
-        if self.heads is None or x.shape[axis] == 1:
-            return x
-        return x.narrow(axis, self.heads[0], self.heads[1] - self.heads[0])
+    def cut(self, x: Tensor, *, batch: int | None = None, heads: int | None = None) -> Tensor:
+        """Return a view of a tensor with the region's part of its axes of the batch and of the heads."""
+        return cut(cut(x, self.batch, batch), self.heads, heads)
+
+    def offset(self, offset: int | Tensor | None, T: int, S: int) -> int | Tensor | None:
+        """Return the position of the region's first query among its keys, from a rule's offset in the whole call."""
+        offset = self.cut(offset, batch=0) if isinstance(offset, Tensor) else offset
+        if self.rows is None and self.cols is None:
+            return offset
+        _, _, query, key = self.first
+        return (S - T if offset is None else saturated(offset)) + query - key
+
+
+def cut(x: Tensor, span: Span | None, axis: int | None) -> Tensor:
+    """Return a view of some indices of an axis; the tensor itself if it has no such axis, or one of size 1."""
+    if span is None or axis is None or x.ndim < (-axis if axis < 0 else axis + 1) or x.shape[axis] == 1:
+        return x
+    return x.narrow(axis, span[0], span[1] - span[0])
 
 
 def index(pick: RowIndex, length: int, device: torch.device | None) -> Tensor:

@@ -29,9 +29,10 @@ from ...shapes import MASK_RULE, check_integers, check_made
 from ...shapes.arguments import MOST, check_counts, check_device, check_dtype, check_span
 from ..tracing import statically_true
 from .algebra import both, either, neither
-from .indexing import Region, RowIndex, check_asked, checked_at, full_rank, wide
+from .indexing import Region, RowIndex, Span, check_asked, checked_at, full_rank, wide
 from .pytrees import register
-from .rules import Band, Bias, Keep, Rule
+from .rule import Rule
+from .rules import Band, Bias, Keep
 
 EMPTY, MIXED, FULL = 0, 1, 2
 
@@ -256,9 +257,18 @@ class Mask:
         return self._with([rule.sized(B, H) for rule in self.parts])
 
     def part(
-        self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int, *, heads: tuple[int, int] | None = None
+        self,
+        rows: Span | None = None,
+        cols: Span | None = None,
+        T: int = 0,
+        S: int = 0,
+        *,
+        heads: Span | None = None,
+        batch: Span | None = None,
     ) -> Mask:
-        """Return the mask of a call with only these queries, keys and heads, (start, stop) each; all heads by default.
+        """Return the mask of a call with only these queries, keys, heads and rows of the batch; all by default.
+
+        Each is (start, stop). T and S, the sizes of the whole call, are needed with `rows` or `cols`.
 
         >>> from headwise import causal
         >>> print(causal().part((2, 4), (1, 4), 4, 4).draw(2, 3))
@@ -266,18 +276,17 @@ class Mask:
         ■ ■ ■
         """
         check_counts(T=T, S=S)
-        some = None if heads is None else check_span("heads", heads, MOST)
-        region = Region(check_span("rows", rows, T), check_span("cols", cols, S), some)
+        spans = {"rows": (rows, T), "cols": (cols, S), "heads": (heads, MOST), "batch": (batch, MOST)}
+        region = Region(*(span and check_span(name, span, size) for name, (span, size) in spans.items()))
         return Mask(tuple(rule.part(region, T, S) for rule in self.parts))
 
-    def meets(self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int) -> bool:
+    def meets(self, rows: Span, cols: Span, T: int, S: int) -> bool:
         """Return whether a query in `rows` may attend to a key in `cols`; True also if the rules do not decide it."""
         check_counts(T=T, S=S)
         rows, cols = check_span("rows", rows, T), check_span("cols", cols, S)
-        region = Region(rows, cols)
         if rows[0] >= rows[1] or cols[0] >= cols[1]:
             return False
-        return all(rule.meets(region, T, S) for rule in self.parts if rule.restricts)
+        return all(rule.meets(rows, cols, T, S) for rule in self.parts if rule.restricts)
 
     def forbids(self) -> Mask:
         """Return what the mask forbids to every head, without its biases."""

@@ -14,7 +14,8 @@ from ...shapes import MASK_RULE, check_index_tensor, check_mask_tensor, describe
 from ...shapes.arguments import fits
 from ..tracing import is_symbol
 from .indexing import Region, per_batch, rank4, saturated, wide
-from .rules import Rule, Segments
+from .rule import Rule
+from .rules import Segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +30,7 @@ class _Placed(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Rule:
-        offset = S - T if self.offset is None else saturated(self.offset)
-        return replace(self, offset=offset + region.shift)
+        return replace(self, offset=region.offset(self.offset, T, S))
 
     @override
     def placed(self, offset: int | Tensor) -> Rule:
@@ -71,10 +71,11 @@ class Blocks(_Placed):
         return floor_divide(pos, self.size), floor_divide(torch.arange(S, device=device), self.size)
 
     @override
-    def part(self, region: Region, T: int, S: int) -> Segments:
-        device = self.offset.device if isinstance(self.offset, Tensor) else None
-        query_ids, key_ids = self.ids(T, S, device)
-        return Segments(query_ids[..., slice(*region.rows)], key_ids[slice(*region.cols)])
+    def part(self, region: Region, T: int, S: int) -> Rule:
+        if region.rows is None and region.cols is None:
+            return super().part(region, T, S)
+        device = self.offset.device if isinstance(self.offset, Tensor) else None  # blocks count from key 0 of the call
+        return Segments(*self.ids(T, S, device)).part(region, T, S)
 
     @override
     def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
@@ -112,8 +113,7 @@ class Alibi(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Alibi:
-        offset = S - T if self.offset is None else saturated(self.offset)
-        return Alibi(region.of_heads(self.slopes, -1), offset + region.shift)
+        return Alibi(region.cut(self.slopes, batch=-2, heads=-1), region.offset(self.offset, T, S))
 
     @override
     def placed(self, offset: int | Tensor) -> Alibi:
@@ -158,8 +158,7 @@ class Relative(_Placed):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Relative:
-        offset = S - T if self.offset is None else saturated(self.offset)
-        return Relative(region.of_heads(self.table, 0), offset=offset + region.shift)
+        return Relative(region.cut(self.table, heads=0), offset=region.offset(self.offset, T, S))
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
@@ -218,9 +217,9 @@ class Function(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Function:
-        first, last = region.heads or (0, self.heads)
-        function = _Elsewhere(self.function, first, region.rows[0], region.cols[0])
-        return Function(function, self.batch, last - first, keep=self.keep)
+        batch, heads = region.batch or (0, self.batch), region.heads or (0, self.heads)
+        function = _Elsewhere(self.function, *region.first)
+        return Function(function, batch[1] - batch[0], heads[1] - heads[0], keep=self.keep)
 
     @override
     def sized(self, B: int, H: int) -> Rule:
@@ -235,12 +234,13 @@ class Function(Rule):
 
 @dataclass(frozen=True, eq=False)
 class _Elsewhere:
-    """A function of indices, called with indices that start at another head, query and key."""
+    """A function of indices, called with indices that start at another row of the batch, head, query and key."""
 
     function: Callable[..., Any]
+    batch: int
     head: int
     query: int
     key: int
 
     def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-        return self.function(b, h + self.head, i + self.query, j + self.key)
+        return self.function(b + self.batch, h + self.head, i + self.query, j + self.key)

@@ -20,7 +20,7 @@ def register(cls: C) -> C:
 
     def split(rule: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
         values = {f.name: getattr(rule, f.name) for f in fields(cls)}
-        leaves = {k: v for k, v in values.items() if isinstance(v, (Tensor, tuple))}
+        leaves = {k: v for k, v in values.items() if isinstance(v, Tensor) or type(v) is tuple}
         return leaves, (tuple(leaves), tuple((k, v) for k, v in values.items() if k not in leaves))
 
     def flatten(rule: Any) -> tuple[list[Any], tuple[Any, ...]]:

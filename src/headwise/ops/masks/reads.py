@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from .algebra import AllOf, AnyOf, Not
 from .positional_rules import Blocks, Dilated, Function
-from .rules import Band, Keep, Lengths, Rule, Segments
+from .rule import Rule
+from .rules import Band, Keep, Lengths, Segments
 
 _OWN = (Band, Lengths, Segments, Keep, Dilated, Blocks)
 """Rules that depend only on their fields."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,89 +12,8 @@ from typing_extensions import override
 from ...shapes import check_index_tensor, check_mask_tensor, describe
 from ...shapes.arguments import fits
 from ..tracing import statically_true
-from .indexing import Region, RowIndex, index, per_batch, rank4, saturated
-from .pytrees import register
-
-Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
-"""lo and hi, each (B|1, T) or (B|1, 1); None if that side has no limit."""
-
-
-@dataclass(frozen=True, eq=False)
-class Rule:
-    """One rule of a mask: a frozen dataclass. A new rule must define only `at`.
-
-    `restricts`: it can forbid keys; `biases`: it adds to the scores. Tensor fields are moved by `Mask.to`.
-    """
-
-    restricts: ClassVar[bool] = True
-    biases: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Register every subclass as a pytree."""
-        super().__init_subclass__(**options)
-        register(cls)
-
-    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        """Return the rule at the given places: i, j are integer tensors that broadcast to (B, H, R, C)."""
-        raise NotImplementedError
-
-    def grid(self, T: int, S: int, rows: RowIndex, cols: RowIndex, device: torch.device | None) -> Tensor:
-        """Return the rule on chosen rows and columns, (B|1, H|1, R, C)."""
-        i, j = index(rows, T, device), index(cols, S, device)
-        return self.at(i[:, None], j[None, :], T, S)
-
-    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
-        """Raise ValueError if the rule's tensors do not fit the call."""
-
-    def computed_in(self, dtype: torch.dtype) -> Rule:
-        """Return the rule for a computation in float32 or float64."""
-        return self
-
-    def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
-        """Return (lo, hi): row i may attend to exactly lo[i] <= j < hi[i]; None if a row's keys are no interval."""
-        return None
-
-    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
-        """Return an interval (k0, k1) with every key that the queries first <= i < last may attend to.
-
-        These are plain integers, computed without reading tensors, so the interval may be too wide.
-        """
-        return 0, S
-
-    def trimmed(self, T: int, S: int) -> Rule | None:
-        """Return an equivalent rule for this size, simpler if possible; None if it forbids and adds nothing."""
-        return self
-
-    def placed(self, offset: int | Tensor) -> Rule:
-        """Return the rule with query 0 at `offset` among the keys, if its own offset is not set."""
-        return self
-
-    def part(self, region: Region, T: int, S: int) -> Rule:
-        """Return the rule for a call with only these queries, keys and heads: the same pairs, with new indices."""
-        raise NotImplementedError
-
-    def meets(self, region: Region, T: int, S: int) -> bool:
-        """Return whether a query of the region may attend to a key of the region; True also if that is not known."""
-        low, high = self.reach(*region.rows, T, S)
-        return low < region.cols[1] and high > region.cols[0]
-
-    def sized(self, B: int, H: int) -> Rule:
-        """Return the rule for B rows of H heads, if it needs these numbers."""
-        return self
-
-    def forbids(self) -> Rule | None:
-        """Return the part of the rule that forbids keys to every head; None if there is none."""
-        return self if self.restricts else None
-
-    @property
-    def learns(self) -> bool:
-        """True if a tensor of the rule needs a gradient."""
-        return False
-
-    @property
-    def is_same_for_rows(self) -> bool:
-        """True if every query of a batch row may attend to the same keys with the same bias."""
-        return False
+from .indexing import Region, RowIndex, Span, cut, per_batch, rank4, saturated
+from .rule import Bounds, Rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +69,8 @@ class Band(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Band:
-        return Band(self.left, self.right, self.shift(T, S) + region.shift, max(0, self.first - region.cols[0]))
+        first = max(0, self.first - region.first[3])
+        return replace(self, offset=region.offset(self.offset, T, S), first=first)
 
     @override
     def placed(self, offset: int | Tensor) -> Band:
@@ -216,15 +136,15 @@ class Lengths(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Lengths:
-        stop, start = (None if end is None else _from(end, region.cols[0]) for end in (self.stop, self.start))
+        stop, start = (None if end is None else _from(end, region) for end in (self.stop, self.start))
         assert stop is not None and not isinstance(start, int)
         return Lengths(stop, start)
 
     @override
-    def meets(self, region: Region, T: int, S: int) -> bool:
+    def meets(self, rows: Span, cols: Span, T: int, S: int) -> bool:
         longest = self.stop if isinstance(self.stop, int) else int(self.stop.max())
         least = 0 if self.start is None else int(self.start.min())
-        return longest > region.cols[0] and least < region.cols[1]
+        return longest > cols[0] and least < cols[1]
 
     @property
     @override
@@ -238,9 +158,13 @@ class Lengths(Rule):
                 check_index_tensor(name, ends, [(B,), (1,)], device)
 
 
-def _from(end: Tensor | int, first: int) -> Tensor | int:
-    """Return a limit counted from the key `first`."""
-    return (end.long() - first).clamp(min=0) if isinstance(end, Tensor) else max(0, end - first)
+def _from(end: Tensor | int, region: Region) -> Tensor | int:
+    """Return a limit counted from the region's first key."""
+    first = region.first[3]
+    if not isinstance(end, Tensor):
+        return max(0, end - first)
+    end = region.cut(end, batch=0)
+    return end if region.cols is None else (end.long() - first).clamp(min=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,11 +183,12 @@ class Segments(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Segments:
-        return Segments(self.query_ids[..., slice(*region.rows)], self.key_ids[..., slice(*region.cols)])
+        query_ids, key_ids = (region.cut(ids, batch=-2) for ids in (self.query_ids, self.key_ids))
+        return Segments(_some(query_ids, region.rows), _some(key_ids, region.cols))
 
     @override
-    def meets(self, region: Region, T: int, S: int) -> bool:
-        sides = ((self.query_ids, region.rows), (self.key_ids, region.cols))
+    def meets(self, rows: Span, cols: Span, T: int, S: int) -> bool:
+        sides = ((self.query_ids, rows), (self.key_ids, cols))
         ids = [x[..., slice(*ends)].reshape(-1) for x, ends in sides]
         if not all(x.numel() for x in ids):
             return False
@@ -274,6 +199,11 @@ class Segments(Rule):
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         check_index_tensor("query_ids of the segments", self.query_ids, [(T,), (1, T), (B, T)], device)
         check_index_tensor("key_ids of the segments", self.key_ids, [(S,), (1, S), (B, S)], device)
+
+
+def _some(x: Tensor, span: Span | None) -> Tensor:
+    """Return a span of the last axis, also if that has size 1."""
+    return x if span is None else x[..., slice(*span)]
 
 
 def _pick(ids: Tensor, index: Tensor) -> Tensor:
@@ -324,13 +254,12 @@ class _Dense(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> _Dense:
-        x = region.of_heads(self.full, 1)
-        x = x[:, :, slice(*region.rows)] if x.shape[2] > 1 else x
-        return type(self)(x[..., slice(*region.cols)] if x.shape[3] > 1 else x)
+        x = region.cut(self.tensor, batch=-4, heads=-3)
+        return type(self)(cut(cut(x, region.rows, -2), region.cols, -1))
 
     @override
-    def meets(self, region: Region, T: int, S: int) -> bool:
-        seen = self.part(region, T, S).tensor
+    def meets(self, rows: Span, cols: Span, T: int, S: int) -> bool:
+        seen = self.part(Region(rows, cols), T, S).tensor
         return bool((seen != -torch.inf if self.biases else seen).any())
 
     @override

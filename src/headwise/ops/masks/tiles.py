@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .indexing import count, rank4
 from .reads import Reads, reads_of
-from .rules import Rule
+from .rule import Rule
 
 SIDE = 64
 """Queries and keys per tile; the bits of one query are one int64."""

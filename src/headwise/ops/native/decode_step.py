@@ -90,7 +90,7 @@ def decode_step(
     if seen is not None:
         _, scale, softcap, sinks, *_ = options
         sinks = None if sinks is None else sinks.float().contiguous()
-        rules = (scale, softcap or 0.0, sinks, *seen, None, None, None, None, None)
+        rules = (scale, float(softcap or 0.0), sinks, *seen, None, None, None, None, None)
     else:
         options = options._replace(mask=options.mask.sized(query.shape[0], query.shape[1]))
         try:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..masks.mask import Mask
 from ..masks.positional_rules import Alibi
-from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.rule import Rule
+from ..masks.rules import Band, Bias, Keep, Lengths, Segments
 from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
 from ..storage.layout import StorageLayout

@@ -18,7 +18,8 @@ from ...shapes import DTYPES, INTEGERS
 from ...shapes.arguments import FAR
 from ..masks.mask import Mask
 from ..masks.positional_rules import Alibi, Blocks, Relative
-from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.rule import Rule
+from ..masks.rules import Band, Bias, Keep, Lengths, Segments
 from ..masks.tiles import tile_map
 from ..options import ScoreOptions
 from ..tracing import without_numbers

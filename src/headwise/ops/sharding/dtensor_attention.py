@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ...shapes import check_attention, check_gate, check_options
+from ..masks.indexing import Region
 from ..masks.mask import Mask, as_mask
 from .heads import Group, as_dtensor, drawn, keys_read, pick_heads, seed_of_part
-from .masks import cut, mapped, share_of_mask
+from .masks import mapped, share_of_mask
 
 RULE = "attention of DTensors takes query, key and value cut by batch, Shard(0), or by head, Shard(1), or Replicate()"
 
@@ -70,22 +71,23 @@ def attend_parts(
     placed = _checked(query, key, value)
     seed = None
     if check_options(None, None, None, None, options.get("dropout", 0.0))[2]:
-        number, heads = drawn(), query.shape[1]
+        number, H = drawn(), query.shape[1]
         for dim in range(placed.mesh.ndim):
             number = Group(placed.mesh, dim).first_of(number)
-        seed = seed_of_part(number, heads, (placed.rows.start or 0) * heads + placed.heads.start)
+        seed = seed_of_part(number, H, placed.rows.start * H + placed.heads.start)
     keys = keys_read(placed.heads, query.shape[1] // key.shape[1])
     q, k, v = query.to_local(), _here(key, placed, keys), _here(value, placed, keys)
     mask = mapped(as_mask(mask), placed.plain)
     B, H, T, _ = query.shape
+    batch, heads = ((part.start, part.stop) for part in (placed.rows, placed.heads))
     mask.check(B, H, T, key.shape[2], q.device)
     if sinks is not None:
         check_options(query, None, None, sinks, 0.0)
         sinks = placed.plain(sinks)[placed.heads]
     if gate is not None:
         gate = check_gate(placed.plain(gate), (*query.shape[:3], value.shape[3]), q.device)
-        gate = cut(cut(gate, placed.rows, 0), placed.heads, 1)
-    mask = share_of_mask(mask, placed.rows, placed.heads)
+        gate = Region(heads=heads, batch=batch).cut(gate, batch=0, heads=1)
+    mask = share_of_mask(mask, batch, heads)
     out = attend(q, k, v, seed=seed, mask=mask, sinks=sinks, gate=gate, **options)
     shape = query.shape[:3]
     if isinstance(out, tuple):

@@ -11,7 +11,7 @@ from typing_extensions import override
 from ...ops.masks.constructors import bias, keep, lengths
 from ...ops.masks.indexing import rank4
 from ...ops.masks.mask import EVERYTHING, Mask
-from ...ops.masks.rules import Bounds, Rule
+from ...ops.masks.rule import Bounds, Rule
 from .ownership import TokenOwnership
 
 CPU = torch.device("cpu")

@@ -134,7 +134,7 @@ class HeadShards:
         """Return the mask for the heads of this rank; gradients of its learned tensors are summed over ranks."""
         whole = as_mask(mask)
         whole = mapped(whole, self.group.shared) if whole.learns else whole
-        return share_of_mask(whole, slice(None), self.share.heads)
+        return share_of_mask(whole, None, (self.share.heads.start, self.share.heads.stop))
 
     def gate(self, gate: Tensor | None) -> Tensor | None:
         """Return the gate (H,), (B, H), ... for the heads of this rank."""
