@@ -25,9 +25,12 @@ value exceeds the threshold **and** what chance gives: `times` the null, plus `p
 Where several texts were read, the lower end of the 95 % interval (a bootstrap over texts) has to stand above the null
 as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
 
-`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. The patterns show a
-head that does nothing else: a row a query, `#` where its weight lies; or the patches of a picture, `o` the query. This
-page is written by `scripts/roles_page.py` from `headwise.look.ROLES`.
+`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. A query that has no
+choice, such as the first token of a decoder, which attends itself alone, counts for no offset, no band and no choice
+among words, and is never evidence: evidence is chosen among the pairs of query and key that the score counts.
+
+The patterns show a head that does nothing else: a row a query, `#` where its weight lies; or the patches of a picture,
+`o` the query. This page is written by `scripts/roles_page.py` from `headwise.look.ROLES`.
 
 | what is read | when |
 |---|---|

@@ -28,7 +28,8 @@ TIMES_CHANCE = 2.0
 """The factor of the control's value that a role must exceed, unless the role sets its own."""
 
 SEVERAL = 4
-"""The fewest queries of a role of positions or marks: a full stop at the end of a text has only its own query."""
+"""The fewest queries of a role, unless it sets its own: a full stop at the end of a text has only its own query, and in
+a text of five tokens a sink on the first would pass for an offset of four."""
 
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
 """The kinds of input: texts, repeated random tokens, annotated sentences, texts with a needle."""
@@ -74,7 +75,7 @@ class Role:
     reads: str = TEXT
     times: float = TIMES_CHANCE
     plus: float = 0.0
-    least: int = 1
+    least: int = SEVERAL
     over: frozenset[str] = WORDS
 
     def plays(self, value: float, null: float | None, count: int, low: float | None = None) -> bool:
@@ -96,9 +97,7 @@ def _at(offset: int, name: str, source: str) -> Role:
     """Return the role of attending to one position relative to the query."""
     place = f"i{offset:+}" if offset else "i"
     over = LINE if offset else LINE | {axes.PICTURE}
-    # in a text hardly longer, a sink on its first token would pass for an offset
-    least = 1 if abs(offset) < 2 else SEVERAL
-    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), least=least, over=over)
+    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), over=over)
 
 
 def _neighbour(name: str, rows: int, columns: int) -> Role:
@@ -145,7 +144,6 @@ def _mark(name: str, what: str, ids: str) -> Role:
         f"{_CLARK}: section 3.2, [SEP], full stops and commas apart; threshold as for special tokens",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(getattr(scene.words, ids))),
-        least=SEVERAL,
     )
 
 
@@ -158,7 +156,6 @@ def _across(name: str, queries: str, keys: str) -> Role:
         _UNIFORM,
         placed.FromTo(lambda scene: scene.of_class(queries), lambda scene: scene.of_class(keys)),
         times=1.5,
-        least=SEVERAL,
     )
 
 
@@ -235,7 +232,6 @@ ROLES: tuple[Role, ...] = (
         f"{_CLARK}: special tokens above 0.6",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(scene.words.delimiters)),
-        least=SEVERAL,
     ),
     Role(
         "punctuation",
@@ -244,7 +240,6 @@ ROLES: tuple[Role, ...] = (
         f"{_CLARK}: as special tokens",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(scene.words.punctuation)),
-        least=SEVERAL,
     ),
     Role(
         "special tokens",
@@ -253,7 +248,6 @@ ROLES: tuple[Role, ...] = (
         f"{_CLARK}: special tokens above 0.6",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(scene.words.special)),
-        least=SEVERAL,
     ),
     _mark("[SEP]", "are the separator", "separators"),
     _mark("full stop", "are '.'", "stops"),
