@@ -274,6 +274,7 @@ attend_train, all; attend_train, rules; attend_backward; attend_backward, all; d
 
 @needs_native
 @pytest.mark.unchecked
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [name.strip() for name in OPERATOR_CALLS.split(";")])
 def test_opcheck(name: str) -> None:
     """Schema, aliasing, autograd registration, fake tensors (shapes and strides), and ahead-of-time tracing."""

@@ -28,23 +28,30 @@ def drawn(cases: Sequence[Case], key: str = "", most: int | None = None) -> list
 
 def split(items: Sequence[Any], share: int = SHARE) -> tuple[list[Any], list[Any]]:
     """Return the tests to run and those to leave out: of each function marked `sweep` a share of its parameters."""
-    shares: dict[str, int] = {}
-    cases: dict[str, set[str]] = {}
+    sweeps: dict[str, list[Any]] = {}
     for item in items:
-        if mark := item.get_closest_marker("sweep"):
-            function, case = _function_and_case(item)
-            shares[function] = min((share, *mark.args))
-            cases.setdefault(function, set()).add(case)
-    kept = {(name, case) for name, some in cases.items() for case in _sample(sorted(some), name, shares[name])}
-    runs = [not item.get_closest_marker("sweep") or _function_and_case(item) in kept for item in items]
-    both = [*zip(items, runs, strict=True)]
-    return [item for item, run in both if run], [item for item, run in both if not run]
+        if item.get_closest_marker("sweep"):
+            sweeps.setdefault(item.nodeid.split("[")[0], []).append(item)
+    out: set[Any] = set()
+    for name, tests in sweeps.items():
+        cases = _cases(tests)
+        kept = _sample(sorted(set(cases)), name, min((share, *tests[0].get_closest_marker("sweep").args)))
+        out |= {test for test, case in zip(tests, cases, strict=True) if case not in kept}
+    return [item for item in items if item not in out], [item for item in items if item in out]
 
 
-def _function_and_case(item: Any) -> tuple[str, str]:
-    """Return the test's function, and those of its parameters that are drawn, by their places in their lists."""
-    places = sorted((name, place) for name, place in item.callspec.indices.items() if name not in WHOLE)
-    return item.nodeid.split("[")[0], repr(places)
+def _cases(tests: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return which case each test of a function is: the numbers of its parameters that are drawn.
+
+    A value has the number of its first occurrence. (pytest's own `callspec.indices` count the tests, not the values.)
+    """
+    numbers: dict[str, dict[int, int]] = {}  # the values are those of one list of parameters, so `id` tells them apart
+    for test in tests:
+        for name, value in test.callspec.params.items():
+            if name not in WHOLE:
+                known = numbers.setdefault(name, {})
+                known.setdefault(id(value), len(known))
+    return [tuple(known[id(test.callspec.params[name])] for name, known in numbers.items()) for test in tests]
 
 
 def _sample(cases: Sequence[Case], name: str, share: int) -> list[Case]:

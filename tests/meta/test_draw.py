@@ -17,7 +17,7 @@ from loops import inside
 
 @dataclass(eq=False)
 class Spec:
-    indices: dict[str, int]
+    params: dict[str, int]
 
 
 @dataclass(eq=False)
@@ -46,11 +46,21 @@ def test_whatever_is_drawn_runs_on_every_backend_and_in_every_dtype() -> None:
     for name in ("a", "b"):
         cases: dict[int, set[tuple[int, int]]] = {}
         for item in run:
-            where = item.callspec.indices
+            where = item.callspec.params
             if item.nodeid.startswith(name):
                 cases.setdefault(where["case"], set()).add((where["backend"], where["dtype"]))
         assert len(cases) == 3 and all(len(both) == 6 for both in cases.values())
     assert [item for item in every if item in run] == run, "in their order"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["a", "b"])
+@pytest.mark.parametrize("case", range(11))
+def test_of_pytests_own_tests_too(request: pytest.FixtureRequest, backend: str, case: int) -> None:
+    if any("[" in name for name in request.config.args):
+        pytest.skip("pytest was asked for single parameters")
+    tests = [item.name for item in request.session.items if f"{request.function.__name__}[{case}-" in item.name]
+    assert len(tests) == 2, tests
 
 
 def test_what_is_no_sweep_runs_whole_and_so_does_everything_without_a_share() -> None:

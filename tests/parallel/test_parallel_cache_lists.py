@@ -13,9 +13,7 @@ pytestmark = pytest.mark.unchecked
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_drawn_schedules_give_what_lists_of_tokens_give(world: int) -> None:
-    for wrong in ranks.pool(world).run(
-        shard_lists.schedules, draw.drawn(range(12), str(world), most=4), world
-    ):
+    for wrong in ranks.pool(world).run(shard_lists.schedules, draw.drawn(range(12), str(world), most=4), world):
         assert wrong == []
 
 
