@@ -40,10 +40,10 @@ def patch(
         from headwise.look import LogitDifference, patch
 
         metric = LogitDifference(one_token(loaded, "--answer", answer), one_token(loaded, "--wrong", wrong))
-        ids = [loaded.encode(text)[0] for text in texts]
+        clean_ids, corrupted_ids = (loaded.encode(text)[0] for text in texts)
         show("patching")
         options = {"heads": chosen, "positions": positions, "decode": loaded.decode, "name": loaded.name}
-        return patch(loaded.model, *ids, metric, progress=show, **options)
+        return patch(loaded.model, clean_ids, corrupted_ids, metric, progress=show, **options)
 
     result = measured("patch", model, device, dtype, work)
     if as_json:

@@ -138,7 +138,7 @@ class Patching(Tabled):
         for name in ("layer", "head", *(("position", "clean", "corrupted") if self.by_position else ()), "effect"):
             table.add_column(name, justify="left" if name in ("clean", "corrupted") else "right")
         for one in top:
-            place = []
+            place: list[str | Text] = []
             if one.position is not None:
                 texts = (self.clean_tokens, self.corrupted_tokens)
                 tokens = [repr(text[one.position]) if one.position < len(text) else "" for text in texts]
@@ -269,7 +269,7 @@ def patch(
         clean_tokens=tuple(map(decode, rows[0])),
         corrupted_tokens=tuple(map(decode, rows[1])),
         heads=tuple(
-            HeadPatch(*place[:2], place[2] if positions else None, rise / gap)
+            HeadPatch(place[0], place[1], place[2] if positions else None, rise / gap)
             for place, rise in zip(chosen, risen, strict=True)
         ),
     )

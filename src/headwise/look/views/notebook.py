@@ -31,9 +31,10 @@ def markup(look: LookData) -> str:
         _legend(name, count) for name, count in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))
     )
     idle = len(look.heads) - played.total()
+    states = f"{idle} without a role; {MARKS['dot']} sink, {MARKS['ring']} broad"
     return (
         f"<div><b>{_escaped(look.title)}</b>"
-        f"<div style='margin:.4em 0'>{legend}<span style='white-space:nowrap'>{idle} without a role; {MARKS['dot']} sink, {MARKS['ring']} broad</span></div>"
+        f"<div style='margin:.4em 0'>{legend}<span style='white-space:nowrap'>{states}</span></div>"
         f"{_grid(look)}{_details(look)}</div>"
     )
 

@@ -268,7 +268,7 @@ class LayoutCost:
     layout: ContextLayout
     order: TokenOrder
     bytes: int
-    message_count: int
+    messages: int
     pairs: int
     link_seconds: float | None
     compute_seconds: float | None
