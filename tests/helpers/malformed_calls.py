@@ -291,9 +291,6 @@ NN: dict[str, Callable[[], Call]] = {
         MultiHeadAttention.from_heads, heads=[mha().head(0)] * 2, num_kv_heads=LEAVE, output_bias=normal(M)
     ),
     "MultiHeadAttention.from_heads matrices": lambda: (fused, {n: normal(*size) for n, size in MATRICES.items()}),
-    "MultiHeadAttention.from_torch": lambda: of(
-        MultiHeadAttention.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)
-    ),
     "from_torch": lambda: of(nn.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)),
     "replace": lambda: of(nn.replace, model=torch.nn.MultiheadAttention(M, 3)),
     "to_torch": lambda: of(nn.to_torch, mha=mha()),

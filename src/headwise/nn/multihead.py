@@ -27,8 +27,7 @@ from .head_views import Head, check_heads, fill_heads, rows_of
 from .hooks.projections import weight_of
 from .inner_attention import as_inner
 from .rotary import Positions
-from .torch_keywords import refuse_inputs, refuse_options
-from .torch_multihead import converted_from_torch, converted_to_torch
+from .torch_module_keywords import refuse_inputs, refuse_options
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 Memory = Float[Tensor, "B S N"] | tuple[Float[Tensor, "B S N_key"], Float[Tensor, "B S N_value"]]
@@ -321,60 +320,8 @@ class MultiHeadAttention(nn.Module):
         fill_heads(mha, heads, output_bias)
         return mha
 
-    @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """Convert a `torch.nn.MultiheadAttention`, with copies of its numbers: see `headwise.nn.from_torch`."""
-        return converted_from_torch(cls, module)
-
-    def to_torch(self) -> nn.MultiheadAttention:
-        """Convert to a `torch.nn.MultiheadAttention`, with copies of the numbers: see `headwise.nn.to_torch`."""
-        return converted_to_torch(self)
-
     def extra_repr(self) -> str:
         """Return the sizes."""
         sizes = f"{self.d_model}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         sizes += "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
         return sizes + ("" if self.memory_dim is None else f", memory_dim={self.memory_dim}")
-
-
-def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """Convert a `torch.nn.MultiheadAttention` to a `MultiHeadAttention` with copies of its weights.
-
-    Outputs are equal in train and eval mode. Call the result as ``mha(query)`` for self-attention, or
-    ``mha(query, (key, value))``; convert masks with `mask_from_torch`. The inner part takes over the dropout.
-
-    Raises:
-        TypeError: `module` is not a `torch.nn.MultiheadAttention`, or it has hooks or its own forward.
-        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``, or takes (T, B, M), not ``batch_first``.
-
-    Example:
-        >>> import torch
-        >>> theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
-        >>> ours = from_torch(theirs)
-        >>> x = torch.randn(2, 5, 12)
-        >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
-        True
-    """
-    return MultiHeadAttention.from_torch(module)
-
-
-def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
-    """Convert to a `torch.nn.MultiheadAttention` with ``batch_first=True`` and copies of the weights.
-
-    Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
-
-    Raises:
-        TypeError: `mha` is not a `headwise.MultiHeadAttention`, or a projection is not a plain linear layer.
-        ValueError: torch's module lacks a feature of `mha`: a rotary part, norms, heads with ``H * D != d_model``,
-            another value dim, softcap, sinks, a custom scale, or an inner part that is not an `InnerAttention`.
-
-    Example:
-        >>> import torch
-        >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
-        >>> x = torch.randn(2, 5, 12)
-        >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
-        True
-    """
-    if not isinstance(mha, MultiHeadAttention):
-        raise TypeError(f"to_torch takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
-    return mha.to_torch()

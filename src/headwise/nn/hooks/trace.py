@@ -17,8 +17,9 @@ from ...plan.shape import BiasOption
 from ...shapes.arguments import check_counts, check_flags
 from ..checks import check_input
 from ..inner_attention import Inner
-from ..multihead import MultiHeadAttention, from_torch
+from ..multihead import MultiHeadAttention
 from ..rotary import Positions
+from ..torch_multihead import from_torch
 from .head_mixing import Mixing, measure_mixing
 from .projections import description, is_unmodified, plain_weight
 
