@@ -280,12 +280,6 @@ NN: dict[str, Callable[[], Call]] = {
         mha(head_dim=D, value_dim=V).forward,
         **{"memory": LEAVE, "mask": LEAVE, "positions": LEAVE, "cache": filled("paged"), "lengths": [1, 5]},
     ),
-    "MultiHeadAttention.split": lambda: of(MultiHeadAttention.split, fused=normal(B, T, 12), heads=3, size=4),
-    "MultiHeadAttention.concatenate": lambda: of(MultiHeadAttention.concatenate, heads_BHTV=normal(B, H, T, V)),
-    "MultiHeadAttention.normalize": lambda: of(mha(qk_norm=torch.nn.RMSNorm, head_dim=D).normalize),
-    "MultiHeadAttention.rotate": lambda: of(
-        mha(rotary=nn.Rotary(D, rotary_dim=4), head_dim=D).rotate, key=normal(B, K, T, D)
-    ),
     "MultiHeadAttention.head": lambda: of(mha().head, index=1),
     "MultiHeadAttention.from_heads": lambda: of(
         MultiHeadAttention.from_heads, heads=[mha().head(0)] * 2, num_kv_heads=LEAVE, output_bias=normal(M)
