@@ -280,20 +280,11 @@ NN: dict[str, Callable[[], Call]] = {
         mha(head_dim=D, value_dim=V).forward,
         **{"memory": LEAVE, "mask": LEAVE, "positions": LEAVE, "cache": filled("paged"), "lengths": [1, 5]},
     ),
-    "MultiHeadAttention.split": lambda: of(MultiHeadAttention.split, fused=normal(B, T, 12), heads=3, size=4),
-    "MultiHeadAttention.concatenate": lambda: of(MultiHeadAttention.concatenate, heads_BHTV=normal(B, H, T, V)),
-    "MultiHeadAttention.normalize": lambda: of(mha(qk_norm=torch.nn.RMSNorm, head_dim=D).normalize),
-    "MultiHeadAttention.rotate": lambda: of(
-        mha(rotary=nn.Rotary(D, rotary_dim=4), head_dim=D).rotate, key=normal(B, K, T, D)
-    ),
     "MultiHeadAttention.head": lambda: of(mha().head, index=1),
     "MultiHeadAttention.from_heads": lambda: of(
         MultiHeadAttention.from_heads, heads=[mha().head(0)] * 2, num_kv_heads=LEAVE, output_bias=normal(M)
     ),
     "MultiHeadAttention.from_heads matrices": lambda: (fused, {n: normal(*size) for n, size in MATRICES.items()}),
-    "MultiHeadAttention.from_torch": lambda: of(
-        MultiHeadAttention.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)
-    ),
     "from_torch": lambda: of(nn.from_torch, module=torch.nn.MultiheadAttention(M, 3, batch_first=True)),
     "replace": lambda: of(nn.replace, model=torch.nn.MultiheadAttention(M, 3)),
     "to_torch": lambda: of(nn.to_torch, mha=mha()),

@@ -34,7 +34,6 @@ TIERS = (
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
 ALONE = {"extras", "plan", "models"}  # import nothing of ours but files; cache and up may import them
-KNOWN_CIRCLE = {"nn/multihead.py", "nn/torch_multihead.py"}  # by their types; the only one that is left
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
@@ -190,11 +189,7 @@ def circles(tree: Tree) -> list[str]:
     # What is left lies on a circle or needs one: those that nobody left needs are taken off, again and again.
     while tops := needs.keys() - set().union(*needs.values()):
         needs = {name: targets for name, targets in needs.items() if name not in tops}
-    return [
-        f"{files[name]} lies on a circle with {', '.join(sorted(map(str, needs[name])))}"
-        for name in sorted(needs)
-        if files[name] not in KNOWN_CIRCLE
-    ]
+    return [f"{files[name]} lies on a circle with {', '.join(sorted(map(str, needs[name])))}" for name in sorted(needs)]
 
 
 def base_names_once(tree: Tree) -> list[str]:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise
 from headwise import plan
 from headwise.nn import Head, InnerAttention, MultiHeadAttention, Rotary, trace
+from headwise.nn.head_views import join_heads, split_heads
 from headwise.testing import assert_same_bits
 
 B, T, S, H, K, D, V, M = 2, 17, 19, 6, 3, 7, 11, 13
@@ -225,8 +226,8 @@ def test_scale_and_sinks_of_the_inner_part_reach_the_op() -> None:
     mha, x = make(**GQA, inner=InnerAttention(scale=0.7, sinks=sinks)), torch.randn(B, T, M)
     nn.Module.get_parameter(mha, "inner.sinks").data.copy_(sinks)
     q, k, v = (x @ mha.get_parameter(f"{n}_proj.weight").T for n in "qkv")
-    q, k, v = (mha.split(t, n, size) for t, n, size in ((q, H, D), (k, K, D), (v, K, V)))
-    expected = mha.o_proj(mha.concatenate(headwise.attention(q, k, v, scale=0.7, sinks=sinks)))
+    q, k, v = (split_heads(t, n, size) for t, n, size in ((q, H, D), (k, K, D), (v, K, V)))
+    expected = mha.o_proj(join_heads(headwise.attention(q, k, v, scale=0.7, sinks=sinks)))
     assert torch.allclose(mha(x), expected, atol=1e-6)
     mha(x).sum().backward()
     assert bool(mha.get_parameter("inner.sinks").grad.any())

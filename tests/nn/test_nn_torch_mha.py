@@ -274,11 +274,3 @@ def test_wrong_arguments() -> None:
         with pytest.raises(error) as caught:
             function()
         assert text in str(caught.value)
-
-
-def test_the_class_has_both_ways_at_hand() -> None:
-    theirs = make()
-    ours = MultiHeadAttention.from_torch(theirs)
-    x = torch.randn(B, T, M)
-    assert torch.equal(ours(x), from_torch(theirs)(x))
-    assert close(call(ours.to_torch(), x, x, x), ours(x))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.nn import AttentionCall, InnerAttention, MultiHeadAttention, Probe, Rotary, probe
+from headwise.nn.head_views import join_heads
 from headwise.ops.masks import Keep
 from headwise.testing import assert_same_bits
 
@@ -337,7 +338,7 @@ def test_of_several_probes_the_last_opened_has_its_way() -> None:
 
     with probe(model) as before:
         model(x)
-    doubled = model.o_proj(2 * model.concatenate(before.calls[0].attend()))
+    doubled = model.o_proj(2 * join_heads(before.calls[0].attend()))
     with probe(model, saying("outer", 0.0)), probe(model, saying("middle", 2.0)), probe(model, saying("inner", None)):
         assert_same_bits(model(x), doubled)
     assert seen == ["outer", "middle", "inner"]

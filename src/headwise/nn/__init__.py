@@ -8,9 +8,9 @@ from .hooks.trace import Stage, Trace, trace, trace_shape
 from .hooks.unwrap import split_over, unwrap
 from .inner_attention import Inner, InnerAttention
 from .latent import LatentAttention, LatentCache
-from .multihead import MultiHeadAttention, from_torch, to_torch
+from .multihead import MultiHeadAttention
 from .rotary import Rotary, rotate
-from .torch_multihead import mask_from_torch, mask_to_torch
+from .torch_multihead import from_torch, mask_from_torch, mask_to_torch, to_torch
 from .yarn import yarn_frequencies, yarn_scale
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The matrices of single heads as views of the fused projections, and the conversion back."""
+"""Single heads: as views of fused tensors and of the matrices of fused projections, and the conversion back."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..shapes import DTYPES, check_head_counts, describe
 from ..shapes.arguments import check_counts, check_tensor, shown
+from .checks import check_vectors, check_width
 from .hooks.projections import weight_of
 
 
@@ -41,6 +42,26 @@ class Head:
     def __repr__(self) -> str:
         sizes = (f"{n}={tuple(t.shape)}" for n, t in vars(self).items() if t is not None)
         return f"Head({', '.join(sizes)})"
+
+
+def split_heads(fused: Tensor, heads: int, size: int) -> Tensor:
+    """Reshape the output (B, T, heads * size) of a projection to (B, heads, T, size), as a view.
+
+    Raises:
+        ValueError: the projection gives another number of columns.
+    """
+    check_width(fused, heads, size)
+    return fused.unflatten(-1, (heads, size)).transpose(1, 2)
+
+
+def join_heads(heads_BHTV: Tensor) -> Tensor:
+    """Reshape (B, H, T, V) to (B, T, H * V); head h has columns h * V to (h + 1) * V - 1.
+
+    Raises:
+        TypeError, ValueError: the inner part did not return a float tensor (B, H, T, V).
+    """
+    check_vectors("what the inner part gives", heads_BHTV)
+    return heads_BHTV.transpose(1, 2).flatten(2)
 
 
 def rows_of(name: str, projection: nn.Module, index: int, size: int) -> tuple[Tensor, Tensor | None]:

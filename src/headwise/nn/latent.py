@@ -17,10 +17,11 @@ from .attention_mode import check_mode, current_mode, positions_for
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .decode.cache_protocol import ModuleCache, cache_traits, keys_held, positions_of, step
 from .decode.fused_step import latent_step, projected
+from .head_views import join_heads, split_heads
 from .hooks.projections import plain_weight
 from .inner_attention import Inner, InnerAttention
 from .latent_costs import Choice, FormCosts, LatentForm, latent_layer, no_matrix, why_absorbed
-from .multihead import MultiHeadAttention, Rotate
+from .multihead import Rotate
 from .rotary import Positions, Rotary
 
 RowLengths = Sequence[int] | Tensor | None
@@ -194,7 +195,7 @@ class LatentAttention(nn.Module):
             query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
             keys, rule = (key_B1TE, mask) if cache is None else keys_held(cache, key_B1TE, mask, lengths)
             heads_BHTV = self._attend_latents(query_BHTD, keys, rule, absorbed=False)
-        out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
+        out = self.o_proj(join_heads(heads_BHTV))
         return out if cache is None else (out, cache)
 
     # --- projections --------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class LatentAttention(nn.Module):
 
     def _split_heads(self, fused: Tensor, size: int) -> Tensor:
         """Reshape (B, T, H * size) to (B, H, T, size)."""
-        return MultiHeadAttention.split(fused, self.num_heads, size)
+        return split_heads(fused, self.num_heads, size)
 
     def _join(self, latent: Tensor, rope: Tensor) -> Tensor:
         """Return the vectors (B, 1, T, E) that a cache stores, E = C + R, from the latents and the rotated part."""
@@ -223,7 +224,7 @@ class LatentAttention(nn.Module):
 
     def _compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latents (B, 1, T, kv_lora_rank), and the shared part of the keys (B, 1, T, rope_dim)."""
-        both = MultiHeadAttention.split(self.kv_a_proj_with_mqa(x), 1, self.kv_lora_rank + self.rope_dim)
+        both = split_heads(self.kv_a_proj_with_mqa(x), 1, self.kv_lora_rank + self.rope_dim)
         latent, rope = both.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return self.kv_a_layernorm(latent).to(latent.dtype), rope
 

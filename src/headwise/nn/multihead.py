@@ -17,18 +17,14 @@ from .checks import (
     check_norm,
     check_part,
     check_sizes,
-    check_taken,
-    check_vectors,
-    check_width,
 )
 from .decode.cache_protocol import ModuleCache, cache_traits, positions_of, step
 from .decode.fused_step import multihead_step, projected
-from .head_views import Head, check_heads, fill_heads, rows_of
+from .head_views import Head, check_heads, fill_heads, join_heads, rows_of, split_heads
 from .hooks.projections import weight_of
 from .inner_attention import as_inner
 from .rotary import Positions
-from .torch_keywords import refuse_inputs, refuse_options
-from .torch_multihead import converted_from_torch, converted_to_torch
+from .torch_module_keywords import refuse_inputs, refuse_options
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 Memory = Float[Tensor, "B S N"] | tuple[Float[Tensor, "B S N_key"], Float[Tensor, "B S N_value"]]
@@ -158,12 +154,12 @@ class MultiHeadAttention(nn.Module):
         lengths = check_cache(x, cache, lengths)
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
-            return self.o_proj(self.concatenate(heads_BHTV)), cache
+            return self.o_proj(join_heads(heads_BHTV)), cache
         q_BHTD, k_BKSD, v_BKSV = self._project(x, *self._sources(x, memory))
-        q_BHTD, k_BKSD = self.normalize(q_BHTD, k_BKSD)
-        q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, positions)
+        q_BHTD, k_BKSD = self._normalize(q_BHTD, k_BKSD)
+        q_BHTD, k_BKSD = self._rotate(q_BHTD, k_BKSD, positions)
         heads_BHTV = self._attend(q_BHTD, k_BKSD, v_BKSV, mask=mask, **({} if gate is None else {"gate": gate}))
-        return self.o_proj(self.concatenate(heads_BHTV))
+        return self.o_proj(join_heads(heads_BHTV))
 
     def _cached(
         self,
@@ -182,26 +178,26 @@ class MultiHeadAttention(nn.Module):
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
             query = self._project_queries(x)
-            query, _ = self.normalize(query, query[:, :0])
+            query, _ = self._normalize(query, query[:, :0])
             of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
-            query, _ = self.rotate(query, query[:, :0], of_queries)
+            query, _ = self._rotate(query, query[:, :0], of_queries)
             return step(self._attend, cache, query, None, None, **options)
         query, key, value = self._project(x, *self._sources(x, memory))
         if self.rotary is not None and positions is None and causal:
             positions = positions_of(cache, x.shape[1], x.device)
-        query, key = self.normalize(query, key)
-        query, key = self.rotate(query, key, positions)
+        query, key = self._normalize(query, key)
+        query, key = self._rotate(query, key, positions)
         return step(self._attend, cache, query, key, value, lengths=lengths, **options)
 
     def _project(self, x: Tensor, for_keys: Tensor, for_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries (B, H, T, D), keys (B, K, S, D) and values (B, K, S, V)."""
-        key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
-        value = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
+        key = split_heads(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
+        value = split_heads(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
         return self._project_queries(x), key, value
 
     def _project_queries(self, x: Tensor) -> Tensor:
         """Compute queries (B, H, T, D)."""
-        return self.split(self.q_proj(x), self.num_heads, self.head_dim)
+        return split_heads(self.q_proj(x), self.num_heads, self.head_dim)
 
     def _attend(self, query: Tensor, key: Any, value: Tensor | None, **options: Any) -> Tensor:
         """Call the inner part with a mask, and a gate if there is one."""
@@ -213,31 +209,14 @@ class MultiHeadAttention(nn.Module):
         required = self.memory_dim is not None
         return check_memory(x, memory, self.memory_widths, (self.k_proj, self.v_proj), required=required)
 
-    @staticmethod
-    def split(fused: Tensor, heads: int, size: int) -> Tensor:
-        """Reshape (B, T, heads * size) to (B, heads, T, size), as a view."""
-        check_width(fused, heads, size)
-        return fused.unflatten(-1, (heads, size)).transpose(1, 2)
-
-    @staticmethod
-    def concatenate(heads_BHTV: Tensor) -> Tensor:
-        """Reshape (B, H, T, V) to (B, T, H * V); head h has columns h * V to (h + 1) * V - 1."""
-        check_vectors("what the inner part gives", heads_BHTV)
-        return heads_BHTV.transpose(1, 2).flatten(2)
-
-    def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Apply q_norm and k_norm over the last axis if the module has them, without changing the dtype."""
-        check_vectors("query", query, size=self.head_dim)
-        check_vectors("key", key, size=self.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return query, key
-        check_taken("query", query, self.q_norm)
-        check_taken("key", key, self.k_norm)
         return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
 
-    def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+    def _rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Apply the rotary part if the module has one."""
-        check_vectors("query", query, size=self.head_dim)
         if self.rotary is not None:
             return self.rotary(query, key, positions_for(positions, query.shape[2], query.device))
         if positions is not None:
@@ -321,60 +300,8 @@ class MultiHeadAttention(nn.Module):
         fill_heads(mha, heads, output_bias)
         return mha
 
-    @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """Convert a `torch.nn.MultiheadAttention`, with copies of its numbers: see `headwise.nn.from_torch`."""
-        return converted_from_torch(cls, module)
-
-    def to_torch(self) -> nn.MultiheadAttention:
-        """Convert to a `torch.nn.MultiheadAttention`, with copies of the numbers: see `headwise.nn.to_torch`."""
-        return converted_to_torch(self)
-
     def extra_repr(self) -> str:
         """Return the sizes."""
         sizes = f"{self.d_model}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         sizes += "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
         return sizes + ("" if self.memory_dim is None else f", memory_dim={self.memory_dim}")
-
-
-def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """Convert a `torch.nn.MultiheadAttention` to a `MultiHeadAttention` with copies of its weights.
-
-    Outputs are equal in train and eval mode. Call the result as ``mha(query)`` for self-attention, or
-    ``mha(query, (key, value))``; convert masks with `mask_from_torch`. The inner part takes over the dropout.
-
-    Raises:
-        TypeError: `module` is not a `torch.nn.MultiheadAttention`, or it has hooks or its own forward.
-        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``, or takes (T, B, M), not ``batch_first``.
-
-    Example:
-        >>> import torch
-        >>> theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
-        >>> ours = from_torch(theirs)
-        >>> x = torch.randn(2, 5, 12)
-        >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
-        True
-    """
-    return MultiHeadAttention.from_torch(module)
-
-
-def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
-    """Convert to a `torch.nn.MultiheadAttention` with ``batch_first=True`` and copies of the weights.
-
-    Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
-
-    Raises:
-        TypeError: `mha` is not a `headwise.MultiHeadAttention`, or a projection is not a plain linear layer.
-        ValueError: torch's module lacks a feature of `mha`: a rotary part, norms, heads with ``H * D != d_model``,
-            another value dim, softcap, sinks, a custom scale, or an inner part that is not an `InnerAttention`.
-
-    Example:
-        >>> import torch
-        >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
-        >>> x = torch.randn(2, 5, 12)
-        >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
-        True
-    """
-    if not isinstance(mha, MultiHeadAttention):
-        raise TypeError(f"to_torch takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
-    return mha.to_torch()

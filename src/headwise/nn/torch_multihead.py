@@ -8,7 +8,7 @@ headwise returns 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,30 @@ from ..shapes import MASK_RULE, describe
 from ..shapes.arguments import check_counts, check_tensor
 from .hooks.projections import has_hooks, weight_of
 from .inner_attention import InnerAttention
-
-if TYPE_CHECKING:
-    from .multihead import MultiHeadAttention
+from .multihead import MultiHeadAttention
 
 FORWARDS: set[Any] = {nn.MultiheadAttention.forward}
 """The forward methods that compute the same function of the parameters as torch's class."""
 
 
-def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """Compute `MultiHeadAttention.from_torch`."""
+def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
+    """Convert a `torch.nn.MultiheadAttention` to a `MultiHeadAttention` with copies of its weights.
+
+    Outputs are equal in train and eval mode. Call the result as ``mha(query)`` for self-attention, or
+    ``mha(query, (key, value))``; convert masks with `mask_from_torch`. The inner part takes over the dropout.
+
+    Raises:
+        TypeError: `module` is not a `torch.nn.MultiheadAttention`, or it has hooks or its own forward.
+        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``, or takes (T, B, M), not ``batch_first``.
+
+    Example:
+        >>> import torch
+        >>> theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
+        >>> ours = from_torch(theirs)
+        >>> x = torch.randn(2, 5, 12)
+        >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
+        True
+    """
     if not isinstance(module, nn.MultiheadAttention):
         raise TypeError(f"from_torch takes a torch.nn.MultiheadAttention; got {type(module).__name__}")
     check_unmodified(module, "from_torch")
@@ -45,7 +59,7 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
                 "sequence; headwise has no such row; rebuild it without (sinks come closest to what it does)"
             )
     same_width = module.kdim == module.vdim == module.embed_dim
-    mha = kind(
+    mha = MultiHeadAttention(
         module.embed_dim,
         module.num_heads,
         memory_dim=None if same_width else (module.kdim, module.vdim),
@@ -79,8 +93,25 @@ def check_unmodified(module: nn.MultiheadAttention, what: str) -> None:
         )
 
 
-def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
-    """Compute `MultiHeadAttention.to_torch`."""
+def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
+    """Convert to a `torch.nn.MultiheadAttention` with ``batch_first=True`` and copies of the weights.
+
+    Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
+
+    Raises:
+        TypeError: `mha` is not a `headwise.MultiHeadAttention`, or a projection is not a plain linear layer.
+        ValueError: torch's module lacks a feature of `mha`: a rotary part, norms, heads with ``H * D != d_model``,
+            another value dim, softcap, sinks, a custom scale, or an inner part that is not an `InnerAttention`.
+
+    Example:
+        >>> import torch
+        >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
+        >>> x = torch.randn(2, 5, 12)
+        >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
+        True
+    """
+    if not isinstance(mha, MultiHeadAttention):
+        raise TypeError(f"to_torch takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
     _check_fits_torch(mha)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         weight_of(name, getattr(mha, name), "to_torch")

@@ -85,7 +85,7 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
     if query is None or key is None or value is None:
         return None
     if mha.q_norm is not None:
-        query, key = mha.normalize(query, key)
+        query, key = mha._normalize(query, key)
     turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
     inner = parts["inner"]
     options = {"mask": mask, "scale": inner.scale, "softcap": inner.softcap, "sinks": inner.sinks}

@@ -16,9 +16,11 @@ from ...plan import AttentionShape, parameter_count
 from ...plan.shape import BiasOption
 from ...shapes.arguments import check_counts, check_flags
 from ..checks import check_input
+from ..head_views import join_heads, split_heads
 from ..inner_attention import Inner
-from ..multihead import MultiHeadAttention, from_torch
+from ..multihead import MultiHeadAttention
 from ..rotary import Positions
+from ..torch_multihead import from_torch
 from .head_mixing import Mixing, measure_mixing
 from .projections import description, is_unmodified, plain_weight
 
@@ -181,14 +183,14 @@ def trace(
         ("v", mha.v_proj, for_values, mha.num_kv_heads, mha.value_dim),
     ):
         fused = projection(source)
-        split[letter] = mha.split(fused, heads, size)
+        split[letter] = split_heads(fused, heads, size)
         name = "X" if source is x else "N" if source is not for_keys else "M"
         stages += _projected(letter, _product(f"{letter}_proj", projection, name), fused, split[letter])
     query, key, value = split["q"], split["k"], split["v"]
     if mha.q_norm is not None:
-        query, key = mha.normalize(query, key)
+        query, key = mha._normalize(query, key)
         stages += [Stage("q_norm", "norm(Q)", query, "each head vector"), Stage("k_norm", "norm(K)", key)]
-    query, key = mha.rotate(query, key, positions)
+    query, key = mha._rotate(query, key, positions)
     if mha.rotary is not None:
         stages += [
             Stage("q_rotary", "R_i q_i", query, "turned by its position"),
@@ -201,7 +203,7 @@ def trace(
     alone = "each head on its own"
     unknown = f"the inner part {type(mha.inner).__name__} does not show its scores and weights"
     stages.append(Stage("heads", "head_i = P_i V_i", heads_BHTV, unknown if options is None else alone))
-    joined = mha.concatenate(heads_BHTV)
+    joined = join_heads(heads_BHTV)
     V = mha.value_dim
     stages.append(
         Stage("concatenation", "Concat(head_1 .. head_h)", joined, f"columns {V} i .. {V} i + {V - 1}: head i")

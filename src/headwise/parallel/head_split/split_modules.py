@@ -38,7 +38,7 @@ class SplitMultiHeadAttention(MultiHeadAttention):
         """Compute queries for the heads of this rank."""
         return self.shards.queries(self.q_proj(*self.shards.entering(self.q_proj, x)), self.head_dim)
 
-    def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Apply q_norm and k_norm; the gradients of their parameters are summed over ranks."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
