@@ -58,7 +58,7 @@ class ModelOverRanks:
     """
 
     name: str
-    mesh_cost: MeshCost
+    cost: MeshCost
     scaling: tuple[ScalingRow, ...]
     notes: tuple[str, ...]
 
