@@ -60,7 +60,7 @@ class Queue {
   int64_t mine_ = 0, end_ = 0;  // the items that this worker has taken
 };
 
-// Runs item(i, scratch) or item(i, scratch, queue) for 0 <= i < items. `uniform` tells that no item costs much more
+// Runs item(i, scratch) or item(i, scratch, queue) for 0 <= i < items. `uniform` means that no item costs much more
 // than the others. Each worker takes further items when it has finished its own.
 template <class Item, class Scratch>
 void for_each_item(int64_t workers, int64_t items, bool uniform, int64_t scratch_bytes, const Item& item,

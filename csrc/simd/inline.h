@@ -18,7 +18,7 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
 #define HW_MEMBER inline __attribute__((always_inline))  // HW_INLINE for members of a class
-#define HW_LAMBDA __attribute__((always_inline))         // stands behind the parameters of a lambda
+#define HW_LAMBDA __attribute__((always_inline))         // goes after the parameters of a lambda
 #define HW_NOINLINE __attribute__((noinline))            // for functions that need all registers
 #define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, HW_PREFETCH_LOCALITY)
 #define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the L2 cache

@@ -214,7 +214,7 @@ def test_what_fails_in_one_process_fails_in_all_in_the_same_words(monkeypatch: p
 
 def test_leaving_ends_as_was_said(monkeypatch: pytest.MonkeyPatch, ended: None) -> None:
     codes: list[object] = []
-    monkeypatch.setattr(several, "end", codes.append)
+    monkeypatch.setattr(several, "close", codes.append)
     for code in (0, 2, None):
         with pytest.raises(SystemExit) as caught:
             guard.exit_process(SystemExit(code))

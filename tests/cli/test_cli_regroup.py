@@ -136,10 +136,10 @@ DISTILL = "distill FOLDER --teacher FOLDER --steps"
     [
         ("regroup FOLDER --kv-heads 1", "give --out, the folder to write, or --dry-run"),
         ("regroup FOLDER --kv-heads 1 --out FOLDER", "already exists; give a new name"),
-        ("regroup FOLDER --kv-heads 1 --reconstruct --dry-run", "--reconstruct needs a text to fit to"),
+        ("regroup FOLDER --kv-heads 1 --reconstruct --dry-run", "--reconstruct needs a text; give"),
         (
             "regroup FOLDER --kv-heads 1 --reconstruct --file SHORT --dry-run",
-            "--reconstruct fits to some of the text and",
+            "--reconstruct fits on one part of the text and",
         ),
         ("regroup FOLDER --kv-heads 3 --dry-run", "2 key-value heads share 1, 2 in equal groups; got num_kv_heads 3"),
         ("regroup FOLDER --kv-heads 1 --method best --dry-run", "method is one of first, mean, aligned, fitted; got"),

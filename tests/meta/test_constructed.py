@@ -238,15 +238,15 @@ def test_random_models_are_drawn_by_their_seed_alone() -> None:
         ("self", {}, "layers is a list of jobs for each layer, .*; got 'self'"),
         ([], {}, "layers is a list of jobs for each layer"),
         (["self"], {}, "layers is a list of jobs for each layer"),
-        ([["induction"]], {}, "'induction' in layer 0 reads what a head with the job 'previous-token' wrote; give a"),
+        ([["induction"]], {}, "'induction' in layer 0 reads the output of a 'previous-token' head; give a"),
         ([["previous-token", "induction"]], {}, "'induction' in layer 0 reads"),
-        ([["copying"], ["self"]], {}, "'copying' in layer 0 writes tokens, .*; put it into the last layer, 1"),
-        ([["previous-token"], ["induction"]], {"kind": "encoder"}, "'induction' is a job in a decoder: it looks back"),
+        ([["copying"], ["self"]], {}, "'copying' in layer 0 writes tokens, .*; put it in the last layer, 1"),
+        ([["previous-token"], ["induction"]], {"kind": "encoder"}, "'induction' attends only to earlier tokens"),
         ([["delimiter"]], {"tables": Tables()}, "'delimiter' looks up Tables.delimiters, which is empty; fill it"),
         (
             [["self"]],
             {"tables": Tables(names=(61,))},
-            "ids of this model are 0 to 60; the tables hold 61; give a larger",
+            "ids of this model are 0 to 60; the tables contain 61; give a larger",
         ),
         ([["self"]], {"vocabulary": 22}, "tables are drawn from at least 23 ids, got vocabulary=22; give tables="),
         ([["self"]], {"places": 0}, "places is at least 1; got 0"),
@@ -265,7 +265,7 @@ def test_what_cannot_be_a_pair_is_refused() -> None:
         constructed_pair([["self"]], [["self"]], [["broad"], ["broad"]])
     with pytest.raises(ValueError, match=r"a job is one of alignment, .*; got 'previous-token'"):
         constructed_pair([["self"]], [["self"]], [["previous-token"]])
-    with pytest.raises(ValueError, match="'retrieval' is a job in a decoder"):
+    with pytest.raises(ValueError, match="'retrieval' attends only to earlier tokens"):
         constructed_pair([["retrieval"]], [["self"]], [["broad"]])
 
 

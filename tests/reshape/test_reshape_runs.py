@@ -88,7 +88,7 @@ def test_what_comes_to_be_there_meanwhile_is_not_replaced(
         if (tmp_path / "written").is_dir() and not (tmp_path / "written").is_symlink():
             (tmp_path / "written" / "mine").touch()
 
-    with pytest.raises(FileExistsError, match="another run was faster"):
+    with pytest.raises(FileExistsError, match="another run has created it"):
         copied(source, tmp_path / "written", check=meanwhile)
     assert sorted(os.listdir(tmp_path)) == ["source", "written"]
 

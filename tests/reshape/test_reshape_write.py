@@ -218,9 +218,9 @@ def test_destinations_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: 
         (tmp_path / "same" / "x", ValueError, own),
         (tmp_path / "same", ValueError, own),
         (Path("/"), ValueError, "it does not name a new folder; give one, such as ./smaller"),
-        (source / "..", ValueError, "it names no folder to be made"),
-        (Path(""), ValueError, "it names no folder to be made"),
-        (tmp_path / "a\0b", ValueError, "it names no folder to be made"),
+        (source / "..", ValueError, "it does not name a new folder"),
+        (Path(""), ValueError, "it does not name a new folder"),
+        (tmp_path / "a\0b", ValueError, "it does not name a new folder"),
     ):
         refused(source, path, error, text)
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -143,7 +143,7 @@ def settle(partial: Path, target: Path) -> None:
         sync(target.parent)
     except OSError as error:
         raise OSError(
-            f"{target} is complete, but the disk did not confirm its name ({error.strerror}); "
+            f"{target} is written completely, but the disk did not confirm its name ({error.strerror}); "
             "check the disk, then that the folder exists"
         ) from error
 

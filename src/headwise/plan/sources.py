@@ -70,8 +70,12 @@ def read_config(config: Any) -> AttentionShape:
     name, model, _ = find_model(config)
     one = next((layer for layer in model.layers if layer.role == "self"), model.layers[0])
     if one.latent is not None or one.bias not in BIAS:
-        what = "latent attention" if one.latent is not None else "a bias of some projections alone"
-        raise ValueError(f"{name!r}: {what} has no shape of these sizes; give the sizes yourself")
+        what = (
+            "latent attention"
+            if one.latent is not None
+            else "attention with biases on some of q_proj, k_proj and v_proj"
+        )
+        raise ValueError(f"{name!r}: {what} cannot be described by these sizes; give the sizes yourself")
     count = sum(layer.role == one.role for layer in model.layers)
     sizes = (one.d_model, one.num_heads, one.num_kv_heads, one.head_dim, one.value_dim)
     return AttentionShape(*sizes, BIAS[one.bias], count)

@@ -4,8 +4,8 @@ This is the only cost model of headwise: `headwise.parallel` checks its messages
 ``headwise plan`` sums it over layers. It is pure arithmetic, exact to the byte for any lengths and numbers of heads.
 
     call = MeshCall(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128, number_bytes=2)
-    sent(call, "ring", 4)                     # bytes each of 4 ranks sends, forward
-    sent(call, "ring", 4, backward=True)      # and backward
+    bytes_sent(call, "ring", 4)                     # bytes each of 4 ranks sends, forward
+    bytes_sent(call, "ring", 4, backward=True)      # and backward
     for cost in layout_costs(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14): ...      # the cheapest first
 
 **Placement.** `places` gives the positions of queries and of the keys of the same tokens: one stretch per rank
@@ -119,7 +119,7 @@ def bytes_sent(
 
     Example:
         >>> call = MeshCall(queries=64, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
-        >>> sent(call, "gather", 4), sent(call, "ulysses", 4)
+        >>> bytes_sent(call, "gather", 4), bytes_sent(call, "ulysses", 4)
         ((6144, 6144, 6144, 6144), (9216, 9216, 9216, 9216))
 
     Raises:
@@ -295,7 +295,7 @@ def layout_cost(
 
     Example:
         >>> call = MeshCall(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128)
-        >>> price(call, "ring", 4, link=Link(50e9, 2e-6)).bytes
+        >>> layout_cost(call, "ring", 4, link=Link(50e9, 2e-6)).bytes
         25165824
     """
     order = order_of(call, ranks)
