@@ -13,9 +13,9 @@ from hf_models import BY_NAME, VOCAB, B, inputs, logits, token_ids
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import headwise.hf.attention.function as bridge
 from headwise.hf.attention.function import HARMLESS, headwise_attention
 from headwise.hf.attention.mask import headwise_mask
+from headwise.hf.returned import attentions_are_collected
 
 
 class SomeAttention(nn.Module):
@@ -174,7 +174,7 @@ def test_masks_of_another_form_are_refused() -> None:
 
 def test_without_the_private_collector_the_argument_alone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("transformers.utils.output_capturing._active_collector")
-    assert bridge.attentions_are_collected() is False
+    assert attentions_are_collected() is False
 
 
 def test_dropout_is_passed_on() -> None:

@@ -15,7 +15,8 @@ from transformers import masking_utils as theirs
 
 from headwise.cache import quantize
 from headwise.hf import ModelError, StructuralMask
-from headwise.hf.attention.function import headwise_attention, mask_of
+from headwise.hf.attention.call_mask import mask_of
+from headwise.hf.attention.function import headwise_attention
 from headwise.hf.attention.lazy_tensors import Lazy, LazyKeys, from_model, to_model
 from headwise.hf.attention.mask import Hidden, headwise_mask
 from headwise.hf.own_code.lazy_scores import Added

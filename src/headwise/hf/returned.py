@@ -65,3 +65,13 @@ def attend_and_weigh(
     matrix = F.dropout(matrix, dropout) if dropout else matrix
     out = weighted_values(matrix[..., : key.shape[2]], in_one_piece(value, query.dtype), options["mask"])
     return out.to(query.dtype), matrix
+
+
+def attentions_are_collected() -> bool:
+    """Return True if an outer caller requested attentions; most models pass the request only through this collector."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # private API: versions without it pass output_attentions as an argument
+        return False
+    wanted = _active_collector.get()
+    return bool(wanted) and any("attentions" in key for key in wanted)

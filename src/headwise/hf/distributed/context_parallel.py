@@ -23,7 +23,7 @@ from ...parallel.context_layouts.attention import LayoutOption
 from ...plan.ranks.sharding import TokenOrder
 from ..errors import ModelError
 from ..models.support import NAME, attention_modules, refuse_own_code, title
-from .split_batch import WholeBatch, of
+from .split_batch import WholeBatch, masks_of_whole_batch
 
 SPLIT = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "token_type_ids")
 """The arguments whose second axis is that of tokens."""
@@ -93,7 +93,7 @@ class Shards:
         mine = context.places().to(tokens.device)
         cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in arguments.items()}
         positions = arguments["position_ids"].expand(B, -1)
-        self._contexts = lambda: [of(whole, positions, documents), attention_mode(context)]
+        self._contexts = lambda: [masks_of_whole_batch(whole, positions, documents), attention_mode(context)]
         self._enter(self._contexts)
         return (), cut
 

@@ -33,28 +33,22 @@ def whole_batch() -> WholeBatch | None:
 
 
 @contextmanager
-def of(batch: WholeBatch, positions: Tensor, documents: Tensor | None) -> Iterator[None]:
+def masks_of_whole_batch(batch: WholeBatch, positions: Tensor, documents: Tensor | None) -> Iterator[None]:
     """Make masks for the whole batch inside of the with block.
 
     transformers finds the documents (B, T) of a packed batch by gaps in the positions (B, T), and a part of the tokens
-    has other gaps. So transformers gets the documents of the whole batch during the forward pass. A model that does not
-    look for documents still ignores them.
+    has other gaps. So transformers gets the documents and positions of the whole batch during the forward pass. A model
+    that does not look for documents still ignores them.
     """
     theirs: dict[str, Any] = {"find_packed_sequence_indices": lambda _: documents}
-    # In newer transformers, the mask function that these two wrap counts positions within documents.
-    join = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if join is not None:
-        theirs["packed_sequence_compatibility_function"] = lambda function, *_: join(function, positions, documents)
-    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-    if remap is not None:  # since 5.24
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # does not exist in 5.20
+    if remap is not None:
         theirs["remap_positions_for_packed_sequence"] = lambda function, _: remap(function, positions)
     before = {name: getattr(masking_utils, name) for name in theirs}
     _whole.append(batch)
-    for name, function in theirs.items():
-        setattr(masking_utils, name, function)
+    vars(masking_utils).update(theirs)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(masking_utils, name, function)
+        vars(masking_utils).update(before)
         _whole.remove(batch)

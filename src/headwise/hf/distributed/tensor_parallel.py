@@ -7,14 +7,16 @@ heads is read from the sharding of the module's weights and from its config.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...nn.hooks.projections import is_linear
 from ...ops.sharding.heads import Group, Share, as_dtensor, pick_heads
+from ...ops.storage.layout import in_one_piece
 from ...parallel.head_split.layers import as_replica
 from ...parallel.head_split.shards import HeadShards
 from ...shapes.arguments import check_counts, shown
@@ -25,14 +27,7 @@ Config = TypeVar("Config", bound=PreTrainedConfig)
 KEYS = ("k_proj", "v_proj")
 
 
-class RankHeads(NamedTuple):
-    """The heads of a call on this rank; `gathered` is True if the call has the keys and values of all heads."""
-
-    dealt: HeadShards
-    gathered: bool
-
-
-def heads_here(module: nn.Module, query: Tensor, key: Any) -> RankHeads | None:
+def heads_here(module: nn.Module, query: Tensor, key: Any) -> HeadShards | None:
     """Return the heads of a call of the module on this rank, or None if the call has all heads.
 
     Raises:
@@ -56,18 +51,19 @@ def heads_here(module: nn.Module, query: Tensor, key: Any) -> RankHeads | None:
             "processes; take a number of processes that divides the heads"
         )
     share = Share(H, K, group.size, group.rank)
-    gathered = not (keys == len(share.keys) and (share.deals_keys or own))
-    if gathered and keys != K:
+    if keys != K and not (keys == len(share.keys) and (share.deals_keys or own)):
         raise ModelError(
             f"{type(module).__name__} passes {here} query heads and {keys} key-value heads of {H} and {K} on each of "
             f"{group.size} processes, so queries would read the wrong keys; headwise.hf.tensor_parallel splits models "
             "by whole heads, any number of key-value heads included"
         )
-    return RankHeads(HeadShards(group, share), gathered)
+    return HeadShards(group, share)
 
 
-def own_keys(module: nn.Module, here: HeadShards, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that the queries on this rank read, from those of all heads; gradients are summed.
+def own_keys(module: nn.Module, here: HeadShards, key: Any, value: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the keys and values that the queries on this rank read; the gradients of gathered ones are summed.
+
+    Keys and values of all heads that a cache stores in pages or in int8 become tensors of this dtype.
 
     Raises:
         ModelError: a norm follows the gathering of keys, and its gradient would be summed twice.
@@ -75,6 +71,7 @@ def own_keys(module: nn.Module, here: HeadShards, key: Tensor, value: Tensor) ->
     share, own = here.share, any(hasattr(part, "share") for part in module.children())
     if own or (share.deals_keys and key.shape[1] == len(share.keys)):
         return key, value
+    key, value = in_one_piece(key, dtype), in_one_piece(value, dtype)
     norms = [
         name for name, part in module.named_children() if "k_norm" in name and next(part.parameters(), None) is not None
     ]
@@ -87,7 +84,7 @@ def own_keys(module: nn.Module, here: HeadShards, key: Tensor, value: Tensor) ->
     return here.share.pick(here.group.shared(key)), here.share.pick(here.group.shared(value))
 
 
-def together(here: HeadShards, tensors: tuple[Tensor, Tensor, Tensor], **by_head: Tensor | None) -> dict[str, Any]:
+def gather_heads(here: HeadShards, tensors: tuple[Tensor, Tensor, Tensor], **by_head: Tensor | None) -> dict[str, Any]:
     """Return the call with the heads of all processes, for a probe; tensors in `by_head` have heads on axis -3 or 0."""
     query, key, value = (here.group.gathered(x, 1) for x in tensors)
     key, value = (pick_heads(x, here.share.places) for x in (key, value))
@@ -113,6 +110,8 @@ def own_part(here: HeadShards, x: Tensor | None) -> Tensor | None:
 
 def _group(module: nn.Module) -> Group | None:
     """Return the processes over which the weights of a module or of its submodules are sharded, or None."""
+    if not (dist.is_available() and dist.is_initialized()):  # without processes, no weight is sharded
+        return None
     for parameter in module.parameters():
         spread = as_dtensor(parameter)
         for dim, place in enumerate(() if spread is None else spread.placements):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ops.masks.constructors import bias
 from ...ops.masks.mask import EVERYTHING, Mask
-from ..attention.function import without_lowest
+from ..attention.call_mask import without_lowest
 from ..attention.lazy_tensors import Lazy
 
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from ...ops.masks.constructors import keep
 from ...ops.native.mask_arguments import FORMS
-from ..attention.function import attend, mask_of
+from ..attention.call_mask import mask_of
+from ..attention.function import attend, stored_pair
 from ..attention.lazy_tensors import LazyKeys, LazyView
 from ..attention.mask import Hidden, StructuralMask
 from ..returned import Returned
@@ -105,7 +106,8 @@ def _attended(seam: Tracer, scores: LazyScores, value: Tensor) -> Any:
     # The "blocks" backend makes a bias of such rules by strips of rows; a fused kernel would need all T x S of it.
     backend = "blocks" if any(part.biases and type(part) not in FORMS for part in chain.mask.parts) else "auto"
     returned = Returned(chain.sizes[3], scores.dtype) if seam.wanted else None
-    out, matrix = attend(seam.module, query, key, value, chain.dropout, backend, returned=returned, **chain.options())
+    stored = stored_pair(key, value, query.dtype)
+    out, matrix = attend(seam.module, query, *stored, chain.dropout, backend, returned=returned, **chain.options())
     if matrix is not None:
         seam.weights[chain] = matrix
     seam.calls += 1

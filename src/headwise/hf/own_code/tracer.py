@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map
 
 from ...ops.statistics.weights import weights
 from ...ops.storage.layout import in_one_piece
-from ..attention.function import attentions_are_collected
 from ..attention.lazy_tensors import Lazy, LazyKeys
 from ..errors import ModelError
+from ..returned import attentions_are_collected
 from .lazy_scores import LazyScores
 from .recorded_ops import IN_PLACE, STEPS, Tracer
 

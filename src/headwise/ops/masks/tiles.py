@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .indexing import count, rank4
 from .reads import Reads, reads_of
@@ -40,6 +41,14 @@ def tile_map(rule: Rule, T: int, S: int) -> TileMap:
     tensor([[2, 3, 0],
             [1, 4, 5]])
     """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return _kept_or_built(rule, T, S)
+    # Selective checkpointing saves results by the number of the operation, and a map that is kept is not built again.
+    with _disable_current_modes():
+        return _kept_or_built(rule, T, S)
+
+
+def _kept_or_built(rule: Rule, T: int, S: int) -> TileMap:
     if 0 in (T, S):
         return _built(rule, T, S)
     maps: dict[tuple[int, int], tuple[Reads, TileMap]] = rule.__dict__.setdefault("_maps", {})
