@@ -64,7 +64,7 @@ def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[Call
     strengths: dict[tuple[int, int], float] = {}
     for head in heads:
         if head.roles:
-            strengths[head.layer, head.head] = head.roles[0].strength
+            strengths[head.layer, head.head] = head.roles[0].value
     order = []
     for c, call in enumerate(calls):
         G = call.query.shape[0] // call.key.shape[0]
