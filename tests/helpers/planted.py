@@ -140,6 +140,10 @@ def numbers(*scores: Score, **changed: Any) -> HeadRecord:
         module="a", call=0, layer=0, head=0, part="decoder", entropy=1.0, largest=0.5, distance=2.0,
         offsets=(0.0,) * 9, ahead=(), scores={score.name: score for score in scores}, queries=97, keys=97,
     )  # fmt: skip
+    played = [score.name for score in scores if score.plays]
+    states = {role.name for role in headwise.look.ROLES if role.state}
+    values |= {"role": next((name for name in played if name not in states), "-")}
+    values |= {"states": tuple(name for name in played if name in states)}
     return HeadRecord(**values | changed)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from headwise.look.records.head import HeadRecord
 from headwise.look.records.vectors import ByteVectors, Neurons
-from headwise.look.views.palette import mark
 
 from .deflate import squeezed
 
@@ -64,9 +63,9 @@ def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[Call
     """Return all groups: those with a head of a strong role first, then in the order of layers."""
     strengths: dict[tuple[int, int], float] = {}
     for head in heads:
-        roles = [score for score in head.roles if not mark(score.name)]
+        roles = [score for score in head.roles if score.name not in head.states]
         if roles:
-            strengths[head.layer, head.head] = roles[0].strength
+            strengths[head.layer, head.head] = roles[0].value
     order = []
     for c, call in enumerate(calls):
         G = call.query.shape[0] // call.key.shape[0]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.base import Stored
+from ...nn.attention_mode import current_mode
 from ...ops.attention import attention_of_part
 from ...ops.masks.constructors import bias, causal
 from ...ops.masks.mask import Mask
