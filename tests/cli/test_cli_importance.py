@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import headwise.hf as hf
 from headwise import cli, models
-from headwise.look import LogitDifference, ablate, attribute, circuits, importance, patch
+from headwise.look import LogitDifference, ablate, at, attribute, circuits, importance, patch, redundancy, write
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
 runner = CliRunner()
@@ -58,16 +58,36 @@ def test_importance_is_what_the_function_gives(tiny: Any, tmp_path: Path) -> Non
     assert len(rows) == 32 and [float(row[2]) for row in rows] == sorted((float(row[2]) for row in rows), reverse=True)
 
 
-def test_circuits_are_what_the_function_gives(tiny: Any) -> None:
+def test_circuits_are_what_the_function_gives(tiny: Any, tmp_path: Path) -> None:
     ids, _ = tiny.encode(TEXT)
     expected = circuits(tiny.model, ids, name="headwise tiny")
-    done = runner.invoke(cli.app, ["circuits", "--text", TEXT, "--json"])
+    done = runner.invoke(cli.app, ["circuits", "--text", TEXT, "--roles", "none", "--json"])
     assert json.loads(done.stdout) == json.loads(expected.to_json())
-    shown = runner.invoke(cli.app, ["circuits", "--text", TEXT], terminal_width=200).stdout
+    shown = runner.invoke(cli.app, ["circuits", "--text", TEXT, "--roles", "none"], terminal_width=200).stdout
     one = next(one for one in expected.compositions if one.kind == "k")
     row = rf"keys +│ +{one.reader[0]}\.{one.reader[1]} │ +{one.writer[0]}\.{one.writer[1]} │ {one.value:.3f} │"
     assert re.search(row, shown), shown
     assert len(re.findall(r"│ +\d │ +\d │ +[\d.]+ │ +-?[\d.]+ │", shown)) == 32
+
+
+def test_circuits_name_heads_by_the_roles_of_a_look(tiny: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ids, _ = tiny.encode(TEXT)
+    look = at(tiny.model, ids, delimiters=tiny.delimiters)
+    write(look, tmp_path / "look.json")
+    expected = circuits(tiny.model, ids, name="headwise tiny").with_roles(look)
+    command = ["circuits", "--text", TEXT]
+    files = ["--roles", str(tmp_path / "look.json"), "--out", str(tmp_path / "graph.svg")]
+    for more in ([], files):  # a look of its own, and one of a file
+        done = runner.invoke(cli.app, [*command, *more, "--json"])
+        assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(expected.to_json())
+    shown = runner.invoke(cli.app, [*command, *files], terminal_width=200).stdout
+    one = next(one for one in expected.compositions if one.kind == "k")
+    reader, writer = ("{}.{}".format(*head) for head in (one.reader, one.writer))
+    row = rf"{reader} │ {expected.roles[reader]} +│ +{writer} │ {expected.roles[writer]} +│ +K │ +{one.value:.3f}"
+    assert re.search(row, shown), shown
+    drawn = (tmp_path / "graph.svg").read_text()
+    assert reader in drawn and expected.roles[writer] in drawn and "through keys" in drawn
 
 
 @pytest.mark.parametrize("positions", [[], ["--positions"]])
@@ -101,6 +121,15 @@ def test_patching_is_what_the_function_gives(positions: list[str], tiny: Any, tm
     assert "headwise tiny: logit of 'x' minus 'y'" in shown and f"{best.effect:+.3f} │" in shown
 
 
+def test_redundancy_is_what_the_function_gives(tiny: Any) -> None:
+    ids = tiny.encode(TEXT)[0]
+    expected = redundancy(tiny.model, ids, threshold=0.37, name="headwise tiny")
+    command = ["redundancy", "--text", TEXT, "--threshold", "0.37"]
+    assert json.loads(runner.invoke(cli.app, [*command, "--json"]).stdout) == json.loads(expected.to_json())
+    shown = runner.invoke(cli.app, command, terminal_width=200).stdout
+    assert all("{}.{}".format(*head) in shown for head in expected.patterns[0])
+
+
 def test_attribution_is_what_the_function_gives(tiny: Any) -> None:
     answer, wrong = (tiny.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("x", "y"))
     ids = tiny.encode("return x")[0]
@@ -122,11 +151,11 @@ def test_a_mask_token_is_for_encoders_alone(tiny: Any) -> None:
 def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text(TEXT)
-    for command in ("importance", "ablate", "circuits", "patch", "attribute"):
+    for command in ("importance", "ablate", "circuits", "patch", "attribute", "redundancy"):
         shown = runner.invoke(cli.app, [command, "--help"], terminal_width=200).stdout
-        example = re.search(r"Example: headwise (.*)", shown)
+        example = re.search(r"Example: headwise (.*)", shown, re.DOTALL)
         assert example is not None
-        assert runner.invoke(cli.app, shlex.split(example[1].strip(" │"))).exit_code == 0, example[1]
+        assert runner.invoke(cli.app, shlex.split(example[1].strip(" │\n"))).exit_code == 0, example[1]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +173,11 @@ def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.Monke
         ("importance --by zero,half", "--by takes gradient, zero, mean, contribution, with commas; got 'zero,half'"),
         ("importance --by zero,mean,zero", "--by names each criterion once; got 'zero,mean,zero'"),
         ("ablate", "Missing option '--heads'"),
+        ("circuits --roles nothing.json", "nothing.json"),
+        ("circuits --roles ''", "--roles: the name is empty; give a look as .json, or none"),
+        ("circuits --out graph.txt", "ends in none of .svg .png .json"),
+        ("redundancy --threshold 1.7", "threshold is a distance from 0 to 1; got 1.7"),
+        ("redundancy --text x", "heads are compared on one text of at least 4 tokens; got ["),
         (f"patch {PATCH} --corrupt 'a b c d'", "both have as many tokens; got "),
         (f"patch {PATCH} --corrupt 'return y' --heads 2", "--heads takes layer.head with commas"),
         (f"patch {PATCH} --corrupt ' '", "--corrupt: the text is empty"),

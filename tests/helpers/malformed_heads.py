@@ -182,12 +182,20 @@ LOOK: dict[str, Callable[[], Call]] = {
     ),
     "Patching.best": lambda: of(patched().best, most=2),
     "Patching.table": lambda: of(patched().table, most=2),
+    "norm_weighted": lambda: of(look.norm_weighted, model=Speaker(), ids=IDS, name="m"),
+    "norm_weighted_map": lambda: of(look.norm_weighted_map, model=Speaker(), ids=IDS, layer=0, head=1),
+    "NormWeighted.scores": lambda: of(look.norm_weighted(Speaker(), IDS).scores, name="moved"),
+    "NormWeighted.table": lambda: of(look.norm_weighted(Speaker(), IDS).table, most=2),
     "attribute": lambda: of(
         look.attribute, model=Speaker(), ids=IDS, answer=5, wrong=7, decode=str, name="m"
     ),
     "Attribution.table": lambda: of(look.attribute(Speaker(), IDS, 5, 7).table, most=2),
     "circuits": lambda: of(look.circuits, model=Speaker(), ids=IDS, most=2, name="m", progress=step),
+    "Circuits.with_roles": lambda: of(circuits().with_roles, look=seen()),
+    "Circuits.strongest": lambda: of(circuits().strongest, most=2),
+    "Circuits.plot_circuits": lambda: of(circuits().plot_circuits, most=2),
     "Circuits.table": lambda: of(circuits().table, most=2),
+    "Redundancy.pairs_table": lambda: of(look.redundancy(Speaker(), IDS).pairs_table, most=2),
     "redundancy": lambda: of(
         look.redundancy, model=Speaker(), ids=IDS, threshold=0.25, rows=5, name="m", progress=step
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -267,6 +268,20 @@ def test_the_heads_that_feed_each_other_by_construction() -> None:
     for place, job in jobs.items():
         assert (by[place].copying >= 0.9) == (job in ("induction", "copying")), job
         assert by[place].suppressing == 0
+
+
+def test_heads_are_named_by_the_rarest_of_their_roles() -> None:
+    model, jobs = constructed([["self", "previous-token", "broad"], ["induction", "duplicate-token"]])
+    ids = model.sample(17)[0].tolist()
+    seen = headwise.look.at(model, ids)
+    found = circuits(model, ids).with_roles(seen)
+    assert all(found.roles["{}.{}".format(*head)] == job for head, job in jobs.items() if job != "broad")
+    [copy] = [head for head in seen.heads if jobs[head.layer, head.head] == "induction"]
+    also = {name: replace(score, value=1.0) for name, score in copy.scores.items() if name == "self"}
+    twice = [replace(head, scores={**head.scores, **also}) if head is copy else head for head in seen.heads]
+    assert found.with_roles(replace(seen, heads=tuple(twice))).roles["1.0"] == "induction", "not the commoner self"
+    with pytest.raises(ValueError, match="give a look of the same model"):
+        found.with_roles(replace(seen, heads=seen.heads[1:], maps=()))
 
 
 def test_name_movers_read_what_is_left_out_by_their_queries() -> None:

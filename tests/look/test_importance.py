@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import headwise
-from headwise.look import Importance, ablate, importance
-from headwise.look.interventions.importance import ranks, spearman
+from headwise.look import HeadImportance, Importance, ablate, importance
+from headwise.look.interventions.rank_correlation import ranks, spearman
 from headwise.nn import MultiHeadAttention, output_projections, probe
 from headwise.testing.constructed import constructed
 
@@ -129,6 +129,39 @@ def test_the_absolute_value_is_taken_of_each_text() -> None:
     single = [importance(model, text).scores("gradient_raw") for text in (TEXT, OTHER)]
     torch.testing.assert_close(torch.tensor(both), torch.tensor(single).mean(0))
     assert bool((torch.tensor(both) > 0).all())
+
+
+def test_the_stability_is_the_agreement_of_halves() -> None:
+    """Of several texts, every other with the rest; of one, the loss on its first half with that on its second."""
+    model = built("Llama GQA")
+
+    def flat(result: Importance) -> list[float]:
+        return [x for row in result.scores("gradient") for x in row]
+
+    texts = [importance(model, text) for text in (TEXT, OTHER)]
+    both = importance(model, [TEXT, OTHER])
+    assert both.stability == pytest.approx(spearman(*map(flat, texts)))
+
+    def half(places: slice) -> Any:
+        def loss(output: Any, ids: Tensor) -> Tensor:
+            return cross_entropy(output.logits[:, places].flatten(0, 1), ids[:, 1:][:, places].flatten())[None]
+
+        return loss
+
+    halves = [importance(model, TEXT, loss=half(places)) for places in (slice(0, 5), slice(5, 10))]
+    assert texts[0].stability == pytest.approx(spearman(*map(flat, halves)))
+    assert halves[0].stability is None, "a loss of the user's own has no halves"
+    assert f"one half of the text with the other: {both.stability:.2f}" in " ".join(str(both).split())
+
+
+def test_the_table_sorts_across_layers_by_the_change_of_the_loss() -> None:
+    heads = (
+        HeadImportance("a", 0, 0, 0, 0, gradient=0.9, gradient_raw=0.1),
+        HeadImportance("b", 0, 1, 0, 0, gradient=0.5, gradient_raw=0.7),
+    )
+    found = Importance("m", 1, 7, 1.5, ("gradient",), heads, (), 0.0)
+    lines = [" ".join(line.replace("│", " ").split()) for line in str(found).splitlines()]
+    assert lines.index("1 0 0.5000 0.7000") < lines.index("0 0 0.9000 0.1000")
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -272,7 +305,8 @@ def test_the_record_travels_and_prints() -> None:
     assert data["heads"][3]["mean"] is None and data["agreements"][0]["first"] == "gradient"
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(result.table(most=3))
-    assert "mine: loss" in (text := console.export_text()) and "3 of 8 heads" in text
+    text = " ".join(console.export_text().split())
+    assert "mine: loss" in text and "3 of 8 heads" in text
     with pytest.raises(ValueError, match="measured were gradient, zero; got 'mean'; name it in by="):
         result.scores("mean")
     assert isinstance(result, Importance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hf_models import BY_NAME
 from torch import Tensor, nn
 
 import headwise
-from headwise.look import redundancy
+from headwise.look import Redundancy, SimilarHead, redundancy
 from headwise.look.interventions.similarity import linked, output_distances, pattern_distances
 from headwise.nn import AttentionCall, MultiHeadAttention, probe
 from headwise.ops.statistics.weights import weights
@@ -180,3 +181,17 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             redundancy(model, ids, **options)
+
+
+def test_it_prints_as_tables_of_clusters_and_pairs() -> None:
+    heads = (
+        SimilarHead(0, 1, 0.25, (2, 3), 0.75, (1, 0)),
+        SimilarHead(1, 0, None, None, 0.75, (0, 1)),
+        SimilarHead(2, 3, 0.25, (0, 1), None, None),
+    )
+    found = Redundancy("m", 17, 13, 0.3, heads, patterns=(((0, 1), (2, 3)),), outputs=())
+    printed = [" ".join(line.replace("│", " ").split()) for line in str(found).splitlines()]
+    assert "patterns 2 0.1 2.3" in printed, "a cluster"
+    assert printed.count("patterns 0.1 2.3 0.250") == 1, "a pair is shown once"
+    assert "outputs 0.1 1.0 0.750" in printed
+    assert "take a larger threshold" in " ".join(str(replace(found, patterns=())).split())

@@ -62,6 +62,7 @@ for command, name, example in (
     (look._look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
     (importance.importance, "importance", "importance path/to/checkpoint --by gradient,zero"),
     (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
+    (importance.redundancy, "redundancy", "redundancy path/to/checkpoint --threshold 0.2"),
     (importance.circuits, "circuits", "circuits path/to/checkpoint --json"),
     (patch.patch, "patch", "patch --clean 'return x' --corrupt 'return y' --answer x --wrong y --out patch.svg"),
     (patch.attribute, "attribute", "attribute path/to/checkpoint --text 'return x' --answer x --wrong y"),

@@ -1,4 +1,4 @@
-"""``headwise importance``, ``headwise ablate`` and ``headwise circuits``."""
+"""``headwise importance``, ``headwise ablate``, ``headwise redundancy`` and ``headwise circuits``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from .options.models import load
-from .options.texts import cut_default_text, read_text
-from .output import progress, put
+from .options.texts import check_named, cut_default_text, read_text
+from .output import progress, put, warn_unstable
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
@@ -57,6 +57,7 @@ def importance(
         print(result.to_json())
     else:
         put(result.table(by=names[0]))
+    warn_unstable(result.stability)
 
 
 def ablate(
@@ -92,8 +93,37 @@ def ablate(
         put(result.places_table())
 
 
+def redundancy(
+    model: ModelArgument = None,
+    threshold: Annotated[float, typer.Option(help="The largest distance within a cluster, 0 (equal) to 1.")] = 0.1,
+    text: Text = None,
+    file: File = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Show which heads of a model do the same on a text: attend alike, or give the same output."""
+    content = read_text(text, file)
+
+    def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
+        from headwise.look import redundancy
+
+        return redundancy(loaded.model, ids, threshold=threshold, name=loaded.name, progress=show)
+
+    result = measured("redundancy", model, device, dtype, on_text(work, content))
+    if as_json:
+        print(result.to_json())
+    else:
+        put(result)
+
+
 def circuits(
     model: ModelArgument = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(help="A look as .json that names the heads, or none.", show_default="a look at the text"),
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Write the graph (.svg, .png) or the record (.json).")] = None,
     text: Text = None,
     file: File = None,
     device: Device = "cpu",
@@ -102,18 +132,51 @@ def circuits(
 ) -> None:
     """Show which heads of a model read what earlier heads wrote, and what each head writes for the next token."""
     content = read_text(text, file)
+    check_out(out)
+    named = None
+    if roles is not None and roles != "none":
+        check_named("--roles", roles, give="a look as .json, or none")
+        from headwise.look import read
+
+        named = read(roles)
 
     def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
-        from headwise.look import circuits
+        from headwise.look import at, circuits
 
-        return circuits(loaded.model, ids, name=loaded.name, progress=show)
+        found = circuits(loaded.model, ids, name=loaded.name, progress=show)
+        if roles == "none":
+            return found
+        if named is not None:
+            return found.with_roles(named)
+        show("looking at the roles of its heads")
+        look = at(loaded.model, ids, delimiters=loaded.delimiters, full_maps=False, progress=show)
+        return found.with_roles(look)
 
     result = measured("circuits", model, device, dtype, on_text(work, content))
     if as_json:
         print(result.to_json())
-        return
-    put(result.table())
-    put(result.heads_table())
+    else:
+        put(result.table())
+        put(result.heads_table())
+    write_out(result, out, as_json)
+
+
+def check_out(out: str | None) -> None:
+    """Raise an error if the file of ``--out`` cannot be written as a figure or record."""
+    if out is not None:
+        check_named("--out", out)
+        from headwise.look import files
+
+        files.check(out, (".svg", ".png", ".json"))
+
+
+def write_out(result: Any, out: str | None, as_json: bool) -> None:
+    """Write the file of ``--out``, if any, and print its name; on stderr if stdout has JSON."""
+    if out is not None:
+        from headwise.files.text import visible
+        from headwise.look import files
+
+        typer.echo(f"{visible(out)} ({files.write(result, out) / 1000:,.0f} kB)", err=as_json)
 
 
 def pairs_of(heads: str) -> list[tuple[int, int]]:

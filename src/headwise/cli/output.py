@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import rich.console
 
 
+STABLE = 0.5
+"""The rank correlation between halves of a text under which a ranking by gradient is reported as unstable."""
+
+
 def show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
     """Print the result as JSON, or as its table."""
     if as_json:
@@ -34,6 +38,16 @@ def put(what: Any) -> None:
         if isinstance(part, Table):
             fit(part, shown)
         shown.print(part)
+
+
+def warn_unstable(stability: float | None) -> None:
+    """Print a warning on stderr if one half of a text ranks the heads by gradient unlike the other half."""
+    if stability is not None and stability < STABLE and is_first():
+        print(
+            f"headwise: the ranking by gradient is unstable (its two halves of the text correlate by {stability:.2f}, "
+            f"under {STABLE}); give a longer text, some thousand words of the model's kind",
+            file=sys.stderr,
+        )
 
 
 def console() -> rich.console.Console:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .importance import Device, Dtype, Json, ModelArgument, measured, pairs_of
-from .options.texts import check_named, typed_text
+from .importance import Device, Dtype, Json, ModelArgument, check_out, measured, pairs_of, write_out
+from .options.texts import typed_text
 from .output import put
 
 AnswerToken = Annotated[str, typer.Option(help="What should follow the text, one token, with its space: ' Mary'.")]
@@ -30,11 +30,7 @@ def patch(
     """Put each head's output on one text into the run on another, and show how much of the difference it restores."""
     chosen = None if heads is None else pairs_of(heads)
     texts = [typed_text(clean, "--clean"), typed_text(corrupt, "--corrupt")]
-    if out is not None:
-        check_named("--out", out)
-        from headwise.look import files
-
-        files.check(out, (".svg", ".png", ".json"))
+    check_out(out)
 
     def work(loaded: Any, show: Any) -> Any:
         from headwise.look import LogitDifference, patch
@@ -50,11 +46,7 @@ def patch(
         print(result.to_json())
     else:
         put(result.table())
-    if out is not None:
-        from headwise.look import files
-
-        size = files.write(result, out)
-        typer.echo(f"{out} ({size / 1000:,.0f} kB)", err=as_json)
+    write_out(result, out, as_json)
 
 
 def attribute(

@@ -26,7 +26,7 @@ from .options.reshape import (
     texts_of,
 )
 from .options.texts import cut_default_text
-from .output import progress
+from .output import progress, warn_unstable
 
 MEASURED = ("importance", "ablation", "redundancy")
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
@@ -180,6 +180,7 @@ def _read(
     if by in CRITERIA:
         mask_id = None if loaded.tokenizer is None else loaded.mask_id
         importance = look.importance(loaded.model, read, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)
+        warn_unstable(importance.stability)
         scores = reshape.by_call(importance.scores(CRITERIA[by]))
     elif by == "redundancy":
         twins = look.redundancy(loaded.model, rows[0], progress=show).heads

@@ -29,6 +29,7 @@ from .views.figures import plot_formation, plot_importance
 from .weights.attribution import HeadWrites
 from .weights.composition import Circuits, Composition, circuits
 from .weights.logit_attribution import Attribution, HeadLogit, attribute
+from .weights.norm_weighted import HeadNorms, NormWeighted, norm_weighted, norm_weighted_map
 
 __all__ = [
     "ROLES",
@@ -44,12 +45,14 @@ __all__ = [
     "HeadImportance",
     "HeadLogit",
     "HeadMap",
+    "HeadNorms",
     "HeadPatch",
     "HeadRecord",
     "HeadWrites",
     "Importance",
     "LogitDifference",
     "Look",
+    "NormWeighted",
     "Passage",
     "Patching",
     "Picture",
@@ -70,6 +73,8 @@ __all__ = [
     "documents",
     "importance",
     "needles",
+    "norm_weighted",
+    "norm_weighted_map",
     "over",
     "patch",
     "plot_formation",

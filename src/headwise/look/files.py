@@ -5,8 +5,8 @@
     .md                the head card
     .svg  .png         a figure of the roles, layer by head
 
-Comparisons of two looks, training curves and patching results are written the same way, in the formats that they
-support.
+Comparisons of two looks, training curves, circuits and patching results are written the same way, in the formats
+that they support.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..files.text import visible
 from .result import Look
 from .views import tables
 
-PLOTS = ("plot_roles", "plot_formation", "plot_patching")
+PLOTS = ("plot_roles", "plot_formation", "plot_patching", "plot_circuits")
 """The methods that draw a figure; an object has one of them."""
 
 ENDINGS = (".parquet", ".csv", ".json", ".md", ".svg", ".png")

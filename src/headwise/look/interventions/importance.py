@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...nn.hooks.output_projections import output_projections
-from ...nn.hooks.probe import AttentionCall, probe
+from ...nn.hooks.probe import AttentionCall
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts, check_texts, shown
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
 from .gates import Survey, learning, rises, survey
+from .gradients import gradients
 from .losses import Loss, Reading
+from .rank_correlation import spearman
 
 if TYPE_CHECKING:
     import rich.table
@@ -79,6 +81,8 @@ class Importance(Tabled):
         heads: one record per head, in the order of the forward pass.
         agreements: the rank correlation of each pair of criteria.
         seconds: the duration of the measurement.
+        stability: Spearman's rank correlation of ``gradient`` between the two halves of the texts (of one text: of its
+            tokens); None if it was not measured. Under 0.5 another text would rank the heads differently.
     """
 
     model: str
@@ -89,6 +93,7 @@ class Importance(Tabled):
     heads: tuple[HeadImportance, ...]
     agreements: tuple[Agreement, ...]
     seconds: float
+    stability: float | None = None
 
     def scores(self, by: str) -> list[list[float]]:
         """Return one criterion as ``[layer][head]``, for example for a pruner.
@@ -114,23 +119,32 @@ class Importance(Tabled):
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
-        """Return a table of the `most` most important heads by a criterion (the first by default)."""
+        """Return a table of the `most` most important heads by a criterion (the first by default).
+
+        ``"gradient"`` is divided by the norm of its layer, so it ranks the heads within a layer only: the table is then
+        sorted by ``gradient_raw``, the change of the loss, which compares across layers.
+        """
         from rich.table import Table
         from rich.text import Text
 
         check_counts(most=most)
         by = self.by[0] if by is None else by
         self.scores(by)
-        top = sorted(self.heads, key=lambda head: -float(getattr(head, by)))[:most]
+        sorted_by = "gradient_raw" if by == "gradient" else by
+        top = sorted(self.heads, key=lambda head: -float(getattr(head, sorted_by)))[:most]
         rest = f", {len(top)} of {len(self.heads)} heads" if len(top) < len(self.heads) else ""
         pairs = ", ".join(f"{a.first} and {a.second} {a.rho:.2f}" for a in self.agreements if a.rho is not None)
-        caption = f"rank correlation: {pairs}" if pairs else None
+        lines = [f"rank correlation: {pairs}"] if pairs else []
+        if self.stability is not None:
+            lines.append(f"gradient, one half of the text with the other: {self.stability:.2f}")
+        caption = "\n".join(lines) or None
         title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {by}{rest}"
         table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
-        for name in ("layer", "head", *self.by):
+        columns = [name for one in self.by for name in ([one, "gradient_raw"] if one == "gradient" else [one])]
+        for name in ("layer", "head", *columns):
             table.add_column(name, justify="right")
         for head in top:
-            table.add_row(str(head.layer), str(head.head), *(f"{getattr(head, name):.4f}" for name in self.by))
+            table.add_row(str(head.layer), str(head.head), *(f"{getattr(head, name):.4f}" for name in columns))
         return table
 
     @override
@@ -199,7 +213,7 @@ def importance(
     check_told(name, progress)
     model = unwrap(model)
     texts = all_readings(model, ids, loss=loss, mask_id=mask_id, seed=seed)
-    base, columns = _measured(model, texts, names, progress or (lambda done, total: None))
+    base, columns, stability = _measured(model, texts, names, progress or (lambda done, total: None))
     return Importance(
         model=name or model_name(model),
         texts=len(texts),
@@ -209,6 +223,7 @@ def importance(
         heads=_records(base, columns),
         agreements=agreements({name: [x for row in columns[name] for x in row] for name in names}),
         seconds=round(time.perf_counter() - started, 3),
+        stability=stability,
     )
 
 
@@ -242,9 +257,10 @@ Columns = dict[str, list[list[float]]]
 
 def _measured(
     model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object]
-) -> tuple[Survey, Columns]:
-    """Return the survey, and for each criterion its values as ``[layer][head]``."""
+) -> tuple[Survey, Columns, float | None]:
+    """Return the survey, for each criterion its values as ``[layer][head]``, and the stability of ``gradient``."""
     columns: Columns = {}
+    stability = None
     contributions = Contributions.of(model, texts[0]) if "contribution" in names else None
     base = survey(model, texts, contributions)
     if contributions is not None:
@@ -253,7 +269,7 @@ def _measured(
     done, total = 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations) * len(texts)
     progress(done, total)
     if "gradient" in names:
-        raw, normalised = gradients(model, texts, base)
+        raw, normalised, stability = gradients(model, texts, base)
         columns |= {"gradient": normalised, "gradient_raw": raw}
         progress(done := done + 1, total)
     for name in ablations:
@@ -265,33 +281,7 @@ def _measured(
 
         risen = iter(rises(model, texts, base, [[head] for head in base.heads], base.instead(name), step))
         columns[name] = [[next(risen) for _ in range(site.num_heads)] for site in base.sites]
-    return base, columns
-
-
-def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple[list[list[float]], list[list[float]]]:
-    """Return E |dL / dxi| as ``[layer][head]``: raw, and divided by the l2 norm of each layer (0 for norm 0)."""
-    total = [torch.zeros(site.num_heads, device="cpu") for site in base.sites]
-    for text in texts:
-        gates: list[Tensor] = []
-
-        def each(call: AttentionCall, gates: list[Tensor] = gates) -> Tensor:
-            out = call.attend()
-            gates.append(torch.ones(out.shape[1], 1, 1, device=out.device, requires_grad=True))
-            return out * gates[-1].to(out.dtype)
-
-        with learning(model), probe(model, each):
-            scalars = text.scalars(model)
-            last = len(scalars) - 1
-            per_scalar = [
-                torch.autograd.grad(scalar, gates, allow_unused=True, retain_graph=n < last)
-                for n, scalar in enumerate(scalars)
-            ]
-        for sums, some in zip(total, zip(*per_scalar, strict=True), strict=True):
-            parts = torch.stack([torch.zeros_like(sums) if one is None else one.flatten().cpu() for one in some])
-            sums += (parts[0].abs() if last == 0 else parts.norm(dim=0)) / len(texts)
-    norms = [sums.norm() for sums in total]
-    divided = [sums / norm if norm > 0 else sums for sums, norm in zip(total, norms, strict=True)]
-    return [sums.tolist() for sums in total], [sums.tolist() for sums in divided]
+    return base, columns, stability
 
 
 @dataclass(eq=False)
@@ -340,19 +330,3 @@ def agreements(columns: dict[str, list[float]]) -> tuple[Agreement, ...]:
         for n, first in enumerate(names)
         for second in names[n + 1 :]
     )
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Return Pearson's correlation of the ranks, ties at their mean rank; None if one side is constant."""
-    x, y = (ranks(values) for values in (a, b))
-    x, y = x - x.mean(), y - y.mean()
-    size = float(x.norm() * y.norm())
-    return float(x @ y) / size if size > 0 else None
-
-
-def ranks(values: Sequence[float]) -> Tensor:
-    """Return the ranks (n,) float64, from 0; equal values share their mean rank."""
-    column = torch.tensor(values, dtype=torch.float64, device="cpu")
-    ordered = column.sort().values
-    first, past = torch.searchsorted(ordered, column), torch.searchsorted(ordered, column, right=True)
-    return (first + past - 1).double() / 2

@@ -81,6 +81,15 @@ class Reading:
             return along_directions(embedding(self.output(model)))
         return [self.losses(model).sum()]
 
+    def halves(self, model: nn.Module) -> list[Tensor]:
+        """Return the parts of the loss from the first and the second half of the counted positions; they sum to it."""
+        places = (self.labels[0] != IGNORED).nonzero().flatten().tensor_split(2)
+        logits = logits_of(self.output(model), self.labels.shape[1])[0].float()
+        total = sum(map(len, places))
+        return [
+            nn.functional.cross_entropy(logits[half], self.labels[0, half], reduction="sum") / total for half in places
+        ]
+
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """Return the mean cross entropy (B,) over the counted positions, in nats; logits are (B, T', vocabulary)."""
         counted = self.labels[0] != IGNORED

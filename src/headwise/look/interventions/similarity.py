@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...nn.hooks.eval_mode import resting
 from ...nn.hooks.probe import AttentionCall, probe
@@ -19,7 +20,11 @@ from ...ops.statistics.weights import weights
 from ...shapes.arguments import check_counts, check_numbers
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
+from ..views.tables import Tabled
 from .losses import Reading, texts_of
+
+if TYPE_CHECKING:
+    import rich.table
 
 SMOOTHING = 0.999
 """The share of a row that remains before rows are compared; the rest is spread over all keys (Clark et al. 2019)."""
@@ -54,8 +59,8 @@ class SimilarHead:
 
 
 @dataclass(frozen=True)
-class Redundancy:
-    """The redundant heads of a model on a text.
+class Redundancy(Tabled):
+    """The redundant heads of a model on a text. It prints as tables and converts to JSON.
 
     Attributes:
         model: the name of the model.
@@ -82,6 +87,44 @@ class Redundancy:
     def to_json(self) -> str:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
+
+    def table(self) -> rich.table.Table:
+        """Return a table of the clusters, largest first."""
+        from rich.table import Table
+        from rich.text import Text
+
+        title = f"{self.model}: heads that do the same, {self.tokens} tokens, distance at most {self.threshold:g}"
+        table = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left")
+        for name in ("by", "heads", "cluster"):
+            table.add_column(name, justify="right" if name == "heads" else "left")
+        for by, clusters in (("patterns", self.patterns), ("outputs", self.outputs)):
+            for cluster in clusters:
+                table.add_row(by, str(len(cluster)), " ".join("{}.{}".format(*head) for head in cluster))
+        if not table.row_count:
+            table.caption = "no two heads are that close; take a larger threshold"
+        return table
+
+    def pairs_table(self, most: int = 10) -> rich.table.Table:
+        """Return a table of the `most` heads closest to another, by patterns and then by outputs."""
+        from rich.table import Table
+
+        check_counts(most=most)
+        table = Table(title="closest heads: 0 = the same, 1 = unrelated", title_justify="left")
+        for name in ("by", "head", "nearest", "distance"):
+            table.add_column(name, justify="left" if name == "by" else "right")
+        for by in ("pattern", "output"):
+            near: dict[frozenset[tuple[int, int]], float] = {}
+            for one in self.heads:
+                other, distance = getattr(one, f"{by}_of"), getattr(one, by)
+                if other is not None:
+                    near[frozenset({(one.layer, one.head), other})] = distance
+            for pair, distance in sorted(near.items(), key=lambda item: (item[1], sorted(item[0])))[:most]:
+                table.add_row(f"{by}s", *("{}.{}".format(*head) for head in sorted(pair)), f"{distance:.3f}")
+        return table
+
+    @override
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return self.table(), self.pairs_table()
 
 
 def redundancy(

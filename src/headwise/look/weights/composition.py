@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,13 @@ from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts
 from ..inputs.ids import check_told, model_name
 from ..interventions.losses import readings, texts_of
+from ..records.look_data import LookData
 from ..views.tables import Tabled
 from .attribution import HeadWrites, writes
 from .head_matrices import Matrices, matrices
 
 if TYPE_CHECKING:
+    import matplotlib.figure
     import rich.table
 
 SHORT = 8
@@ -56,12 +59,39 @@ class Circuits(Tabled):
         compositions: those that exceed chance most, for each kind, strongest first.
         pairs: the number of pairs of heads for each kind.
         heads: the output of each head.
+        roles: the role of each head that plays one, by ``"layer.head"``; empty without a look, see `with_roles`.
     """
 
     model: str
     compositions: tuple[Composition, ...]
     pairs: dict[str, int]
     heads: tuple[HeadWrites, ...]
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+    def with_roles(self, look: LookData) -> Circuits:
+        """Return the circuits with the role of each head from a look of the same model.
+
+        Of several roles that a head plays the rarest in the model names it: a sink says little where most heads are.
+
+        Raises:
+            TypeError: not a look.
+            ValueError: a look of a model with other heads.
+        """
+        if not isinstance(look, LookData):
+            raise TypeError(f"roles come from a look, as headwise.look.at returns it; got {type(look).__name__}")
+        here, there = ({(head.layer, head.head) for head in heads} for heads in (self.heads, look.heads))
+        if here != there:
+            raise ValueError(
+                f"the look of {look.model} has {len(there)} heads, and {self.model} has {len(here)} that are not the "
+                "same; give a look of the same model"
+            )
+        count = Counter(role.name for head in look.heads for role in head.roles)
+        names = {
+            f"{head.layer}.{head.head}": min(head.roles, key=lambda role: (count[role.name], -role.strength)).name
+            for head in look.heads
+            if head.roles
+        }
+        return replace(self, roles=names)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists."""
@@ -71,17 +101,39 @@ class Circuits(Tabled):
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
+    def strongest(self, most: int) -> list[Composition]:
+        """Return the `most` compositions of each kind that exceed chance most."""
+        return [one for kind in KINDS for one in [one for one in self.compositions if one.kind == kind][:most]]
+
     def table(self, most: int = 12) -> rich.table.Table:
-        """Return a table of the strongest compositions, at most `most` of each kind."""
+        """Return a table of the strongest compositions, at most `most` of each kind, with the heads' roles."""
         check_counts(most=most)
-        table = _table(
-            f"{self.model}: what heads read of earlier ones", ("by", "reader", "writer", "value", "of chance")
-        )
-        for kind, by in zip(KINDS, ("queries", "keys", "values"), strict=True):
-            for one in [one for one in self.compositions if one.kind == kind][:most]:
-                places = ("{}.{}".format(*place) for place in (one.reader, one.writer))
-                table.add_row(by, *places, f"{one.value:.3f}", f"{one.value / one.null:.1f} x")
+        columns = ("by", "reader", "writer", "value", "of chance")
+        if self.roles:
+            columns = ("reader", "role", "reads", "its role", "through", "value", "of chance")
+        table = _table(f"{self.model}: what heads read of earlier ones", columns)
+        by = {"q": "queries", "k": "keys", "v": "values"}
+        for one in self.strongest(most):
+            reader, writer = ("{}.{}".format(*place) for place in (one.reader, one.writer))
+            numbers = f"{one.value:.3f}", f"{one.value / one.null:.1f} x"
+            if self.roles:
+                names = (self.roles.get(head, "-") for head in (reader, writer))
+                table.add_row(reader, next(names), writer, next(names), one.kind.upper(), *numbers)
+            else:
+                table.add_row(by[one.kind], reader, writer, *numbers)
         return table
+
+    def plot_circuits(self, most: int = 12) -> matplotlib.figure.Figure:
+        """Return a graph of the strongest compositions, at most `most` of each kind: layers from left to right.
+
+        Raises:
+            MissingExtra: Matplotlib is not installed.
+        """
+        from ..views.graph import graph
+
+        check_counts(most=most)
+        edges = [(one.kind, one.reader, one.writer, one.value / one.null) for one in self.strongest(most)]
+        return graph(edges, self.roles, f"{self.model}: heads that read earlier ones")
 
     def heads_table(self) -> rich.table.Table:
         """Return a table of the heads' outputs; a dash if a number is not defined."""
@@ -103,7 +155,7 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
 
     table = Table(title=Text(title, "table.title"), title_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name == "by" else "right")
+        table.add_column(name, justify="left" if name in ("by", "role", "its role") else "right")
     return table
 
 
