@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -85,12 +84,7 @@ class Circuits(Tabled):
                 f"the look of {look.model} has {len(there)} heads, and {self.model} has {len(here)} that are not the "
                 "same; give a look of the same model"
             )
-        count = Counter(role.name for head in look.heads for role in head.roles)
-        names = {
-            f"{head.layer}.{head.head}": min(head.roles, key=lambda role: (count[role.name], -role.strength)).name
-            for head in look.heads
-            if head.roles
-        }
+        names = {f"{head.layer}.{head.head}": head.roles[0].name for head in look.heads if head.roles}
         return replace(self, roles=names)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +102,7 @@ class Circuits(Tabled):
     def table(self, most: int = 12) -> rich.table.Table:
         """Return a table of the strongest compositions, at most `most` of each kind, with the heads' roles."""
         check_counts(most=most)
-        columns = ("by", "reader", "writer", "value", "of chance")
+        columns: tuple[str, ...] = ("by", "reader", "writer", "value", "of chance")
         if self.roles:
             columns = ("reader", "role", "reads", "its role", "through", "value", "of chance")
         table = _table(f"{self.model}: what heads read of earlier ones", columns)
