@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..ops.compiled_calls import methods_outside_graphs
-from ..ops.native.append import Span
+from ..ops.native.append import AppendSpan
 from ..ops.native.decode_step import CacheStep
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
@@ -299,7 +299,7 @@ class PagedCache(KVCache):
             part = (b, slice(None), slice(start, start + n))
             store.put((page, slice(None), slice(first, first + n)), key[part], None if value is None else value[part])
 
-    def _spans(self, counts: list[int], starts: list[int]) -> Iterator[Span]:
+    def _spans(self, counts: list[int], starts: list[int]) -> Iterator[AppendSpan]:
         """Yield the places of new tokens, page by page, at the end of each row."""
         size = self.pool.page_size
         for b, (at, count, start) in enumerate(zip(self.columns, counts, starts, strict=True)):
@@ -307,7 +307,7 @@ class PagedCache(KVCache):
             while done < count:
                 page, first = self.tables[b][(at + done) // size], (at + done) % size
                 n = min(size - first, count - done)
-                yield Span(b, start + done, page, first, n)
+                yield AppendSpan(b, start + done, page, first, n)
                 done += n
 
     @override

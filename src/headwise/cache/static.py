@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..ops.masks.mask import Mask
-from ..ops.native.append import Span
+from ..ops.native.append import AppendSpan
 from ..ops.native.decode_step import CacheStep
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
@@ -126,7 +126,8 @@ class StaticCache(KVCache):
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
         self._spare_saved()
         spans = (
-            Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True))
+            AppendSpan(b, start, b, at, n)
+            for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True))
         )
         if self._store.quantize(key, value, spans):
             return

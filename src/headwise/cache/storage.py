@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.native.append import Span, append_int8
+from ..ops.native.append import AppendSpan, append_int8
 from ..ops.native.decode_step import CacheStep
 from ..ops.storage.int8 import Quantized
 from .huge_pages import on_huge_pages, reserve
@@ -48,7 +48,7 @@ class Store(Saved):
         """Bytes of the tensors, including memory that is not used."""
         return sum(x.nbytes for x in self._tensors().values())
 
-    def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[Span]) -> bool:
+    def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[AppendSpan]) -> bool:
         """Write spans of (B, K, T, n) to an int8 store in one native call; if it returns False, use `put`."""
         if self.key_scale is None:
             return False

@@ -70,7 +70,7 @@ class Circuits(Tabled):
     def with_roles(self, look: LookData) -> Circuits:
         """Return the circuits with the role of each head from a look of the same model.
 
-        Of several roles that a head plays the rarest in the model names it: a sink says little where most heads are.
+        A head that plays no role but is a sink or attends broadly is named by that.
 
         Raises:
             TypeError: not a look.

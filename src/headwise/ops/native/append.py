@@ -13,7 +13,7 @@ from . import library as native_library
 from .library import error_for, raise_unless_refused
 
 
-class Span(NamedTuple):
+class AppendSpan(NamedTuple):
     """A span of tokens of a batch row, and its target in the cache: a row (or page) and a place."""
 
     row: int
@@ -27,7 +27,7 @@ def append_int8(
     key: Tensor,
     value: Tensor | None,
     storage: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    spans: Iterable[Span],
+    spans: Iterable[AppendSpan],
 ) -> bool:
     """Write spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` would; return False if not possible.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...distributed.comm import Comm
+from ...nn.attention_mode import Expand
 from ...ops.masks.mask import Mask
 from ...ops.options import ScoreOptions
 from ...plan.ranks.sharding import Stretch
 from ...shapes import compute_dtype
-
-Expand = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
