@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ...cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ...nn.hooks.unwrap import unwrap
+from ...ops.compiled_calls import outside_graphs
 from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import PAGE
 from ..attention.lazy_tensors import to_model
@@ -97,6 +98,7 @@ class FullLayer(CacheLayerMixin):
         return -(-self.max_length // PAGE)
 
     @override
+    @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Add key (B, K, T, D) and value (B, K, T, V), and return those of all tokens in attention's form."""
         # Under autocast, a rotation may leave keys in float32 while values have a half dtype, which attention takes.
