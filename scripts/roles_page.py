@@ -1,6 +1,7 @@
 """Writes docs/roles.md from `headwise.look.ROLES`: `python scripts/roles_page.py`; `--check` says whether it is true.
 
-Each role gets its ideal pattern, drawn on a small text: a row a query, ``#`` where a head of this role has its weight.
+Each role gets a plain sentence, and its ideal pattern on a small text: a row a query, ``#`` where a head has its
+weight.
 """
 
 from __future__ import annotations
@@ -45,6 +46,49 @@ The patterns show a head that does nothing else: a row a query, `#` where its we
 | sentences | annotated ones, with `--sentences`: [annotated text](annotation.md) |
 | needles | the text with a needle in it, with `--needles` |
 """
+
+
+MEANING = {
+    "name mover": "The last token looks back at the name that should come next.",
+    "induction": "Each token looks for itself in the earlier text and attends what came next there.",
+    "duplicate-token": "Each token looks at its own earlier copies.",
+    "retrieval": "A token of a repeated phrase looks at what followed it the first time, far back in the text.",
+    "alignment": "The decoder looks at the word of the encoder's text that it is reading.",
+    "alignment, next": "The decoder looks at the word of the encoder's text that it has to write next.",
+    "previous-token": "Each token looks at the token right before it.",
+    "offset-2": "Each token looks a fixed number of tokens back.",
+    "self": "Each token looks at itself.",
+    "next-token": "Each token looks at the token right behind it.",
+    "offset+2": "Each token looks a fixed number of tokens ahead.",
+    "far offset": "Each token looks at one and the same distance, further away than eight tokens.",
+    "coreference": "A pronoun or a name looks at an earlier mention of the same person or thing.",
+    "nsubj to head": "A word looks at the word that it belongs to in the sentence, such as a subject at its verb.",
+    "head to nsubj": "A word looks at a word that belongs to it in the sentence, such as a verb at its subject.",
+    "same word class": "A word looks at other words of its class, such as a noun at other nouns.",
+    "[SEP]": "Tokens look at the separator behind a sentence.",
+    "full stop": "Tokens look at full stops.",
+    "comma": "Tokens look at commas.",
+    "delimiter": "Tokens look at the marks that end sentences and clauses.",
+    "punctuation": "Tokens look at punctuation of any kind.",
+    "special tokens": "Tokens look at the model's special tokens, the first of the text aside.",
+    "first to second": "The tokens of the first sentence look at the second one.",
+    "second to first": "The tokens of the second sentence look at the first one.",
+    "left neighbour": "Each patch looks at the patch to its left.",
+    "right neighbour": "Each patch looks at the patch to its right.",
+    "upper neighbour": "Each patch looks at the patch above it.",
+    "lower neighbour": "Each patch looks at the patch below it.",
+    "surroundings": "Each patch looks at the patches around it.",
+    "same row": "Each patch looks along its row.",
+    "same column": "Each patch looks along its column.",
+    "local band": "Each token looks at the few tokens around it, at none of them most of all.",
+    "first-token sink": "Tokens leave much of their weight on the first token of the text, whatever it is.",
+    "sink elsewhere": "Tokens leave most of their weight on one and the same token, which is not the first.",
+    "[CLS] sink": "Patches leave their weight on the token that stands for the whole picture.",
+    "register sink": "Patches leave their weight on the extra tokens that the model has for it.",
+    "patch sink": "Patches leave their weight on one and the same patch.",
+    "broad": "Tokens look at everything before them, nearly evenly.",
+}
+"""What each role means in one sentence; a family has the sentence of its first role."""
 
 
 def pattern(role: Role) -> tuple[Sequence[str], Sequence[Sequence[int]]] | None:
@@ -142,6 +186,8 @@ def section(title: str, role: Role) -> str:
     state = " A state." if role.state else ""
     lines = [
         f"## {title}",
+        "",
+        MEANING[role.name],
         "",
         f"`{role.formula}`",
         "",

@@ -216,6 +216,7 @@ def argmax(call: Call, b: int, h: int, name: str, special: frozenset[int], every
     rows = [i for i in free if links[b][i]]
     shows = [(i, best[i]) for i in rows if best[i] in links[b][i]]
     if name == "coreference":
+        shows = [(i, j) for i, j in shows if call.p[b, h, i, j] >= 0.1]
         nearest, mentions = call.linked("nearest noun"), call.linked("mentions")
         null = 0 if nearest is None else sum(any(j in links[b][i] for j in nearest[b][i]) for i in rows)
         by_chance = sum(len(links[b][i]) / max(len(mentions[b][i]) if mentions else 1, 1) for i in rows)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from draw import drawn
 from planted import Tiny, text
+from test_look_numbers import matrices
 
+import headwise
 from headwise import look
 from headwise.look import annotate
 from headwise.look.roles.call_tokens import CallTokens, Vocabulary
@@ -114,3 +116,16 @@ def test_readings_hold_lists_of_places(changed: dict[str, Any], message: str) ->
     with pytest.raises(TypeError, match=re.escape(message)) as caught:
         look.at(Tiny(), text(7), readings={"sentences": [passage]}, repeats=None)
     assert str(caught.value).startswith("readings['sentences']: ")
+
+
+def test_the_right_one_of_few_mentions_counts_with_a_tenth_of_the_weight() -> None:
+    """A head that is right on every mention says nothing where it gives the mention almost no weight."""
+    ids, model = text(31), Tiny(mask=headwise.causal())
+    p = matrices(model, torch.tensor([ids]))[0][0, 0]
+    pairs = [[i - 3, i - 2] if i >= 5 else [] for i in range(31)]
+    best = [max(keys, key=lambda j, i=i: float(p[i, j]), default=-1) for i, keys in enumerate(pairs)]  # type: ignore[misc]
+    passage = look.Passage(ids, links={"mentions": pairs, "coreference": [[j] if j >= 0 else [] for j in best]})
+    score = look.at(model, ids, readings={SENTENCES: [passage]}, repeats=None).heads[0].scores["coreference"]
+    held = [float(p[i, j]) for i, j in enumerate(best) if j >= 0]
+    assert 0 < sum(weight >= 0.1 for weight in held) < len(held)  # or this would show nothing
+    assert score.count == 26 and score.value == pytest.approx(sum(weight >= 0.1 for weight in held) / 26, abs=1e-6)

@@ -35,6 +35,9 @@ SEVERAL = 4
 """The fewest queries of a role, unless it sets its own: a full stop at the end of a text has only its own query, and in
 a text of five tokens a sink on the first would pass for an offset of four."""
 
+NOTICED = 0.1
+"""The least share of a query's whole weight on the mention that it chooses, where the choice is among few words."""
+
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
 """The kinds of input: texts, repeated random tokens, annotated sentences, texts with a needle."""
 
@@ -263,11 +266,12 @@ ROLES: tuple[Role, ...] = (
     # language, read on chosen queries of annotated sentences
     Role(
         "coreference",
-        "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity",
+        "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity, "
+        f"and holds at least {NOTICED:g} of all the weight",
         0.5,
         f"{_CLARK}, section 4.3 (antecedent selection){_OURS}",
         "the nearest noun before; a mention at random",
-        Argmax("coreference", candidates="mentions", baseline="nearest noun"),
+        Argmax("coreference", candidates="mentions", baseline="nearest noun", share=NOTICED),
         reads=SENTENCES,
         times=1.0,
         plus=0.15,

@@ -24,11 +24,15 @@ class Argmax(Measure):
     right, links of that name with one key each; without a name, one fixed offset, the best over all texts that were
     read. Against: a random choice among the candidates; without candidates, the choice of another query, drawn from
     those that may attend to the link too, so that a head which attends to a word from everywhere gains nothing.
+
+    With `share`, the chosen key must also have that share of the query's whole weight: which of a few candidates is
+    largest says little about a head that gives all of them together next to nothing.
     """
 
     name: str
     candidates: str = ""
     baseline: str = ""
+    share: float = 0.0
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the sums of the queries whose best key is a link."""
@@ -59,10 +63,11 @@ class Argmax(Measure):
         return ((back == usual) & (links >= 0)).any(-1)
 
     def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
-        """Return whether the key is a link of a query that has a choice."""
+        """Return whether the key is a link, with enough of the weight, of a query that has a choice."""
         links = got.scene.links(self.name)
         assert links is not None
-        return is_link(keys, links) & self._choosing(got)
+        chosen = is_link(keys, links) & self._choosing(got)
+        return chosen if self.share == 0 else chosen & (got.weights_on(keys) >= self.share)
 
     def judged(self, got: CallStatistics) -> Tensor:
         """Return the candidate with the largest weight, (B, H, T) long, else -1; shared by all relations."""
