@@ -9,7 +9,8 @@
 #   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
 #   make tsan            larger cases on 64 threads, under ThreadSanitizer
 #   make arm             the kernels for 64-bit Arm: compiled here, a minute of drawn cases under emulation
-#   make mutants         every fault of tests/mutants.toml, each in a copy of the tree: do the tests notice?
+#   make mutants         small faults in the files of src that differ from main (mutmut): do the tests notice?
+#   make ledger          every fault of tests/*/mutants.toml, each in a copy of the tree
 #   make docs            the documentation, in site/
 #   make clean           remove everything that make made
 #   make PYTHON=python3.12 look     another Python (3.11 or newer)
@@ -27,10 +28,10 @@ DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants clean
+.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants ledger clean
 
 help:
-	@sed -n '2,14s/^# //p' Makefile
+	@sed -n '2,16s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
@@ -47,8 +48,9 @@ test-all:
 CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers malformed \
          mask_tiles masks_algebra meaning native_binding native_gradients native_maps native_refusals nn_cache nn_errors \
          nn_multihead plan plan_heads report_disk statistics testing weights
+# A name that matches no file reaches pytest as it is, which then runs nothing and fails.
 check: lint types
-	$(PYTEST_ENV) $(BIN)/pytest -q $(PYTEST_ARGS) $(wildcard $(CHECK:%=tests/*/test_%.py))
+	$(PYTEST_ENV) $(BIN)/pytest -q $(PYTEST_ARGS) $(CHECK:%=tests/*/test_%.py)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -63,13 +65,19 @@ types: $(VENV)/.test
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The same ten for the same ledger (--seed draws others). `make mutants MUTANTS_ARGS="--only cache"` runs a room.
-MUTANTS_ARGS ?=
+# The same ten for the same ledger (--seed draws others). `make ledger LEDGER_ARGS="--only cache"` runs a room.
+LEDGER_ARGS ?=
 mutants-sample: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py --sample 10
 
+ledger: $(VENV)/.test
+	$(BIN)/python scripts/mutants.py $(LEDGER_ARGS)
+
+# `make mutants MUTANTS_ARGS=src/headwise/cache/rolling.py` takes the files that you name.
+MUTANTS_ARGS ?=
 mutants: $(VENV)/.test
-	$(BIN)/python scripts/mutants.py $(MUTANTS_ARGS)
+	@$(PIP) -qq 'mutmut==3.8.*'
+	$(BIN)/python scripts/mutants_changed.py $(MUTANTS_ARGS)
 
 pytest: $(VENV)/.test
 	$(PYTEST_ENV) $(BIN)/pytest $(PYTEST_ARGS)

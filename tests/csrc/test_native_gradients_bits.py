@@ -193,6 +193,7 @@ def used(what: str) -> int:
     return int(ran.stdout)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", BEST)
 @pytest.mark.parametrize("what", ["biases", "dropout"])
 def test_nothing_is_as_large_as_the_scores(backend: str, what: str) -> None:

@@ -118,7 +118,9 @@ def _same(ours: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@inside("met", [(way, "forward") for way in CHANGES] + [("copy_", path) for path in PATHS if path != "forward"])
+@inside(
+    "met", [(way, "forward") for way in CHANGES] + [("copy_", path) for path in PATHS if path != "forward"], sweep=True
+)
 def test_a_mask_used_again_means_what_its_tensors_hold(kind: str, met: tuple[str, str]) -> None:
     way, path = met
     if way == "other memory" and "segments" in kind:
