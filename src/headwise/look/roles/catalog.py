@@ -194,6 +194,15 @@ def _relation(name: str, what: str) -> Role:
 ROLES: tuple[Role, ...] = (
     # what is done with words, names and earlier text: an induction head also retrieves, so it goes before retrieval
     Role(
+        "induction",
+        "random tokens repeated: mean_i sum of A[i, j+1] over earlier copies j of token i",
+        0.4,
+        "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(links.copies("induction")),
+        reads=COPIES,
+    ),
+    Role(
         "name mover",
         "sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
         0.3,
@@ -202,15 +211,6 @@ ROLES: tuple[Role, ...] = (
         OnLinks(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene)),
         reads=SENTENCES,
         least=8,
-    ),
-    Role(
-        "induction",
-        "random tokens repeated: mean_i sum of A[i, j+1] over earlier copies j of token i",
-        0.4,
-        "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.copies("induction")),
-        reads=COPIES,
     ),
     Role(
         "duplicate-token",
