@@ -152,5 +152,7 @@ def test_the_most_specific_role_names_a_head_and_states_stand_beside_it() -> Non
 
 
 def test_names_of_roles_are_unique_and_tell_their_source() -> None:
+    resting = {"first-token sink", "sink elsewhere", "[CLS] sink", "register sink", "patch sink", "broad"}
+    assert {role.name for role in ROLES if role.state} == resting
     assert len({role.name for role in ROLES}) == len(ROLES)
     assert all(role.source and role.formula and 0 < role.threshold < 1 for role in ROLES)

@@ -142,6 +142,7 @@ def _apart(name: str, places: str, source: str) -> Role:
         _UNIFORM,
         OnLinks(placed.to_apart(places), against=None),
         over=PATCHES,
+        state=True,
     )
 
 
