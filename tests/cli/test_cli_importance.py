@@ -54,7 +54,7 @@ def test_importance_is_what_the_function_gives(tiny: Any, tmp_path: Path) -> Non
     data = json.loads(runner.invoke(cli.app, [*command, "--json"]).stdout)
     assert {**data, "seconds": 0} == {**json.loads(json.dumps(expected)), "seconds": 0}
     shown = runner.invoke(cli.app, command, terminal_width=200).stdout
-    rows = re.findall(r"│ +(\d) │ +(\d) │ +[\d.]+ │ +(-?[\d.]+) │", shown)
+    rows = re.findall(r"│ +(\d) │ +(\d) │ +[\d.]+ │ +[\d.]+ │ +(-?[\d.]+) │", shown)
     assert len(rows) == 32 and [float(row[2]) for row in rows] == sorted((float(row[2]) for row in rows), reverse=True)
 
 
