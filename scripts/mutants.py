@@ -1,6 +1,6 @@
 """Checks that the tests detect faults: puts each mutant of the ledger into a copy of the tree and runs its test.
 
-    .venv/bin/python scripts/mutants.py                        all of tests/mutants.toml (`make mutants`)
+    .venv/bin/python scripts/mutants.py                        all of tests/*/mutants.toml (`make ledger`)
     .venv/bin/python scripts/mutants.py --only cache           those of a room, or of a file; `--list` shows them
     .venv/bin/python scripts/mutants.py --sample 10 --seed X   ten at random; the seed is 0 by default
 
@@ -320,7 +320,6 @@ def as_json(results: Sequence[Result], seed: str | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ledger", type=Path, help="another file than tests/mutants.toml")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
     parser.add_argument("--only", action="append", metavar="ROOM|FILE", help="may be repeated")
     parser.add_argument("--sample", type=int, metavar="N", help="N of them at random")
@@ -331,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the result on stdout")
     options = parser.parse_args(arguments)
     try:
-        mutants = read(options.ledger or options.root / "tests" / "mutants.toml")
+        mutants = read(options.root)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for problem in (problems := faults(mutants, options.root)):

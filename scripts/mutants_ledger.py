@@ -1,4 +1,4 @@
-"""The ledger of mutants, tests/mutants.toml: what an entry is, whether it still fits its file, and a draw of some."""
+"""The ledger of mutants, tests/ROOM/mutants.toml: what an entry is, whether it fits its file, and a draw of some."""
 
 from __future__ import annotations
 
@@ -43,13 +43,19 @@ class Mutant:
         return f"{self.file}: {' '.join(self.old.split())!r} -> {' '.join(self.new.split())!r}"
 
 
-def read(ledger: Path) -> list[Mutant]:
-    """All entries; a ValueError says which is malformed."""
-    keys = {field.name for field in fields(Mutant)}
+def read(root: Path) -> list[Mutant]:
+    """Return the entries of all rooms; a ValueError says which is malformed, or not beside its test."""
+    return [mutant for ledger in sorted(root.glob("tests/*/mutants.toml")) for mutant in _entries(ledger, root)]
+
+
+def _entries(ledger: Path, root: Path) -> list[Mutant]:
+    keys, name = {field.name for field in fields(Mutant)}, ledger.relative_to(root)
     entries = tomllib.loads(ledger.read_text("utf8")).get("mutant", [])
     for number, entry in enumerate(entries, 1):
         if set(entry) != keys or not all(isinstance(value, str) for value in entry.values()):
-            raise ValueError(f"{ledger.name}: mutant {number} has {sorted(entry)}, not texts for {sorted(keys)}")
+            raise ValueError(f"{name}: mutant {number} has {sorted(entry)}, not texts for {sorted(keys)}")
+        if not entry["test"].startswith(f"{name.parent.as_posix()}/"):
+            raise ValueError(f"{name}: mutant {number} belongs beside its test, {entry['test']}")
     return [Mutant(**entry) for entry in entries]
 
 

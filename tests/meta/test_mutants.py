@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import mutants as runner  # noqa: E402
 from mutants_ledger import Mutant, draw, faults, read  # noqa: E402
 
-LEDGER = ROOT / "tests" / "mutants.toml"
 ROOMS = "cache cli csrc hf look native nn ops plan report shapes testing"
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("c++") and shutil.which("cmake", path=runner.PROGRAMS)), reason="needs a C++ compiler and cmake"
@@ -53,7 +52,7 @@ def value():
 def end():
     sys.stdout.flush()
 ''',
-    "tests/test_fake.py": """import subprocess
+    "tests/fake/test_fake.py": """import subprocess
 import sys
 
 import fake
@@ -101,7 +100,7 @@ class TestLimit:
         assert fake.LIMIT == 7
 """,
 }
-FAKE, TEST = "src/fake/__init__.py", "tests/test_fake.py::"
+FAKE, TEST = "src/fake/__init__.py", "tests/fake/test_fake.py::"
 FATES: dict[str, list[tuple[str, str, str, str]]] = {
     "killed": [
         (FAKE, "FACTOR = 2", "FACTOR = 3", "test_double"),
@@ -135,7 +134,7 @@ def ledger_of(mutants: list[Mutant]) -> str:
 
 
 def project(folder: Path, mutants: list[Mutant], files: dict[str, str] = FILES) -> Path:
-    for name, text in {**files, "tests/mutants.toml": ledger_of(mutants)}.items():
+    for name, text in {**files, "tests/fake/mutants.toml": ledger_of(mutants)}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -156,7 +155,7 @@ def fates(capsys: pytest.CaptureFixture[str], root: Path, *options: str) -> tupl
 
 
 def test_the_ledger_fits_the_tree() -> None:
-    mutants = read(LEDGER)
+    mutants = read(ROOT)
     assert faults(mutants, ROOT) == []
     assert set(ROOMS.split()) <= {mutant.room for mutant in mutants}
 
@@ -171,10 +170,10 @@ def test_the_ledger_fits_the_tree() -> None:
         ({"new": "FACTOR = ="}, "is no Python: invalid syntax"),
         ({"file": "src/fake/other.py"}, "no such file"),
         ({"file": "../outside.py"}, "no such file"),
-        ({"test": TEST + "test_doubled"}, "there is no test tests/test_fake.py::test_doubled"),
-        ({"test": TEST + "test_limit"}, "there is no test tests/test_fake.py::test_limit"),
-        ({"test": "tests/test_other.py::test_double"}, "there is no test tests/test_other.py::test_double"),
-        ({"test": "tests/test_fake.py"}, "there is no test tests/test_fake.py"),
+        ({"test": TEST + "test_doubled"}, "there is no test tests/fake/test_fake.py::test_doubled"),
+        ({"test": TEST + "test_limit"}, "there is no test tests/fake/test_fake.py::test_limit"),
+        ({"test": "tests/fake/test_other.py::test_double"}, "there is no test tests/fake/test_other.py::test_double"),
+        ({"test": "tests/fake/test_fake.py"}, "there is no test tests/fake/test_fake.py"),
     ],
 )
 def test_an_entry_that_does_not_fit(
@@ -183,7 +182,7 @@ def test_an_entry_that_does_not_fit(
     (tmp_path / "outside.py").write_text("FACTOR = 2")
     fits = mutant(*FATES["killed"][0])
     root = project(tmp_path / "root", [fits, replace(fits, **change)])
-    (fault,) = faults(read(root / "tests" / "mutants.toml"), root)
+    (fault,) = faults(read(root), root)
     assert why in fault
     assert runner.main(["--root", str(root)]) == 1
     assert capsys.readouterr().err == f"mutants: {fault}\n"
@@ -196,11 +195,20 @@ def test_an_entry_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ['[[mutant]]\nfile = "a"', "[[mutant]", "[[mutant]]\nfile=1\nold=1\nnew=2\ntest=3"])
 def test_a_malformed_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    (tmp_path / "own.toml").write_text(text)
+    project(tmp_path, [])
+    (tmp_path / "tests/fake/mutants.toml").write_text(text)
     with pytest.raises(SystemExit) as ended:
-        runner.main(["--ledger", str(tmp_path / "own.toml")])
+        runner.main(["--root", str(tmp_path)])
     assert ended.value.code == 2
     assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_entry_of_another_rooms_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = project(tmp_path, [Mutant(FAKE, "LIMIT = 7", "LIMIT = 9", "tests/other/test_fake.py::test_double")])
+    with pytest.raises(SystemExit):
+        runner.main(["--root", str(root)])
+    said = "tests/fake/mutants.toml: mutant 1 belongs beside its test, tests/other/test_fake.py::test_double"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -240,8 +248,8 @@ def test_every_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = {"killed": 4, "survived": 2, "of": 10, "not run": 1}
     assert report["rooms"] == {"__init__": counts, "all": counts} and report["seed"] is None
     why = {x["new"]: x["detail"] for x in report["mutants"]}
-    assert why["FACTOR = 3"] == "tests/test_fake.py::test_double - assert 9 == 6"
-    assert why["LIMIT = 6"].startswith("fails without the mutant: killed tests/test_fake.py::test_wrong_anyway")
+    assert why["FACTOR = 3"] == "tests/fake/test_fake.py::test_double - assert 9 == 6"
+    assert why["LIMIT = 6"].startswith("fails without the mutant: killed tests/fake/test_fake.py::test_wrong_anyway")
     assert why["x / 3"].startswith("fails without the mutant: proves nothing pytest ends with exit code 4")
     assert why["import nosuch"].startswith("pytest ends with exit code ")
     assert why["return 6"].startswith("pytest ends with exit code 1 and no failed test: ")
@@ -259,7 +267,7 @@ def test_a_survivor_is_told_in_full(tmp_path: Path, capsys: pytest.CaptureFixtur
     root = project(tmp_path, [mutant(*FATES["survived"][0])])
     assert runner.main(["--root", str(root), "--only", FAKE]) == 1
     assert capsys.readouterr().out.endswith(
-        "survived: src/fake/__init__.py: 'x + 3' -> 'x - 3'\n  test: tests/test_fake.py::test_unseen\n"
+        "survived: src/fake/__init__.py: 'x + 3' -> 'x - 3'\n  test: tests/fake/test_fake.py::test_unseen\n"
     )
 
 
@@ -267,7 +275,7 @@ def test_a_selection_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     other = {**FILES, "src/fake/nn/a.py": "A = 1\n"}
     root = project(tmp_path, [mutant(*FATES["killed"][0]), mutant("src/fake/nn/a.py", "1", "2", "test_double")], other)
     assert runner.main(["--root", str(root), "--only", "nn", "--list"]) == 0
-    assert capsys.readouterr().out == "nn: src/fake/nn/a.py: '1' -> '2'\n    tests/test_fake.py::test_double\n"
+    assert capsys.readouterr().out == "nn: src/fake/nn/a.py: '1' -> '2'\n    tests/fake/test_fake.py::test_double\n"
     with pytest.raises(SystemExit) as ended:
         runner.main(["--root", str(root), "--only", "cache"])
     assert ended.value.code == 2 and "--only names no room or file" in capsys.readouterr().err
@@ -311,7 +319,7 @@ def test_waits():
     pathlib.Path(os.environ["STARTED"]).write_text(str(os.getpid()))
     time.sleep(300)
 """
-    files = {**FILES, "tests/test_fake.py": waits}
+    files = {**FILES, "tests/fake/test_fake.py": waits}
     root = project(tmp_path / "root", [mutant(*FATES["killed"][0][:3], "test_waits")], files)
     started, temporary = tmp_path / "pid", tmp_path / "temporary"
     temporary.mkdir()
@@ -356,7 +364,7 @@ import pathlib
 library = ctypes.CDLL(pathlib.Path(__file__).parent / "_native.so")
 SEVEN = 7
 """,
-    "tests/test_native.py": """from fake.native import SEVEN, library
+    "tests/fake/test_native.py": """from fake.native import SEVEN, library
 
 
 def test_sum():
@@ -374,7 +382,7 @@ NATIVE_FATES = [
 
 
 def native_project(folder: Path) -> Path:
-    return project(folder, [Mutant(*fate[:3], "tests/test_native.py::test_sum") for fate in NATIVE_FATES], NATIVE)
+    return project(folder, [Mutant(*fate[:3], "tests/fake/test_native.py::test_sum") for fate in NATIVE_FATES], NATIVE)
 
 
 @needs_compiler

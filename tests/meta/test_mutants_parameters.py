@@ -43,5 +43,5 @@ def test_a_test_with_other_parameters_is_missing(monkeypatch: pytest.MonkeyPatch
 def test_the_parameters_of_the_ledgers_tests_exist(request: pytest.FixtureRequest, collected: frozenset[str]) -> None:
     if any("[" in name for name in request.config.args):
         pytest.skip("pytest was asked for single parameters")
-    named = {mutant.test for mutant in read(ROOT / "tests" / "mutants.toml") if "[" in mutant.test}
+    named = {mutant.test for mutant in read(ROOT) if "[" in mutant.test}
     assert missing(named, collected) == []
