@@ -89,7 +89,7 @@ NAMED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "values elsewhere": (
         lambda c: c.append(tokens()[0], tokens()[1].to("meta")),
         ValueError,
-        "this cache lies on cpu; got a value float32 (2, 3, 3, 13) on meta; move it with .to(cache.device)",
+        "this cache is on cpu; got a value float32 (2, 3, 3, 13) on meta; move it with .to(cache.device)",
     ),
     "keys elsewhere": (lambda c: c.append(tokens()[0].to("meta"), tokens()[1]), ValueError, "got a key float32"),
     "a side of its own": (lambda c: c.append(*tokens(), side="middle"), ValueError, 'side is "right" or "left"'),
@@ -166,10 +166,10 @@ def test_the_default_device_is_not_the_caches(kind: str) -> None:
 def test_a_pool_of_pages_guards_its_books() -> None:
     pool = PagePool(2, K, D, V)
     page = pool.take()
-    with pytest.raises(ValueError, match=f"nobody holds page {1 - page}"):
+    with pytest.raises(ValueError, match=f"page {1 - page} of this pool is free"):
         pool.hold(1 - page)
     pool.give(page)
-    with pytest.raises(ValueError, match=f"nobody holds page {page}"):
+    with pytest.raises(ValueError, match=f"page {page} of this pool is free"):
         pool.give(page)
     pool.take(), pool.take()
     with pytest.raises(ValueError, match="has 0 free, and 1 are needed"):

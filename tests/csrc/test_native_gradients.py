@@ -18,7 +18,7 @@ from headwise.ops.native import backend as native
 from headwise.ops.reference import reference_weights
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, oracle, strided
 
-WHY = "headwise's own kernel, and so its gradient; a gradient of that by the definition"
+WHY = "headwise's own kernel, also for the gradient; gradients of gradients are computed by the reference"
 
 
 @needs_native

@@ -64,7 +64,7 @@ def test_what_it_leaves_to_others(name: str) -> None:
     made, why = WITHOUT[name]
     choice = headwise.explain(*made())
     assert choice.others["native"] == why
-    with pytest.raises(ValueError, match=f"backend 'native' cannot serve this call: {why}"):
+    with pytest.raises(ValueError, match=f"backend 'native' does not support this call: {why}"):
         headwise.attention(*made(), backend="native")
 
 
@@ -165,7 +165,7 @@ def test_without_the_library_all_runs_and_explain_says_so(name: str, no_library:
 
 def test_without_the_library_it_is_not_to_be_had_by_name(no_library: None) -> None:
     qkv = make_qkv(*SHORT)
-    with pytest.raises(ValueError, match="cannot serve this call: the native library is not there"):
+    with pytest.raises(ValueError, match="does not support this call: the native library is not there"):
         headwise.attention(*qkv, backend="native")
 
 

@@ -240,7 +240,7 @@ OPS: dict[str, Callable[[], Call]] = {
     "Mask.to": lambda: of((headwise.window(2) & headwise.lengths(torch.tensor([1, 2]))).to),
     "Mask.__and__": lambda: of(headwise.causal().__and__, other=headwise.causal()),
     "Mask.__or__": lambda: of(headwise.causal().__or__, other=headwise.prefix(2)),
-    "Mask.part": lambda: of(headwise.causal().part, rows=(1, 3), cols=(0, 4), T=T, S=S, heads=(0, 2)),
+    "Mask.part": lambda: of(headwise.causal().part, rows=(1, 3), cols=(0, 4), T=T, S=S, heads=(0, 2), batch=(0, 1)),
     "Mask.meets": lambda: of(headwise.causal().meets, rows=(1, 3), cols=(0, 4), T=T, S=S),
     "Mask.placed": lambda: of(headwise.causal().placed, offset=1),
     "Mask.sized": lambda: of(headwise.causal().sized),

@@ -357,7 +357,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "rows are positions 0 <= index < 5 here; got 5 to 5",
     ),
     "no heads": (lambda: headwise.weights(Q, KEY, heads=[]), ValueError, "heads are one or more; got none"),
-    "a page of nobody": (lambda: filled("paged").pool.give(5), ValueError, "nobody holds page 5 of this pool"),
+    "a page of nobody": (lambda: filled("paged").pool.give(5), ValueError, "page 5 of this pool is free"),
     "no page of the pool": (lambda: filled("paged").pool.hold(-1), ValueError, "ints from 0 to 5; got -1"),
     "a gate that is none, with a cache": (lambda: stepped(gate=0.5), TypeError, "gate is a float tensor (H,), (B, H)"),
     "a mask that is none, with a cache": (lambda: stepped(mask=3), TypeError, "mask is a Mask (causal(), window(), "),

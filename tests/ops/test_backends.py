@@ -75,10 +75,10 @@ CANNOT: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("backend", "what"), [(b, what) for b, cases in CANNOT.items() for what in cases])
 def test_what_a_backend_cannot_honour_it_refuses(backend: str, what: str) -> None:
     qkv, options = make_qkv(*SHORT), CANNOT[backend][what]
-    with pytest.raises(ValueError, match="cannot serve this call") as refusal:
+    with pytest.raises(ValueError, match="does not support this call") as refusal:
         headwise.attention(*qkv, **options, backend=backend)
     check_refusal(backend, str(refusal.value), headwise.explain(*qkv, **options))
-    with pytest.raises(ValueError, match="cannot serve this call"):
+    with pytest.raises(ValueError, match="does not support this call"):
         headwise.explain(*qkv, **options, backend=backend)
 
 
@@ -90,8 +90,18 @@ IN_PAGES = Paged(PAGES, TABLE, 200)
 APART: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "two tables": (IN_PAGES, Paged(PAGES, TABLE.clone(), 200), ValueError, "share their table and length; give both"),
     "two lengths": (IN_PAGES, Paged(PAGES, TABLE, 199), ValueError, "share their table and length; give both"),
-    "pages and a tensor": (IN_PAGES, torch.zeros(2, 3, 200, 11), TypeError, "in pages both or neither; take .dense()"),
-    "a tensor and pages": (torch.zeros(2, 3, 200, 11), IN_PAGES, TypeError, "in pages both or neither; take .dense()"),
+    "pages and a tensor": (
+        IN_PAGES,
+        torch.zeros(2, 3, 200, 11),
+        TypeError,
+        "are both in pages or neither; call .dense()",
+    ),
+    "a tensor and pages": (
+        torch.zeros(2, 3, 200, 11),
+        IN_PAGES,
+        TypeError,
+        "are both in pages or neither; call .dense()",
+    ),
     "int8 and a tensor": (BYTES, torch.zeros(2, 3, 200, 11), TypeError, "key is Quantized, value is not: use"),
     "a tensor and int8": (torch.zeros(2, 3, 200, 11), BYTES, TypeError, "value is Quantized, key is not: use"),
     "int8 and pages": (BYTES, IN_PAGES, TypeError, "key is Quantized, value is not: use"),
@@ -230,5 +240,5 @@ def test_a_backend_asked_for_by_name_is_the_one_explained() -> None:
     qkv = make_qkv(*SHORT)
     for backend in (*MUST[1:], *(name for name in OPTIONAL if name != "native" or ISAS)):
         choice = headwise.explain(*qkv, backend=backend)
-        assert (choice.backend, choice.why) == (backend, "asked for by name")
+        assert (choice.backend, choice.why) == (backend, "requested by name")
         assert {backend, *choice.others} == {*BACKENDS} - {"auto"}

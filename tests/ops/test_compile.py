@@ -128,7 +128,7 @@ def test_fake_tensors_under_masks_that_are_maps_of_tiles(name: str) -> None:
 
 @pytest.mark.unchecked
 def test_flex_is_refused_where_torch_does_not_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv, why = make_qkv(*SHORT), "FlexAttention compiled on a CPU gives no log-sum-exp"
+    qkv, why = make_qkv(*SHORT), "FlexAttention compiled on a CPU returns no log-sum-exp"
     run = torch.compile(lambda *qkv: headwise.attention(*qkv, backend="flex"), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=why):
         run(*qkv)

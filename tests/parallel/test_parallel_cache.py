@@ -80,7 +80,7 @@ REFUSALS = {
     "pool": "the pool of 1 pages has 0 free, and 1 are needed",
     "lengths": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the lengths: rank 1 has ",
     "rows": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the rows of reorder(): rank 1 has ",
-    "query": "a cache of 1 rows is attended by query (B, H, T, D) = (1, H, T, 8); got (1, 4, 5, 7)",
+    "query": "this cache takes query (B, H, T, D) = (1, H, T, 8); got (1, 4, 5, 7)",
     "sinks": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the sinks: rank 1 has ",
     "mask": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the mask: rank 1 has ",
     "gradient": "ValueError: a ShardedCache has no gradient: append and attend under torch.no_grad()",

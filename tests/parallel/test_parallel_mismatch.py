@@ -70,7 +70,7 @@ def test_one_number_is_sent_whatever_its_stride() -> None:
 
 TOLD = {
     "context_parallel": "NotImplementedError: Cannot copy out of meta tensor",
-    "append": "this cache keeps torch.float32",
+    "append": "this cache stores torch.float32",
     "room": "KeyError: 'planted'",
     "attention to a ShardedCache": "KeyError: 'planted'",
     "join_sequence": "x is a tensor; got list",

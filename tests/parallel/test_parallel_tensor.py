@@ -158,8 +158,8 @@ REFUSED = {
     "a sum to come": r"ValueError: attention of DTensors .*; query is \(Partial\(sum\),\); bring it there with",
     "keys elsewhere": r"ValueError: 6 query heads and 3 key-value heads cut over 2 processes part queries from",
     "keys by batch": r"ValueError: key and value are cut as the query is, .*; key is \(Shard\(dim=0\),\)",
-    "no heads": r"ValueError: 1 heads cut over 2 processes leave one without any; take a number that divides them",
-    "dropout of the op": r"ValueError: over processes dropout is drawn by headwise's own kernel, .*; pass dropout=0",
+    "no heads": r"ValueError: 1 heads over 2 processes leave one process without a head; use a number that divides",
+    "dropout of the op": r"ValueError: over processes dropout needs headwise's own kernel, .*; pass ",
     "what heads write": r"ValueError: Reader is split over 2 processes by tensor parallelism, and what reads its heads",
     "sinks of the own heads": r"ValueError: sinks are float logits, one a query head: \(H,\) = \(6,\)",
 }

@@ -183,7 +183,7 @@ class KVCache(Saved, ABC):
     def length(self) -> int:
         """The number of tokens of every row; raises ValueError if rows differ."""
         if len(set(self.lengths)) != 1:
-            raise ValueError(f"rows of this cache have different lengths, {self.lengths}: ask `lengths`")
+            raise ValueError(f"rows of this cache have different lengths, {self.lengths}: use `lengths`")
         return self.lengths[0]
 
     def append(
@@ -357,11 +357,11 @@ class KVCache(Saved, ABC):
             check_tensor("query", query, "a tensor (B, H, T, D)")
         if query.ndim != 4 or (query.shape[0], query.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
-                f"a cache of {self.batch} rows is attended by query (B, H, T, D) = ({self.batch}, H, T, {self.head_dim}"
-                f"); got {tuple(query.shape)}; reorder() gives it other rows"
+                f"this cache takes query (B, H, T, D) = ({self.batch}, H, T, {self.head_dim}"
+                f"); got {tuple(query.shape)}; reorder() changes its rows"
             )
         if not (self._last.tokens or any(self.columns)):
-            raise ValueError("an empty cache has nothing to attend; append keys and values first")
+            raise ValueError("the cache is empty; append keys and values first")
         return query.shape[2]
 
     def rules(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:

@@ -72,17 +72,17 @@ def check_append(
             )
         if x.dtype not in (DTYPES if cache.dtype == torch.int8 else (cache.dtype,)):
             raise TypeError(
-                f"this cache keeps {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
+                f"this cache stores {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
                 "dtype"
             )
         if x.device != cache.device:
             raise ValueError(
-                f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
+                f"this cache is on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
             )
         if cache.dtype == torch.int8:
             check_learns_nothing(f"a {name}", x, NO_GRADIENT_IN_INT8)
     if not isinstance(side, str) or side not in ("right", "left"):
-        raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
+        raise ValueError(f'side is "right" or "left", the side of the padding; got {shown(side)}')
     if lengths is None:
         return T, [T] * B
     counts = whole_numbers("lengths", lengths)

@@ -126,7 +126,7 @@ def _read(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
 def _cache(handle: Tensor) -> Any:
     cache = _caches.get(int(handle))
     if cache is None:
-        raise RuntimeError("headwise: a graph was called with a key-value cache that is no more; keep it while it runs")
+        raise RuntimeError("headwise: a graph was called with a key-value cache that no longer exists; keep the cache")
     return cache
 
 

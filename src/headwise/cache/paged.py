@@ -132,7 +132,7 @@ class PagePool(Saved):
 
     def _check_used(self, page: int) -> None:
         if not self.holders(page):
-            raise ValueError(f"nobody holds page {page} of this pool: take() gives a free one")
+            raise ValueError(f"page {page} of this pool is free; take() returns a page for use")
 
     def copy(self, page: int) -> int:
         """Return a new page with the same content, and remove one reference from the shared page."""

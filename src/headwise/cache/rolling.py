@@ -150,8 +150,8 @@ class RollingCache(PagedCache):
     def _make_room(self, counts: list[int]) -> None:
         if max(counts) > self.chunk:
             raise ValueError(
-                f"this RollingCache takes at most chunk = {self.chunk} tokens at a time, for each may have to see the "
-                f"{self.window} before it; got {max(counts)}: append and attend piece by piece, or make it with a "
+                f"this RollingCache takes at most chunk = {self.chunk} tokens at a time, because each may attend the "
+                f"{self.window} before it; got {max(counts)}: append and attend in smaller pieces, or make it with a "
                 "larger chunk"
             )
 
@@ -176,7 +176,7 @@ class RollingCache(PagedCache):
         for n, have, dropped in zip(wanted, self.lengths, self._dropped, strict=True):
             if dropped and n < have and n - self.window + 1 < kept + dropped * PAGE:
                 raise ValueError(
-                    f"a RollingCache cannot go back to {n} tokens: of the {self.window} that the next one sees, some "
+                    f"a RollingCache cannot go back to {n} tokens: some of the {self.window} keys of the next query "
                     f"are gone; the shortest length left is {kept + dropped * PAGE + self.window - 1}"
                 )
         return super().truncate(wanted)

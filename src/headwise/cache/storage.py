@@ -66,7 +66,7 @@ class Store(Saved):
             to, scales = getattr(self, name), getattr(self, f"{name}_scale")
             if torch._is_functional_tensor(x) and not torch._is_functional_tensor(to):
                 raise ValueError(
-                    "torch.func.functionalize cannot see a cache that was made outside of the function change: make "
+                    "torch.func.functionalize does not support a cache that was made outside of the function: make "
                     "the cache inside, or cache.fork() of a StaticCache or RollingCache, or leave functionalize out"
                 )
             if scales is None:

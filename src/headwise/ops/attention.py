@@ -29,7 +29,9 @@ Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Cache
 Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
 Out: TypeAlias = Float[Tensor, "B H T V"]
 Lse: TypeAlias = Float[Tensor, "B H T"]
-BY_PLACE = "over processes dropout is drawn by headwise's own kernel, from a weight's place among all heads and tokens"
+BY_PLACE = (
+    "over processes dropout needs headwise's own kernel, which draws it by the position among all heads and tokens"
+)
 
 
 @overload
@@ -156,13 +158,13 @@ def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | Non
         return attention(query, key, value, **options)
     backend, with_lse = options.pop("backend", "auto"), options.pop("return_lse", False)
     if value is None:
-        raise ValueError(f"{BY_PLACE}; a cache is not drawn for; pass dropout=0")
+        raise ValueError(f"{BY_PLACE}; caches have no dropout; pass dropout=0")
     k, v, layout = parts_of(key, value)
     query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, return_lse=with_lse, layout=layout, **options)
     why_not = refusal(native.LIMITS, call) if backend in ("auto", "native") else f"backend {shown(backend)} does not"
     if why_not is not None:
-        raise ValueError(f"{BY_PLACE}, which does not serve this call: {why_not}; pass dropout=0")
+        raise ValueError(f"{BY_PLACE}; it does not support this call: {why_not}; pass dropout=0")
     with without_autocast(call.device_type):
         out, lse = native.run(replace(call, seed=seed))
     return (out, lse) if with_lse else out
@@ -188,7 +190,7 @@ class Explanation:
 
     >>> explained = explain(*torch.randn(3, 1, 1, 1, 4), backend="reference")
     >>> explained.backend, explained.why
-    ('reference', 'asked for by name')
+    ('reference', 'requested by name')
     >>> len({explained, explain(*torch.randn(3, 1, 1, 1, 4), backend="reference")})
     1
     """
@@ -227,11 +229,11 @@ def explain(
 
     >>> q = torch.randn(1, 4, 9, 16, dtype=torch.float64)
     >>> print(explain(q, q, q, softcap=30.0))
-    reference: float64 runs on the definition
+    reference: float64 is computed by the reference
       not native: headwise's own kernel has no float64
       not sdpa: torch's SDPA has no softcap
       not flex: FlexAttention has no float64
-      not blocks: able, but slower than a fused kernel
+      not blocks: supports the call, but is slower than a fused kernel
     """
     refuse_others({name: None for name in options if name not in AttentionKeywords.__optional_keys__})
     k, v, layout = parts_of(key, value)
@@ -262,17 +264,23 @@ def _run_reference(call: Call) -> Result:
 
 # The native kernel needs no wrapper: it supports int8, pages and unaligned rows, isolates NaN and Inf, and gates.
 _BACKENDS = {
-    "native": _Backend(native.run, native.LIMITS, "able, but not the one that was asked for", copies=False),
-    "sdpa": _Backend(dense_keys(gated(aligned(fenced(sdpa.run)))), sdpa.LIMITS, "able, but not the faster one here"),
+    "native": _Backend(native.run, native.LIMITS, "supports the call, but another backend was requested", copies=False),
+    "sdpa": _Backend(
+        dense_keys(gated(aligned(fenced(sdpa.run)))), sdpa.LIMITS, "supports the call, but is slower here"
+    ),
     "flex": _Backend(
         dense_keys(gated(aligned(fenced(flex.run)))),
         flex.LIMITS,
-        "able, but fused on CUDA only, and worth its tiles from 128 x 128 on",
+        "supports the call, but is faster only on CUDA from 128 x 128 on",
     ),
     "blocks": _Backend(
-        dense_keys(gated(aligned(fenced(blocks.run)))), blocks.LIMITS, "able, but slower than a fused kernel"
+        dense_keys(gated(aligned(fenced(blocks.run)))),
+        blocks.LIMITS,
+        "supports the call, but is slower than a fused kernel",
     ),
-    "reference": _Backend(dense_keys(gated(aligned(_run_reference))), (), "able, but it builds the whole T x S matrix"),
+    "reference": _Backend(
+        dense_keys(gated(aligned(_run_reference))), (), "supports the call, but builds the T x S matrix"
+    ),
 }
 
 
@@ -284,29 +292,35 @@ class _Preference(NamedTuple):
 
 # The first entry that applies and whose backend has no limit against the call decides.
 _PREFERENCES = (
-    _Preference("reference", lambda c: c.is_empty, "no batch, no query or no key: nothing to be fast at"),
-    _Preference("reference", lambda c: c.query.dtype == torch.float64, "float64 runs on the definition"),
+    _Preference("reference", lambda c: c.is_empty, "empty batch, queries or keys: the reference is used"),
+    _Preference("reference", lambda c: c.query.dtype == torch.float64, "float64 is computed by the reference"),
     _Preference(
-        "reference", lambda c: c.is_transformed, "inside torch.func or forward-mode AD: the definition has every rule"
+        "reference", lambda c: c.is_transformed, "torch.func and forward-mode AD are computed by the reference"
     ),
     _Preference("native", lambda c: not c.needs_grad, "headwise's own kernel"),
     _Preference(
-        "native", lambda c: True, "headwise's own kernel, and so its gradient; a gradient of that by the definition"
+        "native",
+        lambda c: True,
+        "headwise's own kernel, also for the gradient; gradients of gradients are computed by the reference",
     ),
-    _Preference("flex", flex.is_worthwhile, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
     _Preference(
-        "blocks", sdpa.is_slower, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"
+        "flex",
+        flex.is_worthwhile,
+        "on CUDA, the mask lets FlexAttention skip tiles, or SDPA does not support an option",
+    ),
+    _Preference(
+        "blocks", sdpa.is_slower, "float32 decoding on the CPU: plain matrix products are as fast as the fused kernel"
     ),
     _Preference(
         "sdpa",
         lambda c: c.needs_grad and c.device_type == "cpu",
-        "torch's fused kernel keeps our meaning here; on some CPUs the number of threads changes its gradient's bits",
+        "SDPA's fused kernel supports this call; on some CPUs the number of threads changes its gradient's bits",
     ),
-    _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
+    _Preference("sdpa", lambda c: True, "SDPA's fused kernel supports this call"),
     _Preference(
         "blocks",
         lambda c: True,
-        "plain torch ops, a block of query rows at a time: honours everything in O(n) memory",
+        "plain torch operations on blocks of query rows: supports every option, in O(n) memory",
     ),
 )
 
@@ -324,8 +338,8 @@ def _choose(call: Call, name: str) -> tuple[str, str]:
     why_not = refusal(_BACKENDS[name].limits, call)
     if why_not is not None:
         able = [other for other in _BACKENDS if refusal(_BACKENDS[other].limits, call) is None]
-        raise ValueError(f"backend {name!r} cannot serve this call: {why_not}; use 'auto' or {' or '.join(able)}")
-    return name, "asked for by name"
+        raise ValueError(f"backend {name!r} does not support this call: {why_not}; use 'auto' or {' or '.join(able)}")
+    return name, "requested by name"
 
 
 def _checked(

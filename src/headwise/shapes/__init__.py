@@ -61,13 +61,13 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: boo
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"key and value share batch, key-value heads and length: key {tuple(key.shape[:3])}, "
-            f"value {tuple(value.shape[:3])}; project or slice them alike"
+            f"value {tuple(value.shape[:3])}; project or slice both in the same way"
         )
     if value.dtype != query.dtype and not quantised:
         raise ValueError(f"query, key and value share one dtype; {_got(query, key, value)}; cast with .to(query.dtype)")
     if value.device != query.device:
         raise ValueError(
-            f"query, key and value live on one device; {_got(query, key, value)}; move with .to(query.device)"
+            f"query, key and value are on one device; {_got(query, key, value)}; move with .to(query.device)"
         )
     if value.shape[3] == 0:
         raise ValueError(f"the value dim V is at least 1; {_got(query, key, value)}")
@@ -88,7 +88,7 @@ def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> N
     if key.dtype != query.dtype and not quantised:
         raise ValueError(f"query, key and value share one dtype; {_got(query, key)}; cast with .to(query.dtype)")
     if key.device != query.device:
-        raise ValueError(f"query, key and value live on one device; {_got(query, key)}; move with .to(query.device)")
+        raise ValueError(f"query, key and value are on one device; {_got(query, key)}; move with .to(query.device)")
     if key.shape[0] != query.shape[0]:
         raise ValueError(
             f"query and key share the batch size: query B = {query.shape[0]}, key B = {key.shape[0]}; "
@@ -191,7 +191,7 @@ def check_sinks(sinks: Tensor, H: int | None = None, device: torch.device | None
     if not sinks.is_floating_point() or sinks.ndim != 1 or not (H is None or sinks.shape[0] == H):
         raise ValueError(f"sinks are float logits, one a query head: {_sinks_form(H)}; got {describe(sinks)}")
     if device not in (None, sinks.device):
-        raise ValueError(f"sinks live on the query's device; query is on {device}, sinks on {sinks.device}")
+        raise ValueError(f"sinks must be on the query's device; query is on {device}, sinks on {sinks.device}")
 
 
 def _sinks_form(H: int | None) -> str:
@@ -210,7 +210,7 @@ def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> 
     if any(not fits(g, f) for g, f in zip(gate.shape, form, strict=True)):
         raise ValueError(f"{_gate_rule(out_shape)} (1 broadcasts); got {describe(gate)}")
     if gate.device != device:
-        raise ValueError(f"gate lives on the query's device {device}; got {describe(gate)}; move with .to(device)")
+        raise ValueError(f"gate must be on the query's device {device}; got {describe(gate)}; move with .to(device)")
     if gate.ndim == 1:
         return gate.view(1, -1, 1, 1)
     return gate.view(tuple(gate.shape) + (1,) * (4 - gate.ndim))
@@ -244,7 +244,9 @@ def check_mask_tensor(tensor: Tensor, full: tuple[int, int, int, int], device: t
             f"(B, S) becomes that by mask[:, None, None, :], (B, T, S) by mask[:, None]"
         )
     if tensor.device != device:
-        raise ValueError(f"the mask lives on the query's device {device}; got {describe(tensor)}; use mask.to(device)")
+        raise ValueError(
+            f"the mask must be on the query's device {device}; got {describe(tensor)}; use mask.to(device)"
+        )
 
 
 def check_made(name: str, tensor: Tensor, kind: str, instead: str) -> None:

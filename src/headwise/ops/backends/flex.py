@@ -37,7 +37,7 @@ LIMITS = (
     Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
     Limit(
         lambda c: c.device_type == "cpu" and torch.compiler.is_compiling(),
-        "FlexAttention compiled on a CPU gives no log-sum-exp, by which headwise knows rows that see nothing",
+        "FlexAttention compiled on a CPU returns no log-sum-exp, which headwise needs to find rows without keys",
     ),
     Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
     Limit(

@@ -32,9 +32,9 @@ LIMITS = (
     Limit(lambda c: c.return_lse, "torch's SDPA does not return the lse"),
     Limit(
         lambda c: c.options.dropout > 0 and c.device_type == "cpu",
-        "torch's SDPA with dropout leaves its fused kernel on CPU",
+        "torch's SDPA has no fused kernel with dropout on the CPU",
     ),
-    Limit(lambda c: c.bias_needs_grad, "torch's SDPA leaves its fused kernel where a bias needs a gradient"),
+    Limit(lambda c: c.bias_needs_grad, "torch's SDPA has no fused kernel for a bias that needs a gradient"),
     Limit(lambda c: c.is_transformed, "torch's fused kernel has no torch.func rules (vmap, jvp)"),
 )
 

@@ -277,7 +277,8 @@ class Mask:
         """
         check_counts(T=T, S=S)
         spans = {"rows": (rows, T), "cols": (cols, S), "heads": (heads, MOST), "batch": (batch, MOST)}
-        region = Region(*(span and check_span(name, span, size) for name, (span, size) in spans.items()))
+        given = [None if span is None else check_span(name, span, size) for name, (span, size) in spans.items()]
+        region = Region(*given)
         return Mask(tuple(rule.part(region, T, S) for rule in self.parts))
 
     def meets(self, rows: Span, cols: Span, T: int, S: int) -> bool:

@@ -170,7 +170,7 @@ class Relative(_Placed):
             )
         if self.table.device != device:
             raise ValueError(
-                f"the table of relative() lives on the query's device {device}; got {describe(self.table)}; "
+                f"the table of relative() must be on the query's device {device}; got {describe(self.table)}; "
                 "use mask.to(device)"
             )
 

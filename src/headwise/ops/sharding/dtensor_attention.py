@@ -120,7 +120,9 @@ def _check_heads(query: Any, *keys: Any) -> None:
     cuts = [size for size, place in zip(query.device_mesh.shape, query.placements, strict=True) if place.is_shard(1)]
     H, K, n = query.shape[1], keys[0].shape[1], math.prod(cuts)
     if -(-H // n) * (n - 1) >= H or (len(cuts) > 1 and H % n):
-        raise ValueError(f"{H} heads cut over {n} processes leave one without any; take a number that divides them")
+        raise ValueError(
+            f"{H} heads over {n} processes leave one process without a head; use a number that divides the heads"
+        )
     for name, x in zip(("key", "value"), keys, strict=True):
         for of_query, of_x in zip(query.placements, x.placements, strict=True):
             if not of_x.is_replicate() and of_x != of_query:

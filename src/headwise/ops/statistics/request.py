@@ -140,4 +140,4 @@ def _check_numbers(name: str, tensor: Tensor, query: Tensor) -> None:
     """Check that a tensor has data that can be moved to the query's device."""
     check_dense(name, tensor)
     if tensor.is_meta and not query.is_meta:
-        raise ValueError(f"{name} holds no numbers: it is on the meta device, the query on {query.device}")
+        raise ValueError(f"{name} has no data: it is on the meta device, the query on {query.device}")

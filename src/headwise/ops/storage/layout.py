@@ -40,7 +40,7 @@ class StorageLayout(NamedTuple):
                 check_pages(name, x, self.table, self.length)
         if self.table is not None and key.shape[:3] != value.shape[:3]:
             raise ValueError(
-                f"key and value lie in as many pages (P, K, size): key {tuple(key.shape)}, value {tuple(value.shape)}"
+                f"key and value have the same pages (P, K, size): key {tuple(key.shape)}, value {tuple(value.shape)}"
             )
 
     def shown(self, x: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, StorageLayout | None]:
     for x, name, others in ((key, "key", "value"), (value, "value", "key")):
         if isinstance(x, Quantized):
             raise TypeError(
-                f"key and value are quantised alike; {name} is Quantized, {others} is not: "
+                f"key and value are both quantised or neither; {name} is Quantized, {others} is not: "
                 f"use headwise.cache.quantize({others}), or {name}.dequantize()"
             )
     if isinstance(key, Paged) or isinstance(value, Paged):
-        raise TypeError("key and value lie in pages both or neither; take .dense() of the one that does")
+        raise TypeError("key and value are both in pages or neither; call .dense() of the one in pages")
     return key, value, None if table is None else StorageLayout(None, None, table, length)
 
 
