@@ -63,7 +63,7 @@ for command, name, example in (
     (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
     (importance.circuits, "circuits", "circuits path/to/checkpoint --json"),
     (tour.tour, "tour", "tour --out tour.html --open"),
-    (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
+    (trace._trace, "trace", "trace path/to/checkpoint --text 'The cat sat.' --layer 2 --head 1"),
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
     (
         regroup._regroup,

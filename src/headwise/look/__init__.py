@@ -25,6 +25,7 @@ from .result import Look
 from .roles.call_tokens import Passage, Vocabulary
 from .roles.catalog import ROLES, Role
 from .views.figures import plot_formation, plot_importance
+from .walk import Walk, walk
 from .weights.attribution import HeadWrites
 from .weights.composition import Circuits, Composition, circuits
 
@@ -53,6 +54,7 @@ __all__ = [
     "Score",
     "SimilarHead",
     "Vocabulary",
+    "Walk",
     "Watch",
     "ablate",
     "annotate",
@@ -68,5 +70,6 @@ __all__ = [
     "read",
     "read_curve",
     "redundancy",
+    "walk",
     "write",
 ]

@@ -122,7 +122,7 @@ def _of_role(heads: Sequence[HeadRecord], name: str) -> OfRole:
 
 
 def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the data of each head except its scores; roles by index, with only the played ones, the head's role first."""
+    """Return the data of each head except its scores; only played roles, by index, the head's role first."""
     played = [shown_roles(head) for head in heads]
     return {
         "own": [[rounded(s.value(head)) for head in heads] for s in STATISTICS],

@@ -33,7 +33,8 @@ def markup(look: LookData) -> str:
     idle = len(look.heads) - played.total()
     return (
         f"<div><b>{_escaped(look.title)}</b>"
-        f"<div style='margin:.4em 0'>{legend}<span style='white-space:nowrap'>{idle} without a role; {MARKS['dot']} sink, {MARKS['ring']} broad</span></div>"
+        f"<div style='margin:.4em 0'>{legend}<span style='white-space:nowrap'>{idle} without a role"
+        f"; {MARKS['dot']} sink, {MARKS['ring']} broad</span></div>"
         f"{_grid(look)}{_details(look)}</div>"
     )
 
