@@ -25,9 +25,18 @@ value exceeds the threshold **and** what chance gives: `times` the null, plus `p
 Where several texts were read, the lower end of the 95 % interval (a bootstrap over texts) has to stand above the null
 as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
 
-`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. The patterns show a
-head that does nothing else: a row a query, `#` where its weight lies; or the patches of a picture, `o` the query. This
-page is written by `scripts/roles_page.py` from `headwise.look.ROLES`.
+A head may play several roles. `head.role` is the most specific of them: the first in the order of this page, which goes
+from what few heads do (induction) to what many do (attending nearby). The values decide whether a role is played, not
+which role comes first, because they are on unlike scales: 0.4 of the weight on one place is much, and 0.4 on the first
+token is little. Sinks and broad attention are states, in `head.states`: they say where a head rests when it finds
+nothing to do, which most heads of a large model do beside their role. A head that has states alone has the role `-`.
+
+`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. A query that has no
+choice, such as the first token of a decoder, which attends itself alone, counts for no offset, no band and no choice
+among words, and is never evidence: evidence is chosen among the pairs of query and key that the score counts.
+
+The patterns show a head that does nothing else: a row a query, `#` where its weight lies; or the patches of a picture,
+`o` the query. This page is written by `scripts/roles_page.py` from `headwise.look.ROLES`.
 
 | what is read | when |
 |---|---|
@@ -130,12 +139,13 @@ def section(title: str, role: Role) -> str:
     """One role."""
     bar = [f"above {role.threshold:.2f}", f"above {role.times:g} x null" + (f" + {role.plus:g}" if role.plus else "")]
     least = f", over at least {role.least} queries" if role.least > 1 else ""
+    state = " A state." if role.state else ""
     lines = [
         f"## {title}",
         "",
         f"`{role.formula}`",
         "",
-        f"- Read: {read(role)}. Played {' and '.join(bar)}{least}.",
+        f"- Read: {read(role)}. Played {' and '.join(bar)}{least}.{state}",
         f"- Null: {role.control}.",
         f"- Source: {role.source}.",
     ]

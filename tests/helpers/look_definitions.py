@@ -39,10 +39,15 @@ def table(rows: list[list[list[int]]], width: int) -> torch.Tensor:
 # --- roles of places --------------------------------------------------------------------------------------------------
 
 
+def choosing(call: Call, b: int) -> list[int]:
+    """The queries that may attend to two keys at least: the weights of the others are forced."""
+    return [i for i, row in enumerate(call.seen[b]) if int(row.sum()) > 1]
+
+
 def at_offset(call: Call, b: int, h: int, offset: int) -> Found:
-    """Mean of A[i, i + offset] over the queries that may attend that key."""
+    """Mean of A[i, i + offset] over the queries that may attend that key, and another."""
     p, T = call.p[b, h], call.p.shape[2]
-    able = [i for i in range(T) if 0 <= i + offset < T and call.seen[b, i, i + offset]]
+    able = [i for i in choosing(call, b) if 0 <= i + offset < T and call.seen[b, i, i + offset]]
     shows = [(i, i + offset) for i in able if p[i].argmax() == i + offset]
     null = sum(call.even[b, i, i + offset] for i in able)
     return Found(sum(p[i, i + offset] for i in able), len(able), null, shows=shows)
@@ -53,14 +58,14 @@ def local_band(call: Call, b: int, h: int) -> Found:
     p, T = call.p[b, h], call.p.shape[2]
     total = null = 0.0
     shows = []
-    for i in range(T):
+    for i in choosing(call, b):
         for j in range(max(i - 8, 0), min(i + 9, T)):
             total, null = total + p[i, j], null + call.even[b, i, j]
         if abs(int(p[i].argmax()) - i) <= 8:
             shows.append((i, int(p[i].argmax())))
     ones = [at_offset(call, b, h, k) for k in range(-8, 9)]
     single = any(one.count and one.total / one.count > 0.5 for one in ones)
-    return Found(0.0 if single else total, T, null, shows=shows)
+    return Found(0.0 if single else total, len(choosing(call, b)), null, shows=shows)
 
 
 def far_offset(call: Call, b: int, h: int, place: int | None = None) -> Found:
@@ -174,11 +179,14 @@ def aligned(call: Call, shift: int) -> list[list[list[int]]]:
     return [[[i - 1 + shift] if 0 <= i - 1 + shift < S else [] for i in range(T)] for _ in call.queries]
 
 
-def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> list[int]:
-    """The key that each query attends most, of the candidates, or of all but its own and special tokens; else -1."""
+def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> tuple[list[int], list[int]]:
+    """The key that each query attends most, of the candidates, or of all but its own and special tokens; else -1.
+
+    Behind it the queries that have two candidates at least.
+    """
     p, T = call.p[b, h], call.p.shape[2]
     candidates = call.linked("mentions") if name == "coreference" else None
-    best = []
+    best, free = [], []
     for i in range(T):
         if name == "coreference":
             among = [] if candidates is None else candidates[b][i]
@@ -186,7 +194,8 @@ def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> li
             among = [j for j in range(T) if j != i and call.keys[b][j] not in special]
         among = [j for j in among if call.seen[b, i, j]]
         best.append(max(sorted(among), key=lambda j: float(p[i, j]), default=-1))
-    return best
+        free += [i] if len(among) > 1 else []
+    return best, free
 
 
 def usual_distance(passages: Sequence[Passage], name: str, *, earlier: bool) -> int:
@@ -203,8 +212,8 @@ def argmax(call: Call, b: int, h: int, name: str, special: frozenset[int], every
     links = call.linked(name)
     if links is None or call.part == "cross":
         return None
-    best = choice(call, b, h, name, special)
-    rows = [i for i, keys in enumerate(links[b]) if keys]
+    best, free = choice(call, b, h, name, special)
+    rows = [i for i in free if links[b][i]]
     shows = [(i, best[i]) for i in rows if best[i] in links[b][i]]
     if name == "coreference":
         nearest, mentions = call.linked("nearest noun"), call.linked("mentions")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 import headwise
-from headwise.look.records.head import HeadMap, HeadRecord
+from headwise.look.records.head import NO_ROLE, HeadMap, HeadRecord
 from headwise.look.records.scores import Evidence, Score
 from headwise.look.records.vectors import vectors_of
 from headwise.look.result import Look
@@ -104,6 +104,7 @@ def _record(layer: int, head: int, kind: str, matrix: npt.NDArray[np.float64], s
         "duplicate-token": 0.04,
         "induction": score if kind == "induction" else 0.01,
     }
+    named, state = ROLE_OF.get(kind), ROLE_OF.get(kind) in ("first-token sink", "broad")
     return HeadRecord(
         module=f"model.layers.{layer}.self_attn",
         call=0,
@@ -119,6 +120,8 @@ def _record(layer: int, head: int, kind: str, matrix: npt.NDArray[np.float64], s
         map=tuple(map(tuple, matrix[: min(size, 8), : min(size, 8)].tolist())),
         queries=size,
         keys=size,
+        role=NO_ROLE if named is None or state else named,
+        states=(named,) if named is not None and state else (),
     )
 
 

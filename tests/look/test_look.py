@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from loops import inside
-from planted import AHEAD, DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, Tiny, numbers, played, text
+from planted import AHEAD, DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, Tiny, text
 
 import headwise
 from headwise import look
-from headwise.look import ROLES, Look
+from headwise.look import ROLES, HeadRecord, Look
+from headwise.look.collect.finalize import records
+from headwise.look.collect.sums import LayerTally
 from headwise.look.inputs.repeated_tokens import draw
 
 
@@ -23,7 +29,7 @@ def test_planted_roles_are_found_and_no_other(planted: Look) -> None:
 
 
 def test_planted_scores(planted: Look) -> None:
-    scores = {head.role: head.roles[0].value for head in planted.heads}
+    scores = {head.roles[0].name: head.roles[0].value for head in planted.heads}
     assert all(scores[name] > 0.995 for name in NAMES)
     by_name = dict(zip(NAMES, planted.heads, strict=True))
     assert by_name["offset-3"].offsets[3] == pytest.approx(1, abs=1e-3)
@@ -122,12 +128,27 @@ def test_a_role_needs_more_than_chance(role: look.Role) -> None:
     assert not role.plays(bar + 0.01, null, 97, low=null) and role.plays(bar + 0.01, null, 97, low=null + 0.01)
 
 
-def test_roles_come_strongest_first() -> None:
-    sink = played("first-token sink", 0.6, 0.3)  # (0.6 - 0.3) / (1 - 0.3) < (0.75 - 0.5) / (1 - 0.5)
-    both = numbers(sink, played("previous-token", 0.75, 0.5))
-    assert [score.name for score in both.roles] == ["previous-token", "first-token sink"]
-    assert both.role == "previous-token"
-    assert numbers(sink, played("previous-token", 0.7, 0.5)).role == "first-token sink"
+def test_the_most_specific_role_names_a_head_and_states_stand_beside_it() -> None:
+    """Whatever the values: an induction head sees the first token most of the time, and finds needles, too."""
+    tally = LayerTally({"module": "a", "call": 0, "part": "decoder"}, 2)
+    numbers: dict[str, Any] = {name: np.ones(2) for name in ("entropy", "largest", "distance")}
+    numbers |= {"rows": np.ones(2), "offset rows": np.ones((2, 1)), "offsets": np.zeros((2, 17)), "ahead": 0.0}
+    tally.add({**numbers, "map 1 1": np.ones((2, 1, 1)), "map rows 1 1": np.ones((2, 1, 1))})
+    for name, values in (
+        ("broad", (0.99, 0.99)), ("first-token sink", (0.95, 0.9)), ("previous-token", (0.97, 0.1)),
+        ("retrieval", (0.9, 0.0)), ("induction", (0.5, 0.1)),
+    ):  # fmt: skip
+        tally.role(name).add([0], 50 * np.array([values]), np.full((1, 2), 50.0), np.zeros((1, 2)))
+    head, resting = records([tally], ROLES)
+    assert [score.name for score in head.roles] == [
+        "induction", "retrieval", "previous-token", "first-token sink", "broad",
+    ]  # fmt: skip
+    assert (head.role, head.states) == ("induction", ("first-token sink", "broad"))
+    assert (resting.role, resting.states) == ("-", ("first-token sink", "broad"))
+    assert [HeadRecord.from_dict(json.loads(json.dumps(one.to_dict()))) for one in (head, resting)] == [head, resting]
+    for wrong in ({"role": "coreference"}, {"states": ["self"]}):
+        with pytest.raises(ValueError, match=r"(role|states\[0\]) is a role that the head plays; got '"):
+            HeadRecord.from_dict({**head.to_dict(), **wrong})
 
 
 def test_names_of_roles_are_unique_and_tell_their_source() -> None:

@@ -20,7 +20,7 @@ from headwise.look.records.axes import MIXED, NOWHERE, Axis
 from headwise.look.roles.call_tokens import CallTokens
 from headwise.look.roles.catalog import ROLES, Role
 from headwise.look.roles.controls import other_queries, shuffled
-from headwise.look.roles.measures import NOTHING, CallStatistics, OnLinks, ScoreSums, StatisticsRequest
+from headwise.look.roles.measures import CallStatistics, Measure, OnLinks, ScoreSums
 from headwise.nn import AttentionCall
 
 BY_NAME = {role.name: role for role in ROLES}
@@ -95,20 +95,21 @@ def test_a_sink_may_lie_at_half_of_the_text_and_no_later(T: int, k: int, counts:
 def test_evidence_comes_from_texts_above_the_threshold(value: float, shown: bool) -> None:
     """As a head plays a role above its threshold, and not at it."""
 
-    class Given:
-        def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-            return NOTHING
-
+    class Given(Measure):
         def read(self, name: str, got: Any) -> ScoreSums:
             return ScoreSums(torch.tensor([[value * 64]]).double(), torch.tensor([[64.0]]).double(), None)
 
-        def hits(self, name: str, got: Any) -> Tensor:
-            return torch.tensor([[[0, 1, -1]]])
+        def counts(self, name: str, got: Any, keys: Tensor) -> Tensor:
+            return torch.tensor([[[True, True, False]]])
 
     role = Role("given", "", 0.5, "", "", Given())
     tally = LayerTally({"module": "a", "call": 0, "part": "decoder"}, 1)
     got = object.__new__(CallStatistics)  # of which this reads the texts and the largest weights alone
-    rows = SimpleNamespace(largest=torch.tensor([[[0.75, 0.25, 0.5]]]), largest_key=torch.tensor([[[0, 1, 0]]]))
+    rows = SimpleNamespace(
+        largest=torch.tensor([[[0.75, 0.25, 0.5]]]),
+        largest_key=torch.tensor([[[0, 1, 0]]]),
+        keys=torch.full((1, 1, 3), 2),
+    )
     got.__dict__.update(scene=scene(3, 1, ahead=False), rows=rows, kept={})
     add_roles(got, [role], tally)
     assert tally.shown == ({("given", 0): [(-0.75, 0, 0, 0), (-0.25, 0, 1, 1)]} if shown else {})
@@ -138,12 +139,12 @@ def test_of_text_among_pictures_each_role_counts_the_text_that_may_attend(reach:
     kept = torch.tensor([[j <= i and (reach is None or i - j < reach) for j in range(T)] for i in range(T)])
     even = (kept / kept.sum(-1, keepdim=True)).double()
     wanted: dict[str, list[tuple[int, int]]] = {
-        name: [(i, i - k) for i in range(T) if words[i] and i >= k and kept[i, i - k]]
+        name: [(i, i - k) for i in range(1, T) if words[i] and i >= k and kept[i, i - k]]
         for name, k in (("self", 0), ("previous-token", 1), *((f"offset-{k}", k) for k in range(2, 9)))
     }
     counts = {name: len(pairs) for name, pairs in wanted.items()}
     wanted["local band"] = [pair for pairs in wanted.values() for pair in pairs]
-    counts["local band"] = sum(words)
+    counts["local band"] = sum(words[1:])  # place 0 may attend itself alone
     wanted["delimiter"] = [(i, j) for i in range(T) if words[i] and i >= 2 for j in (2, 16) if kept[i, j]]
     counts["delimiter"] = sum(words[2:])
     for name, pairs in wanted.items():

@@ -35,7 +35,7 @@ def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(planted.to_dict()) == planted
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(planted, seconds=math.nan).to_json()
-    with pytest.raises(ValueError, match=re.escape("a look is read from format 2, got 99; write it again")):
+    with pytest.raises(ValueError, match=re.escape("a look is read from format 3, got 99; write it again")):
         Look.from_dict(planted.to_dict() | {"format": 99})
 
 
@@ -140,7 +140,7 @@ def test_a_look_shows_in_a_notebook_without_markup_of_others(planted: Look) -> N
             self.seen.add(tag)
 
     hostile = "<script>alert(1)</script>"
-    head = replace(planted.heads[0], scores={hostile: replace(planted.heads[0].roles[0], name=hostile)})
+    head = replace(planted.heads[0], scores={hostile: replace(planted.heads[0].roles[0], name=hostile)}, role=hostile)
     page = replace(planted, model=hostile, heads=(head,), maps=())._repr_html_()
     parser = Tags()
     parser.feed(page)
@@ -151,7 +151,8 @@ def test_a_look_shows_in_a_notebook_without_markup_of_others(planted: Look) -> N
 
 def test_a_look_makes_a_frame(planted: Look) -> None:
     frame = planted.to_frame()
-    assert len(frame) == len(planted.heads) and frame["role"].tolist() == list(NAMES)
+    assert len(frame) == len(planted.heads) and frame["roles"].tolist() == list(NAMES)
+    assert frame["role"].tolist() == [head.role for head in planted.heads]
     assert frame.loc[0, "offset_1"] == planted.heads[0].offsets[1] and "map" not in frame.columns
     roles = (planted.heads[0].roles[0], planted.heads[2].roles[0])
     encoder = replace(planted, heads=(numbers(*roles, ahead=(0.75, 0.125)),), maps=()).to_frame()

@@ -163,7 +163,7 @@ def test_planted_heads_are_recognised() -> None:
         model.attend.in_proj_weight[: 2 * D, :D] = 40 * torch.eye(D).repeat(2, 1)
         model.attend.in_proj_weight[M : M + 2 * D, :D] = torch.cat([torch.eye(D).roll(1, 0), torch.eye(D)])
     heads = look.at(replace(model), list(range(T)), repeats=None).heads
-    assert [head.role for head in heads] == ["previous-token", "self", "broad"]
+    assert [(head.role, head.states) for head in heads] == [("previous-token", ()), ("self", ()), ("-", ("broad",))]
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")

@@ -221,7 +221,7 @@ def test_a_decoder_reads_a_text_of_its_own() -> None:
     model.__class__ = Named
     seen = look.at(model, {"input_ids": ids, "decoder_input_ids": own})
     assert [head.part for head in seen.heads] == ["encoder", "decoder", "cross", "cross"]
-    assert seen.heads[1].role == "previous-token" and seen.heads[3].role == "first-token sink"
+    assert seen.heads[1].role == "previous-token" and seen.heads[3].states == ("first-token sink",)
     assert "alignment" not in seen.heads[2].scores  # the decoder does not read the encoder's text
     by_labels = look.at(model, {"input_ids": ids, "labels": own[:, 1:]})
     assert by_labels.axes[1].length == 28 and by_labels.heads[1].queries == 28

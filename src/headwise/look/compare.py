@@ -40,7 +40,7 @@ class HeadChange:
     Attributes:
         layer, head: its place in the first look.
         other_layer, other_head: its place in the second look.
-        before: its roles in the first look, strongest first.
+        before: its roles in the first look, the most specific first.
         after: its roles in the second look.
         moved: the total variation between its two patterns: the mean over rows of ``1/2 sum_j |A_ij - B_ij|``, from 0
             (equal) to 1 (no key in common). Rows and columns are those of the records' maps: texts longer than a map

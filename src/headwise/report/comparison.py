@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from headwise.files.atomic_file import check_destination, put
 from headwise.look.compare import compare
 from headwise.look.views import palette
-from headwise.look.views.cells import shown_roles
 
 from .escape import cut
 from .numbers import rounded
@@ -83,9 +82,7 @@ def write_comparison(
 
 def _side(look: Look, index: Mapping[str, int]) -> dict[str, Any]:
     """Return one look: its name, and for each head its place and the roles that it plays with their values."""
-    heads = [
-        [head.layer, head.head, [[index[s.name], rounded(s.value)] for s in shown_roles(head)]] for head in look.heads
-    ]
+    heads = [[head.layer, head.head, [[index[s.name], rounded(s.value)] for s in head.roles]] for head in look.heads]
     return {"model": cut(look.model), "width": look.num_heads, "heads": heads}
 
 

@@ -2,7 +2,7 @@
 
 >>> import headwise
 >>> from headwise.testing.pictures import constructed_picture
->>> model, jobs = constructed_picture([["right neighbour", "[CLS] sink"]], (5, 7))
+>>> model, jobs = constructed_picture([["right neighbour", "same row"]], (5, 7))
 >>> seen = headwise.look.at(model, {"pixel_values": model.sample()})
 >>> [head.role for head in seen.heads] == list(jobs.values())
 True

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..records.axes import Axis
-from ..records.head import HeadRecord
+from ..records.head import NO_ROLE, HeadRecord
 from ..records.scores import Evidence, Score
 from ..roles.catalog import Role
 from .sums import ON_PICTURE, Floats, LayerTally
@@ -37,6 +37,8 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
     for role in roles:
         for h, score in _scores(role, tally):
             scores[h][role.name] = score
+    played = [[name for name, score in own.items() if score.plays] for own in scores]
+    states = {role.name for role in roles if role.state}
     queries, keys = tally.widest
     return [
         HeadRecord(
@@ -52,6 +54,8 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
             keys=keys,
             extras=_extras(tally, h),
             over=() if tally.over is None or not axes else tally.over,
+            role=next((name for name in played[h] if name not in states), NO_ROLE),
+            states=tuple(name for name in played[h] if name in states),
         )
         for h in range(tally.heads)
     ]

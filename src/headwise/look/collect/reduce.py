@@ -128,11 +128,11 @@ def add_roles(got: CallStatistics, roles: Sequence[Role], tally: LayerTally) -> 
 
 def _add_evidence(got: CallStatistics, role: Role, above: Tensor, tally: LayerTally) -> None:
     """Add, for each text and head, the queries with the largest weights among those that show the role."""
-    hits = role.measure.hits(role.name, got)
-    weights = got.weights_on(hits)
+    shown_by = role.measure.evidence(role.name, got)
+    weights = got.weights_on(shown_by)
     best = weights.topk(min(MOST_SHOWN, weights.shape[-1]), dim=-1)
     values, queries = best.values.tolist(), best.indices.tolist()
-    keys = hits.gather(2, best.indices).tolist()
+    keys = shown_by.gather(2, best.indices).tolist()
     for b, h in above.nonzero().tolist():
         text = got.scene.passages[b].text
         shown = zip(values[b][h], queries[b][h], keys[b][h], strict=True)

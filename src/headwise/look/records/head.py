@@ -41,6 +41,9 @@ class HeadRecord:
         keys: number of keys of the call, of the longest text.
         extras: additional numbers by name, such as importance by a criterion; see `Look.with_extras`.
         over: the indices of its query and key axes in the look's `axes`; empty for a look at one text only.
+        role: the name of the most specific role that the head plays, by the order of `headwise.look.ROLES`; ``"-"`` if
+            it plays none, or states alone.
+        states: the states that it is in (sinks, broad), in the same order.
     """
 
     module: str
@@ -59,17 +62,14 @@ class HeadRecord:
     keys: int = 0
     extras: Mapping[str, float] = field(default_factory=dict)
     over: tuple[int, ...] = ()
+    role: str = NO_ROLE
+    states: tuple[str, ...] = ()
 
     @property
     def roles(self) -> tuple[Score, ...]:
-        """The scores of the roles that the head plays, sorted by strength."""
+        """The scores of the roles that the head plays: its role, others in the order of `scores`, and its states."""
         played = [score for score in self.scores.values() if score.plays]
-        return tuple(sorted(played, key=lambda score: (-score.strength, score.name)))
-
-    @property
-    def role(self) -> str:
-        """The name of the strongest role, ``"-"`` if the head plays none."""
-        return max(self.roles, key=lambda score: score.strength).name if self.roles else NO_ROLE
+        return tuple(sorted(played, key=lambda score: (score.name in self.states, score.name != self.role)))
 
     def score(self, name: str) -> Score | None:
         """Return the score in a role by its name; None if it was not measured."""
@@ -101,12 +101,18 @@ class HeadRecord:
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         values = fields_of(cls, data)
-        for name in ("offsets", "ahead", "over"):
+        for name in ("offsets", "ahead", "over", "states"):
             values[name] = entries(name, data.get(name, ()) if name == "over" else data[name])
+        values["role"] = data["role"]
         with Inside(data["scores"], "scores"):
             values["scores"] = {name: _score(name, row) for name, row in data["scores"].items()}
         values["map"] = each("map", data["map"], listed)
         check_fields(cls, values)
+        played = {name for name, score in values["scores"].items() if score.plays}
+        named = [(f"states[{n}]", name) for n, name in enumerate(values["states"])]
+        for place, name in [*named, ("role", values["role"])]:
+            if name not in played | ({NO_ROLE} if place == "role" else set()):
+                raise Damaged(place, f"is a role that the head plays; got {shown(name)}")
         if len({*map(len, values["map"])}) > 1:
             raise Damaged("map", f"has rows of one length; got {sorted({*map(len, values['map'])})}")
         return cls(**values)

@@ -14,7 +14,7 @@ from .images import Picture
 from .schema import Inside, check_fields, each, entries, fields_of
 from .vectors import Neurons
 
-FORMAT = 2
+FORMAT = 3
 """The version of the dictionary that `LookData.to_dict` writes and `Look.from_dict` reads."""
 
 

@@ -53,11 +53,6 @@ class Score:
     evidence: tuple[Evidence, ...] = ()
     detail: str = ""
 
-    @property
-    def strength(self) -> float:
-        """The relative distance of the value from the threshold to 1; the roles of a head are sorted by it."""
-        return (self.value - self.threshold) / (1 - self.threshold)
-
     def __str__(self) -> str:
         return f"{self.name}{f' ({self.detail})' if self.detail else ''} {self.value:.2f}"
 

@@ -6,7 +6,11 @@ paper. On long texts the second condition is trivial for most roles, because uni
 nothing. On five tokens it gives the own token 0.46, and a head with no more than that plays no role. With several
 texts, the lower end of the bootstrap interval must also exceed chance.
 
-To add a role, add one entry to `ROLES`: it defines its measure and the input that the model must read.
+`ROLES` is sorted from the most specific role to the least: of the roles that a head plays, the first in this order is
+its name (`HeadRecord.role`). Values of different roles are on different scales, so they are never compared. A state
+(`Role.state`) says how a head rests where it has nothing to do; it stands beside the role and is never the name.
+
+To add a role, add one entry to `ROLES` at its place: it defines its measure and the input that the model must read.
 
 A[i, j] below is the weight of query i on key j; means are over the queries that may attend to that key.
 """
@@ -28,7 +32,8 @@ TIMES_CHANCE = 2.0
 """The factor of the control's value that a role must exceed, unless the role sets its own."""
 
 SEVERAL = 4
-"""The fewest queries of a role of positions or marks: a full stop at the end of a text has only its own query."""
+"""The fewest queries of a role, unless it sets its own: a full stop at the end of a text has only its own query, and in
+a text of five tokens a sink on the first would pass for an offset of four."""
 
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
 """The kinds of input: texts, repeated random tokens, annotated sentences, texts with a needle."""
@@ -61,6 +66,7 @@ class Role:
         times: the factor of the null that the value must exceed.
         plus: a margin added to that product.
         least: the fewest queries that must have been scored.
+        state: whether it is a state of rest (a sink, broad attention), which most heads have beside their role.
         over: the allowed kinds of the query and key axes: kinds of `headwise.look.Axis`. On an axis of text and
             pictures, a role of text counts only the queries that are text.
     """
@@ -74,7 +80,8 @@ class Role:
     reads: str = TEXT
     times: float = TIMES_CHANCE
     plus: float = 0.0
-    least: int = 1
+    least: int = SEVERAL
+    state: bool = False
     over: frozenset[str] = WORDS
 
     def plays(self, value: float, null: float | None, count: int, low: float | None = None) -> bool:
@@ -96,9 +103,7 @@ def _at(offset: int, name: str, source: str) -> Role:
     """Return the role of attending to one position relative to the query."""
     place = f"i{offset:+}" if offset else "i"
     over = LINE if offset else LINE | {axes.PICTURE}
-    # in a text hardly longer, a sink on its first token would pass for an offset
-    least = 1 if abs(offset) < 2 else SEVERAL
-    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), least=least, over=over)
+    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), over=over)
 
 
 def _neighbour(name: str, rows: int, columns: int) -> Role:
@@ -145,7 +150,6 @@ def _mark(name: str, what: str, ids: str) -> Role:
         f"{_CLARK}: section 3.2, [SEP], full stops and commas apart; threshold as for special tokens",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(getattr(scene.words, ids))),
-        least=SEVERAL,
     )
 
 
@@ -158,7 +162,6 @@ def _across(name: str, queries: str, keys: str) -> Role:
         _UNIFORM,
         placed.FromTo(lambda scene: scene.of_class(queries), lambda scene: scene.of_class(keys)),
         times=1.5,
-        least=SEVERAL,
     )
 
 
@@ -186,115 +189,46 @@ def _relation(name: str, what: str) -> Role:
 
 
 ROLES: tuple[Role, ...] = (
-    _at(-1, "previous-token", f"{_IOI}; threshold: {_CLARK}"),
-    *(_at(-k, f"offset-{k}", f"{_IOI}, generalised; threshold: {_CLARK}") for k in range(2, FAR + 1)),
-    _at(0, "self", _CLARK),
-    _at(1, "next-token", _CLARK),
-    *(_at(k, f"offset+{k}", f"{_CLARK}, generalised") for k in range(2, FAR + 1)),
+    # what is done with words, names and earlier text: an induction head also retrieves, so it goes before retrieval
     Role(
-        "far offset",
-        f"share of the i, at least half of all, whose largest weight lies at one same distance, more than {FAR} away",
-        0.9,
-        f"{_VOITA}: positional heads",
-        "the same keys, dealt out to other queries",
-        OfRows(links.far_offset, links.on_far_offset),
-        over=LINE,
-    ),
-    Role(
-        "local band",
-        f"mean_i sum of A[i, j] over |i - j| <= {FAR}, where no single offset exceeds 0.5",
-        0.8,
-        f"Voita et al. 2019 and Child et al. 2019 (arXiv 1904.10509) describe such heads{_OURS}",
-        _UNIFORM,
-        BandShare(FAR),
-        over=LINE,
-    ),
-    Role(
-        "first-token sink",
-        "mean_{i>0} A[i, 0]",
+        "name mover",
+        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
         0.3,
-        "Gu et al. 2024, arXiv 2410.10781: alpha_1 > 0.3 (here without query 0, which has no choice)",
-        _UNIFORM,
-        OnLinks(links.first, against=None),
-        least=24,
+        f"Wang et al. 2022, arXiv 2211.00593, section 3.1{_OURS}",
+        f"{_UNIFORM}; the same head on the other name",
+        OnLinks(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene)),
+        reads=SENTENCES,
+        least=8,
     ),
     Role(
-        "sink elsewhere",
-        "max over 0 < k <= T / 2 of mean_{i>=k} A[i, k], where A[i, k] is the row's largest",
-        0.5,
-        "Gu et al. 2024, arXiv 2410.10781: alpha_k, from below (other rows' weights on k are not counted); the "
-        "threshold is ours: 0.3 is passed by the first delimiter under a head that attends all delimiters alike",
-        _UNIFORM,
-        OfRows(links.other_sink, links.on_other_sink),
-        over=LINE,
+        "induction",
+        "random tokens repeated: mean_i sum of A[i, j+1] over earlier copies j of token i",
+        0.4,
+        "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(links.copies("induction")),
+        reads=COPIES,
     ),
     Role(
-        "delimiter",
-        "mean_i sum of A[i, j] over delimiters j > 0, of the i from the first of them on",
-        0.6,
-        f"{_CLARK}: special tokens above 0.6",
-        _UNIFORM,
-        OnKeys(lambda scene: scene.keys_in(scene.words.delimiters)),
-        least=SEVERAL,
+        "duplicate-token",
+        "random tokens repeated: mean_i sum of A[i, j] over earlier copies j of token i",
+        0.4,
+        _IOI + _OURS,
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(links.copies("duplicate")),
+        reads=COPIES,
     ),
     Role(
-        "punctuation",
-        "mean_i sum of A[i, j] over j > 0 whose text is punctuation alone",
-        0.6,
-        f"{_CLARK}: as special tokens",
-        _UNIFORM,
-        OnKeys(lambda scene: scene.keys_in(scene.words.punctuation)),
-        least=SEVERAL,
+        "retrieval",
+        "a needle in the text: share of its tokens, repeated at the end, whose largest weight lies on what follows",
+        0.1,
+        "Wu et al. 2024, arXiv 2404.15574 (the next token given, not generated)",
+        "the best fixed offset; another query's choice",
+        Argmax("retrieval"),
+        reads=NEEDLES,
+        plus=0.05,
+        least=8,
     ),
-    Role(
-        "special tokens",
-        "mean_i sum of A[i, j] over special tokens j > 0, such as [SEP]",
-        0.6,
-        f"{_CLARK}: special tokens above 0.6",
-        _UNIFORM,
-        OnKeys(lambda scene: scene.keys_in(scene.words.special)),
-        least=SEVERAL,
-    ),
-    _mark("[SEP]", "are the separator", "separators"),
-    _mark("full stop", "are '.'", "stops"),
-    _mark("comma", "are ','", "commas"),
-    Role(
-        "broad",
-        f"mean_i entropy(A[i]) / ln(min(n_i, {CLARK_KEYS})) over queries with n_i >= {FEW_KEYS} keys",
-        3.8 / math.log(CLARK_KEYS),
-        f"{_CLARK}: entropy above 3.8 nats, at {CLARK_KEYS} tokens; relative to ln n for shorter texts",
-        "none: uniform attention plays it",
-        OfRows(links.broad),
-        over=ALL,
-    ),
-    _neighbour("left neighbour", 0, -1),
-    _neighbour("right neighbour", 0, 1),
-    _neighbour("upper neighbour", -1, 0),
-    _neighbour("lower neighbour", 1, 0),
-    Role(
-        "surroundings",
-        "pictures: mean_i sum of A[i, j] over patch i and the eight around it, where no single one exceeds 0.5",
-        0.6,
-        f"Cordonnier et al. 2020, arXiv 1911.03584 (heads as small convolutions){_OURS}",
-        _UNIFORM,
-        placed.NeighbourShare(),
-        over=PATCHES,
-    ),
-    _line("same row", 0),
-    _line("same column", 1),
-    _apart("[CLS] sink", axes.CLS, f"{_CLARK}: special tokens above 0.6"),
-    _apart("register sink", axes.REGISTERS, f"Darcet et al. 2023, arXiv 2309.16588 (registers){_OURS}"),
-    Role(
-        "patch sink",
-        "pictures: max over patches k of mean_i A[i, k] of the other patches i, where A[i, k] is the row's largest",
-        0.5,
-        f"Darcet et al. 2023, arXiv 2309.16588 (patches that serve as registers){_OURS}",
-        _UNIFORM,
-        OfRows(placed.patch_sink, placed.on_patch_sink),
-        over=PATCHES,
-    ),
-    _across("first to second", FIRST, SECOND),
-    _across("second to first", SECOND, FIRST),
     Role(
         "alignment",
         "cross-attention: mean_i A[i, j] on the encoder's key j of the token that the decoder reads at i",
@@ -311,36 +245,22 @@ ROLES: tuple[Role, ...] = (
         f"{_UNIFORM}; the same head on shuffled links",
         OnLinks(links.aligned(1)),
     ),
+    # places, which account for more than half of the weight of all queries
+    _at(-1, "previous-token", f"{_IOI}; threshold: {_CLARK}"),
+    *(_at(-k, f"offset-{k}", f"{_IOI}, generalised; threshold: {_CLARK}") for k in range(2, FAR + 1)),
+    _at(0, "self", _CLARK),
+    _at(1, "next-token", _CLARK),
+    *(_at(k, f"offset+{k}", f"{_CLARK}, generalised") for k in range(2, FAR + 1)),
     Role(
-        "duplicate-token",
-        "random tokens repeated: mean_i sum of A[i, j] over earlier copies j of token i",
-        0.4,
-        _IOI + _OURS,
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.copies("duplicate")),
-        reads=COPIES,
+        "far offset",
+        f"share of the i, at least half of all, whose largest weight lies at one same distance, more than {FAR} away",
+        0.9,
+        f"{_VOITA}: positional heads",
+        "the same keys, dealt out to other queries",
+        OfRows(links.far_offset, links.on_far_offset),
+        over=LINE,
     ),
-    Role(
-        "induction",
-        "random tokens repeated: mean_i sum of A[i, j+1] over earlier copies j of token i",
-        0.4,
-        "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.copies("induction")),
-        reads=COPIES,
-    ),
-    Role(
-        "same word class",
-        "annotated sentences: mean_i sum of A[i, j] over other words j of i's part of speech",
-        0.5,
-        f"Vig & Belinkov 2019, arXiv 1906.04284 (attention by part of speech){_OURS}",
-        f"{_UNIFORM}; the same head on copies of the word",
-        OnLinks(lambda scene: scene.links("same word class"), against=links.same_token),
-        reads=SENTENCES,
-        least=8,
-    ),
-    *(_relation(f"{label} to head", f"{label} dependents") for label in RELATIONS),
-    *(_relation(f"head to {label}", f"heads with a dependent {label}") for label in RELATIONS),
+    # language, read on chosen queries of annotated sentences
     Role(
         "coreference",
         "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity",
@@ -353,25 +273,115 @@ ROLES: tuple[Role, ...] = (
         plus=0.15,
         least=8,
     ),
+    *(_relation(f"{label} to head", f"{label} dependents") for label in RELATIONS),
+    *(_relation(f"head to {label}", f"heads with a dependent {label}") for label in RELATIONS),
     Role(
-        "name mover",
-        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
-        0.3,
-        f"Wang et al. 2022, arXiv 2211.00593, section 3.1{_OURS}",
-        f"{_UNIFORM}; the same head on the other name",
-        OnLinks(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene)),
+        "same word class",
+        "annotated sentences: mean_i sum of A[i, j] over other words j of i's part of speech",
+        0.5,
+        f"Vig & Belinkov 2019, arXiv 1906.04284 (attention by part of speech){_OURS}",
+        f"{_UNIFORM}; the same head on copies of the word",
+        OnLinks(lambda scene: scene.links("same word class"), against=links.same_token),
         reads=SENTENCES,
         least=8,
     ),
+    # marks, the single ones before their classes; then pairs of sentences
+    _mark("[SEP]", "are the separator", "separators"),
+    _mark("full stop", "are '.'", "stops"),
+    _mark("comma", "are ','", "commas"),
     Role(
-        "retrieval",
-        "a needle in the text: share of its tokens, repeated at the end, whose largest weight lies on what follows",
-        0.1,
-        "Wu et al. 2024, arXiv 2404.15574 (the next token given, not generated)",
-        "the best fixed offset; another query's choice",
-        Argmax("retrieval"),
-        reads=NEEDLES,
-        plus=0.05,
-        least=8,
+        "delimiter",
+        "mean_i sum of A[i, j] over delimiters j > 0, of the i from the first of them on",
+        0.6,
+        f"{_CLARK}: special tokens above 0.6",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(scene.words.delimiters)),
+    ),
+    Role(
+        "punctuation",
+        "mean_i sum of A[i, j] over j > 0 whose text is punctuation alone",
+        0.6,
+        f"{_CLARK}: as special tokens",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(scene.words.punctuation)),
+    ),
+    Role(
+        "special tokens",
+        "mean_i sum of A[i, j] over special tokens j > 0, such as [SEP]",
+        0.6,
+        f"{_CLARK}: special tokens above 0.6",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(scene.words.special)),
+    ),
+    _across("first to second", FIRST, SECOND),
+    _across("second to first", SECOND, FIRST),
+    # pictures, and what is true of many heads
+    _neighbour("left neighbour", 0, -1),
+    _neighbour("right neighbour", 0, 1),
+    _neighbour("upper neighbour", -1, 0),
+    _neighbour("lower neighbour", 1, 0),
+    Role(
+        "surroundings",
+        "pictures: mean_i sum of A[i, j] over patch i and the eight around it, where no single one exceeds 0.5",
+        0.6,
+        f"Cordonnier et al. 2020, arXiv 1911.03584 (heads as small convolutions){_OURS}",
+        _UNIFORM,
+        placed.NeighbourShare(),
+        over=PATCHES,
+    ),
+    _line("same row", 0),
+    _line("same column", 1),
+    Role(
+        "local band",
+        f"mean_i sum of A[i, j] over |i - j| <= {FAR}, where no single offset exceeds 0.5",
+        0.8,
+        f"Voita et al. 2019 and Child et al. 2019 (arXiv 1904.10509) describe such heads{_OURS}",
+        _UNIFORM,
+        BandShare(FAR),
+        over=LINE,
+    ),
+    # states
+    Role(
+        "first-token sink",
+        "mean_{i>0} A[i, 0]",
+        0.3,
+        "Gu et al. 2024, arXiv 2410.10781: alpha_1 > 0.3 (here without query 0, which has no choice)",
+        _UNIFORM,
+        OnLinks(links.first, against=None),
+        least=24,
+        state=True,
+    ),
+    Role(
+        "sink elsewhere",
+        "max over 0 < k <= T / 2 of mean_{i>=k} A[i, k], where A[i, k] is the row's largest",
+        0.5,
+        "Gu et al. 2024, arXiv 2410.10781: alpha_k, from below (other rows' weights on k are not counted); the "
+        "threshold is ours: 0.3 is passed by the first delimiter under a head that attends all delimiters alike",
+        _UNIFORM,
+        OfRows(links.other_sink, links.on_other_sink),
+        over=LINE,
+        state=True,
+    ),
+    _apart("[CLS] sink", axes.CLS, f"{_CLARK}: special tokens above 0.6"),
+    _apart("register sink", axes.REGISTERS, f"Darcet et al. 2023, arXiv 2309.16588 (registers){_OURS}"),
+    Role(
+        "patch sink",
+        "pictures: max over patches k of mean_i A[i, k] of the other patches i, where A[i, k] is the row's largest",
+        0.5,
+        f"Darcet et al. 2023, arXiv 2309.16588 (patches that serve as registers){_OURS}",
+        _UNIFORM,
+        OfRows(placed.patch_sink, placed.on_patch_sink),
+        over=PATCHES,
+        state=True,
+    ),
+    Role(
+        "broad",
+        f"mean_i entropy(A[i]) / ln(min(n_i, {CLARK_KEYS})) over queries with n_i >= {FEW_KEYS} keys",
+        3.8 / math.log(CLARK_KEYS),
+        f"{_CLARK}: entropy above 3.8 nats, at {CLARK_KEYS} tokens; relative to ln n for shorter texts",
+        "none: uniform attention plays it",
+        OfRows(links.broad),
+        over=ALL,
+        state=True,
     ),
 )

@@ -12,44 +12,39 @@ from ...ops.options import ScoringOptions
 from ...ops.statistics.top_keys import top_keys
 from .call_tokens import CallTokens
 from .controls import other_queries
-from .measures import NOTHING, CallStatistics, ScoreSums, StatisticsRequest
+from .measures import CallStatistics, Measure, ScoreSums, is_link
 
 
 @dataclass(frozen=True)
-class Argmax:
+class Argmax(Measure):
     """Share of the linked queries whose largest weight is on a link (Clark et al.'s accuracy).
 
     The choice is among the candidates, links of that name; without a name, among all keys except the query's own and
-    special tokens. Null: the share that the baseline gets right, links of that name with one key each; without a name,
-    one fixed offset, the best over all texts that were read. Against: a random choice among the candidates; without
-    candidates, the choice of another query, drawn from those that may attend to the link too, so that a head which
-    attends to a word from everywhere gains nothing.
+    special tokens. A query with one candidate has no choice and does not count. Null: the share that the baseline gets
+    right, links of that name with one key each; without a name, one fixed offset, the best over all texts that were
+    read. Against: a random choice among the candidates; without candidates, the choice of another query, drawn from
+    those that may attend to the link too, so that a head which attends to a word from everywhere gains nothing.
     """
 
     name: str
     candidates: str = ""
     baseline: str = ""
 
-    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return no request: the top keys are computed separately."""
-        return NOTHING
-
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the sums of the queries whose best key is a link."""
         links = got.scene.links(self.name)
         if got.scene.cross or links is None:
             return None
-        linked = (links >= 0).any(-1)
-        count = linked.sum(-1, keepdim=True).double()
-        right = (self.hits(name, got) >= 0).double().sum(-1)
-        null = self._baseline(links, got.scene).double().sum(-1, keepdim=True)
+        best = self.judged(got)
+        linked = (links >= 0).any(-1)[:, None] & self._choosing(got)
+        count, right = (rows.double().sum(-1) for rows in (linked, self.counts(name, got, best)))
+        null = (self._baseline(links, got.scene)[:, None] & linked).double().sum(-1)
         if self.candidates:
             among = got.scene.links(self.candidates)
-            some = torch.ones_like(count) if among is None else (among >= 0).sum(-1).clamp(min=1)
-            return ScoreSums(right, count, null, ((links >= 0).sum(-1) / some).double().sum(-1, keepdim=True))
+            some = torch.ones(links.shape[:2], device="cpu") if among is None else (among >= 0).sum(-1).clamp(min=1)
+            return ScoreSums(right, count, null, (((links >= 0).sum(-1) / some)[:, None] * linked).double().sum(-1))
         other = got.scene.once(("other query", self.name), lambda: other_queries(links, got.scene))
-        best = self._best(got).gather(2, other[:, None].expand(-1, right.shape[1], -1))
-        elsewhere = (best[..., None] == links[:, None]).any(-1) & linked[:, None] & (best >= 0)
+        elsewhere = is_link(best.gather(2, other[:, None].expand(-1, best.shape[1], -1)), links) & linked
         return ScoreSums(right, count, null, elsewhere.double().sum(-1))
 
     def _baseline(self, links: Tensor, scene: CallTokens) -> Tensor:
@@ -63,21 +58,28 @@ class Argmax:
         usual = scene.usual.get(f"{self.name}, earlier" if scene.ahead is False else self.name, 0)
         return ((back == usual) & (links >= 0)).any(-1)
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the best key among the candidates if it is a link, else -1."""
-        links, best = got.scene.links(self.name), self._best(got)
-        if links is None:
-            return torch.full_like(best, -1)
-        return torch.where((best[..., None] == links[:, None]).any(-1), best, -1)
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether the key is a link of a query that has a choice."""
+        links = got.scene.links(self.name)
+        assert links is not None
+        return is_link(keys, links) & self._choosing(got)
+
+    def judged(self, got: CallStatistics) -> Tensor:
+        """Return the candidate with the largest weight, (B, H, T) long, else -1; shared by all relations."""
+        return self._best(got)[..., 0]
+
+    def _choosing(self, got: CallStatistics) -> Tensor:
+        """Return whether a query has at least two candidates, (B, H, T) bool."""
+        return self._best(got)[..., 1:].ge(0).any(-1)
 
     def _best(self, got: CallStatistics) -> Tensor:
-        """Return the candidate with the largest weight, (B, H, T) long, else -1; shared by all relations."""
+        """Return the two candidates with the largest weights, (B, H, T, 2) long, -1 where there is none."""
         return got.once(("best", self.candidates), lambda: self._choose(got))
 
     def _choose(self, got: CallStatistics) -> Tensor:
         call, among = got.call, self._among(got.scene, got.call.query.device)
         options: ScoringOptions = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
-        return top_keys(call.query, call.key, 1, **options).keys[..., 0].cpu()
+        return top_keys(call.query, call.key, 2, **options).keys.cpu()
 
     def _among(self, scene: CallTokens, device: torch.device) -> Mask:
         """Return the keys among which a query chooses."""

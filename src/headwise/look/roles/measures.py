@@ -1,16 +1,18 @@
 """Measures: each computes a score from an attention call, and requests the sums that it needs from the one pass.
 
-Every measure has two main methods. `asks` returns the features of keys and the sparse targets that
+Every measure has three main methods. `asks` returns the features of keys and the sparse targets that
 `headwise.statistics` must sum. `read` returns, from the statistics of the call, the sum of the score over the queries,
 the number of these queries, and the same sum for the chance level. Sums and counts instead of means merge exactly.
+`counts` says which pairs of a query and a key the score counts; evidence is chosen among these pairs alone.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,19 +100,24 @@ class CallStatistics:
         seen = self.allowed(rows, links.clamp(min=0)[:, None]) & (links >= 0)[:, None]
         return seen.any(-1).sum(-1)[:, 0, None].double().cpu()
 
+    def back(self, keys: Tensor) -> Tensor:
+        """Return the distance from each query back to its key, (B, H, T); not meaningful where the key is -1."""
+        return torch.arange(keys.shape[2], device="cpu") - keys
+
     @cached_property
     def distance(self) -> Tensor:
         """The distance from the query back to its largest weight, (B, H, T); not meaningful for empty rows."""
-        return torch.arange(self.rows.largest_key.shape[2], device="cpu") - self.largest_key
+        return self.back(self.largest_key)
+
+    @cached_property
+    def choosing(self) -> Tensor:
+        """Whether a query may attend to at least two keys, (B, H, T) bool; otherwise its weights show nothing."""
+        return self.rows.keys.cpu() > 1
 
     @cached_property
     def largest_key(self) -> Tensor:
         """The key of each row's largest weight, (B, H, T) long, -1 for empty rows."""
         return self.rows.largest_key.cpu()
-
-    def largest_where(self, chosen: Tensor) -> Tensor:
-        """Return the key of the largest weight of each chosen query, (B, H, T) bool; else -1: (B, H, T) long."""
-        return torch.where(chosen, self.largest_key, -1)
 
     def weights_on(self, keys: Tensor) -> Tensor:
         """Return the weight of each query on one key, (B, H, T); 0 where the key, (B, H, T) long, is -1.
@@ -151,78 +158,91 @@ class ScoreSums:
     detail: Callable[[int, int], str] | None = None
 
 
-@runtime_checkable
-class Measure(Protocol):
+class Measure(ABC):
     """The interface of a measure."""
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return the sums that the pass must compute for the role of this name."""
-        ...
+        """Return the sums that the pass must compute for the role of this name; by default none of its own."""
+        return NOTHING
 
+    @abstractmethod
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the score's sums on this call; None if the measure does not apply to it."""
-        ...
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of each query that shows the role, (B, H, T) long; -1 for other queries."""
-        ...
+    @abstractmethod
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether the score counts each query with its key: keys (B, H, T) long, -1 for none; result bool."""
+
+    def judged(self, got: CallStatistics) -> Tensor:
+        """Return the key by which each query is judged, (B, H, T) long: by default the key of its largest weight."""
+        return got.largest_key
+
+    def evidence(self, name: str, got: CallStatistics) -> Tensor:
+        """Return the key of each query that shows the role, (B, H, T) long; -1 for other queries.
+
+        A query without a choice shows nothing.
+        """
+        keys = self.judged(got)
+        return torch.where(self.counts(name, got, keys) & got.choosing & (keys >= 0), keys, -1)
 
 
 @dataclass(frozen=True)
-class AtOffset:
-    """Mean of A[i, i + offset] over the queries that may attend to that key; null: uniform attention."""
+class AtOffset(Measure):
+    """Mean of A[i, i + offset] over the queries that may attend to that key and another; null: uniform attention."""
 
     offset: int
-
-    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return no request: offsets are always summed."""
-        return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the mass at the offset; None for cross-attention, where positions of two texts have no distance."""
         if got.scene.cross:
             return None
-        mass, level, count = _offset(got, self.offset)
-        return ScoreSums(mass * count, count, level * count)
+        total, null, count = _offset(got, self.offset)
+        return ScoreSums(total, count, null)
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of the largest weight if it is at the offset."""
-        return got.largest_where(got.distance == -self.offset)
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether the key is at the offset of a query that has a choice."""
+        return (got.back(keys) == -self.offset) & got.choosing
 
 
 @dataclass(frozen=True)
-class BandShare:
-    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 if one offset exceeds half; null: uniform attention."""
+class BandShare(Measure):
+    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 if one offset exceeds half; null: uniform attention.
+
+    Queries that may attend to one key only do not count.
+    """
 
     reach: int
-
-    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return no request: offsets are always summed."""
-        return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the masses of the offsets, each over the queries that have such a key."""
         if got.scene.cross:
             return None
         parts = [_offset(got, k) for k in OFFSETS if abs(k) <= self.reach]
-        total = sum((mass * count for mass, _, count in parts), torch.zeros((), device="cpu"))
-        total = torch.where(torch.stack([mass for mass, _, _ in parts]).amax(0) > 0.5, 0.0, total)
-        null = sum((level * count for _, level, count in parts), torch.zeros((), device="cpu"))
-        return ScoreSums(total, got.uniform.rows.double().cpu(), null)
+        total, null = (torch.stack([part[which] for part in parts]).sum(0) for which in (0, 1))
+        most = torch.stack([total / count.clamp(min=1) for total, _, count in parts]).amax(0)
+        count = got.uniform.rows.double().cpu() - (got.uniform.keys.cpu() == 1).sum(-1)
+        return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of the largest weight if it is in the band."""
-        return got.largest_where(got.distance.abs() <= self.reach)
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether the key is in the band of a query that has a choice."""
+        return (got.back(keys).abs() <= self.reach) & got.choosing
 
 
 def _offset(got: CallStatistics, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
-    mass, level = (masses[..., _COLUMNS[offset]] for masses in got.offsets)
-    return mass, level, got.able[:, _COLUMNS[offset], None].expand_as(level)
+    """Return the sum of the masses (B, H) at an offset, that of uniform attention (B, 1), and the queries (B, 1).
+
+    The offsets of the pass hold every query; those that may attend to one key only are subtracted.
+    """
+    able = got.able[:, _COLUMNS[offset], None]
+    sums = []
+    for rows, masses in zip((got.rows, got.uniform), got.offsets, strict=True):
+        forced = (rows.keys.cpu() == 1) & (got.back(rows.largest_key.cpu()) == -offset)
+        sums.append(masses[..., _COLUMNS[offset]] * able - (rows.largest.double().cpu() * forced).sum(-1))
+    return sums[0], sums[1], able - forced.sum(-1)
 
 
 @dataclass(frozen=True)
-class OnKeys:
+class OnKeys(Measure):
     """Mean of the sum of A[i, j] over the keys j of a class, from the first such key on; null: uniform attention."""
 
     keys: Callable[[CallTokens], Tensor] = field(compare=False)
@@ -248,14 +268,14 @@ class OnKeys:
             count = got.scene.count(seeing) * keys.any(-1, keepdim=True)
         return ScoreSums(mass * rows, count, level * rows)
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of the largest weight if it is in the class."""
-        chosen, keys = self._keys(name, got.scene)[:, None], got.largest_key
-        return got.largest_where(chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)))
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether the key is in the class."""
+        chosen = self._keys(name, got.scene)[:, None]
+        return chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)) & (keys >= 0)
 
 
 @dataclass(frozen=True)
-class OnLinks:
+class OnLinks(Measure):
     """Mean of the sum of A[i, j] over the keys j that query i is linked to.
 
     Null: the larger of uniform attention and the same head's mass on `against`: by default on shuffled links (for each
@@ -294,11 +314,16 @@ class OnLinks:
         mean = _mass(got.rows, against) * (_having(got.rows, places) / got.seeing(places).clamp(min=1))
         return ScoreSums(total, count, null, mean * count)
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of the largest weight if it is a link."""
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether the key is a link of the query."""
         links = self._links(name, got.scene)
         assert links is not None
-        return got.largest_where((got.largest_key[..., None] == links[:, None]).any(-1))
+        return is_link(keys, links)
+
+
+def is_link(keys: Tensor, links: Tensor) -> Tensor:
+    """Return whether the key of each query, (B, H, T), is one of its links (B|1, T, n): (B, H, T) bool."""
+    return (keys[..., None] == links[:, None]).any(-1) & (keys >= 0)
 
 
 def _mass(rows: RowStatistics, name: str) -> Tensor:
@@ -317,22 +342,16 @@ def _against(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class OfRows:
-    """A score computed from the row statistics directly."""
+class OfRows(Measure):
+    """A score computed from the row statistics directly; `pairs` are those that it counts, None for no single pairs."""
 
     sums: Callable[[CallStatistics], ScoreSums | None] = field(compare=False)
-    where: Callable[[CallStatistics], Tensor] | None = field(default=None, compare=False)
-
-    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return no request: the statistics of every pass are enough."""
-        return NOTHING
+    pairs: Callable[[CallStatistics, Tensor], Tensor] | None = field(default=None, compare=False)
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the result of `sums`."""
         return self.sums(got)
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of the largest weight where `where` is true; -1 everywhere without `where`."""
-        if self.where is None:
-            return torch.full(got.largest_key.shape, -1, device="cpu")
-        return got.largest_where(self.where(got))
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return the result of `pairs`; False everywhere without it."""
+        return torch.zeros_like(keys, dtype=torch.bool) if self.pairs is None else self.pairs(got, keys)

@@ -13,7 +13,7 @@ from ...ops.masks import keep
 from ...ops.statistics.api import StatisticsOptions, row_statistics
 from ..records.axes import NOWHERE
 from .call_tokens import CallTokens
-from .measures import NOTHING, CallStatistics, ScoreSums, StatisticsRequest, forbidden
+from .measures import CallStatistics, Measure, ScoreSums, StatisticsRequest, forbidden, is_link
 
 Shift = tuple[int, int]
 """Rows down and columns to the right."""
@@ -74,7 +74,7 @@ def _linked(scene: CallTokens, wanted: Callable[[int, int, int], object]) -> Ten
 
 
 @dataclass(frozen=True)
-class NeighbourShare:
+class NeighbourShare(Measure):
     """Mean of the sum of A[i, j] over the patches around i, 0 if one direction exceeds half; null: uniform."""
 
     shifts: tuple[Shift, ...] = AROUND
@@ -102,16 +102,13 @@ class NeighbourShare:
         count = got.scene.count(patches).expand(got.largest_key.shape[0], 1)
         return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of the largest weight if it is around the patch."""
-        hit = torch.zeros(got.largest_key.shape, dtype=torch.bool, device="cpu")
-        for places in self._links(got.scene).values():
-            hit |= got.largest_key == places[:, None, :, 0]
-        return got.largest_where(hit)
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether the key is around the patch."""
+        return is_link(keys, torch.cat([*self._links(got.scene).values()], -1))
 
 
 @dataclass(frozen=True)
-class FromTo:
+class FromTo(Measure):
     """Mean of the sum of A[i, j] over keys j of one class, for queries i of another; null: uniform attention.
 
     It runs its own pass, in which all other queries attend to nothing and so do not count.
@@ -119,10 +116,6 @@ class FromTo:
 
     queries: Callable[[CallTokens], Tensor] = field(compare=False)
     keys: Callable[[CallTokens], Tensor] = field(compare=False)
-
-    def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        """Return no request: `read` runs its own pass."""
-        return NOTHING
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the mass of the keys under a mask that keeps only these queries."""
@@ -135,11 +128,11 @@ class FromTo:
         level, _ = only(replace(got, call=_even(got)), rows, keys)
         return ScoreSums(mass * count, count[:, :1], level[:, :1] * count[:, :1])
 
-    def hits(self, name: str, got: CallStatistics) -> Tensor:
-        """Return the key of the largest weight if query and key are in their classes."""
-        rows, keys = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
-        chosen, best = keys[:, None].expand(*got.largest_key.shape[:2], -1), got.largest_key
-        return got.largest_where(chosen.gather(2, best.clamp(min=0)) & rows[:, None])
+    def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
+        """Return whether query and key are in their classes."""
+        rows, chosen = (scene_of(got.scene) for scene_of in (self.queries, self.keys))
+        among = chosen[:, None].expand(*keys.shape[:2], -1)
+        return among.gather(2, keys.clamp(min=0)) & rows[:, None] & (keys >= 0)
 
 
 def only(got: CallStatistics, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,23 +176,22 @@ LEAST_PATCHES = 9
 """The fewest patches of a picture for one of them to count as a sink."""
 
 
-def on_patch_sink(got: CallStatistics) -> Tensor:
-    """Return whether each patch's largest weight is on the head's own patch sink, (B, H, T) bool."""
-    return _on_patches(got) & (got.largest_key == _masses(got).argmax(-1, keepdim=True))
+def on_patch_sink(got: CallStatistics, keys: Tensor) -> Tensor:
+    """Return whether the key of each patch is the head's own patch sink, (B, H, T) bool."""
+    return _on_patches(got, keys) & (keys == _masses(got).argmax(-1, keepdim=True))
 
 
 def _masses(got: CallStatistics) -> Tensor:
     """Return for each patch the sum of the largest weights that other patches have on it, (B, H, T)."""
 
     def make() -> Tensor:
-        largest = torch.where(_on_patches(got), got.rows.largest.double().cpu(), 0.0)
+        largest = torch.where(_on_patches(got, got.largest_key), got.rows.largest.double().cpu(), 0.0)
         return torch.zeros_like(largest).scatter_add(2, got.largest_key.clamp(min=0), largest)
 
     return got.once("masses", make)
 
 
-def _on_patches(got: CallStatistics) -> Tensor:
-    """Return whether each patch's largest weight is on another patch, (B, H, T) bool."""
+def _on_patches(got: CallStatistics, keys: Tensor) -> Tensor:
+    """Return whether query and key are two patches, (B, H, T) bool."""
     patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[1].cells], device="cpu")
-    best = got.largest_key
-    return patches[best.clamp(min=0)] & (best >= 0) & patches & (got.distance != 0)
+    return patches[keys.clamp(min=0)] & (keys >= 0) & patches & (got.back(keys) != 0)

@@ -70,7 +70,8 @@ def far_offset(got: CallStatistics) -> ScoreSums | None:
     if got.scene.cross:
         return None
     filled, T = got.largest_key >= 0, got.largest_key.shape[2]
-    most, place = _far(got)
+    _, place = _far(got)
+    most = on_far_offset(got, got.largest_key).sum(-1)
     rows = torch.arange(T, device=got.call.query.device)[:, None]
     keys = rows + (T - place)[..., None, None].to(rows.device)
     able = got.allowed(rows[None, None], keys.clamp(0, T - 1)) & (keys >= 0) & (keys < T)
@@ -84,11 +85,10 @@ def far_offset(got: CallStatistics) -> ScoreSums | None:
     return ScoreSums(most.double(), count.double(), chance.double().sum(-1), detail=detail)
 
 
-def on_far_offset(got: CallStatistics) -> Tensor:
-    """Return whether the largest weight is at the head's own far offset, (B, H, T) bool."""
+def on_far_offset(got: CallStatistics, keys: Tensor) -> Tensor:
+    """Return whether the key of each query is at the head's own far offset, (B, H, T) bool."""
     most, place = _far(got)
-    T = got.largest_key.shape[2]
-    return (got.largest_key >= 0) & (got.distance == (place - T)[..., None]) & (most > 0)[..., None]
+    return (keys >= 0) & (got.back(keys) == (place - keys.shape[2])[..., None]) & (most > 0)[..., None]
 
 
 def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
@@ -134,10 +134,9 @@ def other_sink(got: CallStatistics) -> ScoreSums | None:
     return ScoreSums(value * count, count, chance * count, detail=detail)
 
 
-def on_other_sink(got: CallStatistics) -> Tensor:
-    """Return whether the largest weight is on the head's own sink, at or before the query, (B, H, T) bool."""
-    keys, rows = got.largest_key, torch.arange(got.largest_key.shape[2], device="cpu")
-    return (keys > 0) & (keys <= rows) & (keys == _sinks(got).argmax(-1, keepdim=True))
+def on_other_sink(got: CallStatistics, keys: Tensor) -> Tensor:
+    """Return whether the key of each query is the head's own sink, at or before the query, (B, H, T) bool."""
+    return (keys > 0) & (got.back(keys) >= 0) & (keys == _sinks(got).argmax(-1, keepdim=True))
 
 
 def _sinks(got: CallStatistics) -> Tensor:

@@ -137,7 +137,7 @@ def plot_head(look: LookData, layer: int, head: int) -> Figure:
         MissingExtra: Matplotlib is not installed.
     """
     record = look.head(layer, head)
-    scored = sorted(record.scores.values(), key=lambda score: (not score.plays, -score.strength, score.name))
+    scored = sorted(record.scores.values(), key=lambda score: (not score.plays, -score.value, score.name))
     figure = new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, width_ratios=(5, 4))
     large = look.maps[look.heads.index(record)].weights() if look.maps else record.map

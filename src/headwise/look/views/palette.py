@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import string
 
+from ..roles.catalog import ROLES
+
 COLOURS = (
     "#0072b2",
     "#d55e00",
@@ -101,7 +103,7 @@ _RELATIONS = {
 }
 """By the name of Universal Dependencies: the dependent, what it depends on, the letter of the role, and its color."""
 
-_STATES = ("first-token sink", "sink elsewhere", "[CLS] sink", "register sink", "patch sink", "broad")
+_STATES = frozenset(role.name for role in ROLES if role.state)
 
 
 def _relation(name: str) -> tuple[str, bool] | None:
