@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from planted import DELIMITERS, NAMES, Planted, text
+from reports import Elements
 from typer.testing import CliRunner
 
 from headwise import cli, look, models
@@ -49,9 +50,30 @@ def test_look_against_another(here: Path) -> None:
     assert "before against after: 1 of 8 heads changed role" in result.stdout
     assert "self -> first-token sink" in result.stdout and "c.csv (" in result.stdout
     assert run("model", "--against", "after.json").exit_code == 0
-    assert not list(here.glob("*.html"))
+    assert [path.name for path in here.glob("*.html")] == ["headwise-report.html"]
     result = run("before.json", "--against", "after.json", "--json")
     assert json.loads(result.stdout)["heads"][2]["before"] == ["self"]
+
+
+def test_the_page_of_two_looks(here: Path) -> None:
+    result = run("before.json", "--against", "after.json", "--out", "c.html", "--out", "c.csv")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].startswith("c.html (")
+    sides = Elements(Path("c.html").read_text("utf8")).data["sides"]
+    assert [side["model"] for side in sides] == ["before", "after"]
+
+
+def test_roles_come_first_and_every_head_where_it_fits(
+    here: Path, before: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = run("model", "--out", "x.csv").stdout
+    played = {score.name for head in before.heads for score in head.roles}
+    assert all(name in shown for name in played) and "no role" in shown and "entropy" in shown
+    monkeypatch.setattr(cli.look, "PIPE_LINES", 20)
+    short = run("model", "--out", "x.csv", "--out", "x.html").stdout
+    assert "entropy" not in short and "8 heads: --all prints a line for each" in short
+    assert short.splitlines()[-1].startswith("x.html (")
+    assert "entropy" in run("model", "--out", "x.csv", "--all").stdout
 
 
 def test_look_against_a_pruned_one(here: Path, before: Look) -> None:
@@ -89,7 +111,7 @@ def test_wrong_names_are_one_line(here: Path) -> None:
         ),
         (
             ["--against", "after.json", "--out", "h.md"],
-            "--out h.md: the ending selects what is written; use one of .parquet .csv .json",
+            "--out h.md: the ending selects what is written; use one of .html .htm .parquet .csv .json",
         ),
         (["--out", "none/h.csv"], "cannot write none/h.csv: its folder does not exist"),
         (["--kept", "plan.json"], "--kept says which heads the other model kept; give it with --against"),

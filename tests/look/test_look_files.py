@@ -228,8 +228,9 @@ def test_a_code_span_holds_its_text(text: str) -> None:
 def test_a_notebook_shows_the_heads_in_the_colours_of_their_roles(planted: Look) -> None:
     page = planted._repr_html_()
     for name in NAMES:
-        assert page.count(f"background:{palette.colour(name)}") == 2, name  # in the legend, and in the grid
-    assert "0 without a role" in page and 'title="0.7: induction 1.00' in page
+        places = 0 if palette.mark(name) else 2  # in the legend, and in the grid; a state is a mark
+        assert page.count(f"background:{palette.colour(name)}") == places, name
+    assert "2 without a role" in page and 'title="0.7: induction 1.00' in page
     many = replace(planted, heads=planted.heads * 200, maps=())
     assert "1344 more heads: to_frame() has them all." in many._repr_html_() and "title=" not in many._repr_html_()
 
@@ -252,10 +253,16 @@ def words_of(figure: Any) -> set[str]:
 def test_the_roles_as_a_figure(planted: Look) -> None:
     figure = planted.plot_roles()
     words = words_of(figure)
-    assert {f"{palette.letter(name)}  {name} (1)" for name in NAMES} | {"no role (0)"} <= words
-    (mesh,) = figure.axes[0].collections
+    assert {f"{palette.letter(name)}  {name} (1)" for name in NAMES if not palette.mark(name)} | {
+        "no role (2)",
+        "sink (1)",
+        "broad (1)",
+    } <= words
+    mesh, *marks = figure.axes[0].collections
+    assert len(marks) == 2
     drawn = [mesh.cmap(mesh.norm(number))[:3] for number in mesh.get_array().ravel()]
-    wanted = [tuple(int(palette.colour(name)[i : i + 2], 16) / 255 for i in (1, 3, 5)) for name in NAMES]
+    colours = [palette.NONE if palette.mark(name) else palette.colour(name) for name in NAMES]
+    wanted = [tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)) for colour in colours]
     assert drawn == [pytest.approx(colour) for colour in wanted]
     assert "matplotlib.pyplot" not in sys.modules
 

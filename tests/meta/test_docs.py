@@ -38,6 +38,8 @@ def test_the_page_of_roles_says_what_the_roles_say(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(ROOT / "scripts")
     page = importlib.import_module("roles_page").page()
     assert page == (ROOT / "docs/roles.md").read_text("utf8"), "run python scripts/roles_page.py"
+    for path, text in importlib.import_module("reading_page").files().items():
+        assert path.read_text("utf8") == text, f"{path.name}: run python scripts/reading_page.py"
 
 
 def test_the_readme_shows_code() -> None:

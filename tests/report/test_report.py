@@ -153,13 +153,13 @@ def test_numbers_and_maps_are_those_of_the_look() -> None:
     data = Elements(report.render(look)).data
     assert data["maps"]["levels"] == 256
     assert inflated(data) == b"".join(m.data for m in look.maps)
-    for name, wanted in {
+    for statistic, wanted in {
         "entropy": [h.entropy for h in look.heads],
         "distance": [h.distance for h in look.heads],
         "previous-token": [h.value("previous-token") for h in look.heads],
         "induction": [h.value("induction") for h in look.heads],
     }.items():
-        assert values(data, name) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+        assert values(data, statistic) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     columns, roles = numbers(data), data["numbers"]["roles"]
     for h, head in enumerate(look.heads):
         assert [roles[i]["label"] for i in columns["roles"][h]] == [s.name for s in head.roles]

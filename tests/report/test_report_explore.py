@@ -62,9 +62,9 @@ def test_the_overview_has_a_letter_and_a_colour_for_each_role(page: Any) -> None
     of = {"previous-token": "P", "first-token sink": "", "induction": "I", "self": "=", "-": "\u00b7"}
     assert letters == [of[head.role] for head in LOOK.heads]
     scores = page.locator("#grid .tile .value").all_text_contents()
-    assert scores == [
-        f"{head.roles[0].value:.2f}" if of[head.role].isascii() and of[head.role] else "" for head in LOOK.heads
-    ]
+    values = [f"{head.roles[0].value:.2f}" if head.roles else "" for head in LOOK.heads]
+    named = [of[head.role].isascii() and bool(of[head.role]) for head in LOOK.heads]
+    assert scores == [value if one else "" for value, one in zip(values, named, strict=True)]
     marks = page.eval_on_selector_all("#grid .tile", "(all) => all.map((t) => t.dataset.marks)")
     assert marks == ["dot" if head.role == "first-token sink" else "" for head in LOOK.heads] and "dot" in marks
     colours = page.eval_on_selector_all("#grid .tile", "(all) => all.map((t) => getComputedStyle(t).backgroundColor)")

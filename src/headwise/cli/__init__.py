@@ -67,7 +67,7 @@ for command, name, example in (
     (patch.patch, "patch", "patch --clean 'return x' --corrupt 'return y' --answer x --wrong y --out patch.svg"),
     (patch.attribute, "attribute", "attribute path/to/checkpoint --text 'return x' --answer x --wrong y"),
     (tour.tour, "tour", "tour --out tour.html --open"),
-    (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
+    (trace._trace, "trace", "trace path/to/checkpoint --text 'The cat sat.' --layer 2 --head 1"),
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
     (
         regroup._regroup,

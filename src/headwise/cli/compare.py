@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -50,17 +50,30 @@ def _is_look(name: str) -> bool:
     return name.lower().endswith(".json")
 
 
+class Pair(NamedTuple):
+    """Two looks to compare, and the heads plan that pairs their heads, or None."""
+
+    before: Any
+    after: Any
+    kept: Any
+
+    @property
+    def changes(self) -> Any:
+        """The comparison, a `headwise.look.Comparison`."""
+        from headwise.look import compare
+
+        return compare(self.before, self.after, kept=self.kept)
+
+
 def side_by_side(
     model: str | None, against: str | None, look_at: Callable[[str | None], Any], *, any_input: bool, kept: Any
 ) -> Any:
-    """Return the look at a model, or the changes from it to another; both names are checked before measuring."""
+    """Return the look at a model, or the pair of looks at it and another; both names are checked before measuring."""
     looks = errors.together(lambda: _recorded(model, against=against, any_input=any_input))
     result = looks[0] or look_at(model)
     if against is None:
         return result
-    from headwise.look import compare
-
-    return compare(result, looks[1] or look_at(against), kept=kept)
+    return Pair(result, looks[1] or look_at(against), kept)
 
 
 def _recorded(model: str | None, *, against: str | None, any_input: bool) -> list[Any]:

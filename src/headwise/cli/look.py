@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import errors
-from .compare import check_measured, read_plan, side_by_side
+from .compare import Pair, check_measured, read_plan, side_by_side
 from .options import look_inputs as reading
 from .options import look_outputs as writing
 from .options import media, ranks
@@ -64,7 +64,7 @@ def _look(  # private: a command has many options, and Python users call headwis
         typer.Option(
             help="What to write, by its end: the report (.html), tables (.parquet, .csv), all of it (.json), the head "
             "card (.md), a figure (.svg, .png); repeat it for several files.",
-            show_default=f"{writing.REPORT}; none with --json or --against",
+            show_default=f"{writing.REPORT}; none with --json",
         ),
     ] = None,
     against: Annotated[
@@ -77,12 +77,10 @@ def _look(  # private: a command has many options, and Python users call headwis
             show_default="heads-plan.json in its folder",
         ),
     ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Print the line of every head, also where they do not fit the screen.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Print a line for every head, however many.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
 ) -> None:
-    """Show what each attention head of a model does on a text, a picture or a sound: roles, and a report to open."""
+    """Show what each attention head of a model does on a text, a picture or a sound, and write a report to open."""
     beside = (image, audio, target, pair)
     measured = {"text": text, "file": file, "corpus": corpus, "sentences": sentences, "needles": needles}
     measured |= {"importance": importance, "image": image, "audio": audio, "target": target, "pair": pair}
@@ -99,17 +97,21 @@ def _look(  # private: a command has many options, and Python users call headwis
         kept=plan,
     )
     if ranks.is_first():
-        _put(result, names, as_json, every=every, compared=against is not None)
+        _put(result, names, as_json, every=every)
 
 
-def _put(result: Any, names: Sequence[str], as_json: bool, *, every: bool, compared: bool) -> None:
+def _put(result: Any, names: Sequence[str], as_json: bool, *, every: bool) -> None:
     """Write the files; print JSON, or the tables and the names of the files, that of the report last."""
     lines = writing.write(result, names)
-    if as_json:
-        print(result.to_json() if compared else result.to_json(maps=False))
+    if isinstance(result, Pair):
+        changes = result.changes
+        if as_json:
+            print(changes.to_json())
+            return
+        put(changes.table())
+    elif as_json:
+        print(result.to_json(maps=False))
         return
-    if compared:
-        put(result.table())
     else:
         _print_heads(result, every=every)
     print(*lines, sep="\n", end="\n" * bool(lines))

@@ -6,10 +6,21 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import show
+from .options.models import load
+from .options.texts import cut_default_text, read_text
+from .output import progress, show
 
 
-def trace(
+def _trace(  # private: a command has many options; Python users call headwise.trace and headwise.look.walk
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint folder or hub name: show its own numbers on a text.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="The text for the MODEL.", show_default="a short program")] = None,
+    layer: Annotated[int | None, typer.Option(help="With MODEL: the layer.", show_default="0")] = None,
+    head: Annotated[int | None, typer.Option(help="With MODEL: the query head.", show_default="0")] = None,
+    query: Annotated[
+        int | None, typer.Option(help="With MODEL: the position of the query.", show_default="-1, the last")
+    ] = None,
     d_model: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Number of query heads.")] = None,
     num_kv_heads: Annotated[
@@ -23,7 +34,15 @@ def trace(
     length: Annotated[int, typer.Option(help="Tokens per text.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Show every stage of multi-head attention with its shape, the parameters, and what W_O changes."""
+    """Show every stage of multi-head attention: by sizes, or one head of a MODEL on a text with its own numbers."""
+    places = {"layer": layer, "head": head, "query": query}
+    if model is not None or text is not None:
+        if config is not None or any(value is not None for value in (d_model, num_heads, num_kv_heads, head_dim)):
+            raise typer.BadParameter("MODEL has its own sizes; leave out --d-model, --num-heads, --config and the like")
+        _walk(model, text, {name: value for name, value in places.items() if value is not None}, as_json)
+        return
+    if any(value is not None for value in places.values()):
+        raise typer.BadParameter("--layer, --head and --query are for a MODEL with --text")
     sizes: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
     if config is not None:
         if any(value is not None for value in (d_model, num_heads, *sizes.values())):
@@ -38,4 +57,20 @@ def trace(
     from headwise.nn.hooks.trace import trace_shape
 
     result = trace_shape(**sizes, batch=batch, length=length)
+    show(result.to_dict(), lambda _: result, as_json)
+
+
+def _walk(model: str | None, text: str | None, places: dict[str, int], as_json: bool) -> None:
+    """Print the walk through one head of a model on a text."""
+    content = read_text(text, None)
+    with progress() as tell:
+        loaded = load(model, "cpu", None, tell, "headwise trace")
+        from headwise.look.walk import walk
+
+        ids, tokens = loaded.encode(cut_default_text(loaded, content))
+        name = "headwise tiny" if model is None else loaded.name
+        try:
+            result = walk(loaded.model, ids, tokens=tokens, name=name, **places)
+        except IndexError as error:
+            raise typer.BadParameter(str(error)) from None
     show(result.to_dict(), lambda _: result, as_json)

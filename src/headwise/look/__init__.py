@@ -26,6 +26,7 @@ from .result import Look
 from .roles.call_tokens import Passage, Vocabulary
 from .roles.catalog import ROLES, Role
 from .views.figures import plot_formation, plot_importance
+from .walk import Walk, walk
 from .weights.attribution import HeadWrites
 from .weights.composition import Circuits, Composition, circuits
 from .weights.logit_attribution import Attribution, HeadLogit, attribute
@@ -63,6 +64,7 @@ __all__ = [
     "Score",
     "SimilarHead",
     "Vocabulary",
+    "Walk",
     "Watch",
     "ablate",
     "annotate",
@@ -82,5 +84,6 @@ __all__ = [
     "read",
     "read_curve",
     "redundancy",
+    "walk",
     "write",
 ]

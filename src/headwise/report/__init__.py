@@ -7,6 +7,7 @@
 - `escape` is the security boundary: every string of a look (tokens, names, paths) is untrusted. Strings enter the page
   once, as JSON that cannot close its element; the script adds them to the document only as text nodes; and the
   content security policy allows only the two scripts with the listed hashes, and no network requests.
+- `comparison` is the page of two looks side by side.
 - `page` joins template, style and scripts; `save` writes the file atomically.
 
 The maps are drawn on a plain canvas: that takes a screen of script, while any plotting library would be larger than
@@ -15,7 +16,8 @@ the data. Axes and charts are drawn by a 51 KB part of D3; see ``vendor/README.m
 
 from headwise.files.atomic_file import check_destination, put
 
+from .comparison import render_comparison, write_comparison
 from .page import check_engine, render
 from .save import write
 
-__all__ = ["check_destination", "check_engine", "put", "render", "write"]
+__all__ = ["check_destination", "check_engine", "put", "render", "render_comparison", "write", "write_comparison"]

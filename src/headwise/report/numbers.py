@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headwise.look.records.head import HeadRecord
-from headwise.look.views.cells import shown_roles
 
 from .deflate import squeezed_json
 from .escape import cut
@@ -122,8 +121,8 @@ def _of_role(heads: Sequence[HeadRecord], name: str) -> OfRole:
 
 
 def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the data of each head except its scores; `roles` are indices of the played ones, the head's role first."""
-    played = [shown_roles(head) for head in heads]
+    """Return the data of each head except its scores; only played roles, by index, the head's role first."""
+    played = [head.roles for head in heads]
     return {
         "own": [[rounded(s.value(head)) for head in heads] for s in STATISTICS],
         "extras": [[rounded(head.extras.get(name)) for head in heads] for name in extras],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -47,9 +48,6 @@ def render(look: Look) -> str:
     :func:`headwise.report.escape.json_for_html`), and as the page's title, autoescaped with control characters visible.
     """
     check_engine()
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
     from headwise.look.result import Look
 
     from .pack import page_data
@@ -57,15 +55,39 @@ def render(look: Look) -> str:
     if not isinstance(look, Look):
         raise TypeError(f"a report is made of a headwise.look.Look; got {type(look).__name__}")
 
-    library = _read("vendor", "d3.min.js")
-    script = (
-        "(() => {\n"
-        + "\n".join([*map(_shared, _SHARED), *(_read("js", *name.split("/")) for name in _SCRIPTS)])
-        + "\n})();\n"
+    return joined(
+        "template.html.j2",
+        title=look.model,
+        data=page_data(look),
+        scripts=[*(f"shared/{name}.js" for name in _SHARED), *(f"js/{name}" for name in _SCRIPTS)],
+        styles=["shared/tokens.css", "report.css"],
+        library="vendor/d3.min.js",
     )
-    style = _read("shared", "tokens.css") + _read("report.css")
+
+
+def joined(
+    template: str, *, title: str, data: object, scripts: Sequence[str], styles: Sequence[str], library: str = ""
+) -> str:
+    """Return one HTML text from a template, its data, and files of this package, under a content security policy.
+
+    Args:
+        template: the name of the template.
+        title: untrusted; control characters are made visible.
+        data: JSON, untrusted.
+        scripts: files that make one script, in order.
+        styles: files that make one style, in order.
+        library: a file that makes a script of its own, before the other.
+    """
+    check_engine()
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    vendored = _read(library) if library else ""
+    script = "(() => {\n" + "\n".join(map(_read, scripts)) + "\n})();\n"
+    style = "".join(map(_read, styles))
+    allowed = " ".join(_hash(code) for code in (vendored, script) if code)
     policy = (
-        f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
     environment = Environment(
@@ -74,11 +96,11 @@ def render(look: Look) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    return environment.get_template("template.html.j2").render(
-        title=visible(look.model, limit=100),
+    return environment.get_template(template).render(
+        title=visible(title, limit=100),
         policy=policy,
-        data=Markup(json_for_html(page_data(look))),
-        library=Markup(library),
+        data=Markup(json_for_html(data)),
+        library=Markup(vendored),
         script=Markup(script),
         style=Markup(style),
     )
@@ -92,9 +114,5 @@ def check_engine() -> None:
         raise missing_extra("a report", "look", error) from None
 
 
-def _shared(name: str) -> str:
-    return _read("shared", f"{name}.js")
-
-
-def _read(*parts: str) -> str:
-    return resources.files(__package__).joinpath(*parts).read_text(encoding="utf-8")
+def _read(path: str) -> str:
+    return resources.files(__package__).joinpath(*path.split("/")).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 from headwise.look.records.head import HeadRecord
 from headwise.look.roles.catalog import ROLES
-from headwise.look.views import palette
+from headwise.look.views import palette, plain_words
 
 from .escape import cut
 
@@ -23,13 +23,11 @@ def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
     known = {role.name: role for role in ROLES}
     place = {name: i for i, name in enumerate(known)}
 
-    def rank(name: str) -> tuple[str, int, str]:
-        return name if counts[name] else "", place.get(name, len(place)), name
+    def rank(name: str) -> tuple[bool, bool, int, str, int, str]:
+        state = bool(counts[name] and palette.mark(name))
+        return not counts[name], state, -counts[name], name if counts[name] else "", place.get(name, len(place)), name
 
-    order = sorted(
-        counts,
-        key=lambda name: (not counts[name], bool(counts[name] and palette.mark(name)), -counts[name], *rank(name)),
-    )
+    order = sorted(counts, key=rank)
     listed = []
     for name in order:
         role = known.get(name)
@@ -41,6 +39,7 @@ def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
                 "letter": letter,
                 "colour": colour,
                 "mark": palette.mark(name),
+                "plain": plain_words.sentence(name),
                 "played": counts[name],
                 "threshold": thresholds[name],
                 "formula": cut(role.formula, 500) if role else "",

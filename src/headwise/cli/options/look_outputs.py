@@ -18,8 +18,8 @@ ENDINGS = (*PAGES, *TABLES, ".md", ".svg", ".png")
 
 def destinations(out: Sequence[str] | None, as_json: bool, against: str | None) -> list[str]:
     """Return the files to write, after checking names, folders and required libraries before any model is read."""
-    names = list(out) if out is not None else [] if as_json or against is not None else [REPORT]
-    endings = TABLES if against is not None else ENDINGS
+    names = list(out) if out is not None else [] if as_json else [REPORT]
+    endings = (*PAGES, *TABLES) if against is not None else ENDINGS
     for name in names:
         _check(name, endings)
     return names
@@ -49,10 +49,14 @@ def write(what: Any, names: Sequence[str]) -> list[str]:
     lines = []
     for name in sorted(names, key=lambda name: Path(name).suffix.lower() in PAGES):
         if Path(name).suffix.lower() in PAGES:
-            size, then = report.write(what, name), ": open it in a browser"
+            if hasattr(what, "changes"):
+                size = report.write_comparison(what[0], what[1], name, kept=what.kept)
+            else:
+                size = report.write(what, name)
+            then = ": open it in a browser"
         else:
             from headwise.look import files
 
-            size, then = files.write(what, name), ""
+            size, then = files.write(getattr(what, "changes", what), name), ""
         lines.append(f"{visible(name)} ({size / 1000:,.0f} kB){then}")
     return lines

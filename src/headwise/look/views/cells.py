@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..records.head import NO_ROLE
 from . import palette
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..records.head import HeadRecord
     from ..records.scores import Score
 
@@ -32,18 +31,11 @@ class Cell(NamedTuple):
     marks: tuple[str, ...]
 
 
-def shown_roles(head: HeadRecord) -> Sequence[Score]:
-    """Return the played roles as views list them: the head's role first, states (sinks, broad) last."""
-    return sorted(head.roles, key=lambda score: (bool(palette.mark(score.name)), score.name != head.role))
-
-
 def cell_of(head: HeadRecord) -> Cell:
     """Return what the cell of a head shows."""
-    roles = shown_roles(head)
-    marks = tuple(dict.fromkeys(palette.mark(score.name) for score in roles if palette.mark(score.name)))
-    if roles and not palette.mark(roles[0].name):
-        name = roles[0].name
-        return Cell(name, palette.letter(name), palette.colour(name), marks)
+    marks = tuple(dict.fromkeys(filter(None, map(palette.mark, head.states))))
+    if head.role != NO_ROLE:
+        return Cell(head.role, palette.letter(head.role), palette.colour(head.role), marks)
     return Cell("", MARKS[marks[0]] if marks else "", palette.NONE, marks)
 
 
@@ -54,4 +46,4 @@ def text(score: Score) -> str:
 
 def roles_text(head: HeadRecord) -> str:
     """Return the played roles of a head with their values; empty if it plays none."""
-    return ", ".join(map(text, shown_roles(head)))
+    return ", ".join(map(text, head.roles))

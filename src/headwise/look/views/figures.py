@@ -313,9 +313,8 @@ def _scores(axes: Axes, scores: Sequence[Score]) -> None:
             axes.plot(score.null, y, "x", color="#171b26", markersize=5)
         if score.low is not None and score.high is not None:
             axes.plot([score.low, score.high], [y, y], color="#171b26", linewidth=1.0)
-    axes.set_yticks(
-        places, [visible(palette.label(score.name), limit=40) for score in scores], fontsize=8, parse_math=False
-    )
+    names = [visible(palette.label(score.name), limit=40) for score in scores]
+    axes.set_yticks(places, names, fontsize=8, parse_math=False)
     axes.set(xlim=(0, 1), xlabel="score;  | threshold,  x chance")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

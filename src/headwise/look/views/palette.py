@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import string
 
+from ..roles.catalog import ROLES
+
 COLOURS = (
     "#0072b2",
     "#d55e00",
@@ -101,7 +103,7 @@ _RELATIONS = {
 }
 """By the name of Universal Dependencies: the dependent, what it depends on, the letter of the role, and its color."""
 
-_STATES = ("first-token sink", "sink elsewhere", "[CLS] sink", "register sink", "patch sink", "broad")
+_STATES = frozenset(role.name for role in ROLES if role.state)
 
 
 def _relation(name: str) -> tuple[str, bool] | None:
@@ -118,11 +120,21 @@ def label(name: str) -> str:
     >>> label("nsubj to head"), label("head to obj"), label("induction")
     ('subject -> verb', 'verb -> object', 'induction')
     """
+    words = relation_words(name)
+    return name if words is None else f"{words[0]} -> {words[1]}"
+
+
+def relation_words(name: str) -> tuple[str, str] | None:
+    """Return the words of a relation of grammar, the query's and the key's; None for other roles.
+
+    >>> relation_words("det to head"), relation_words("self")
+    (('determiner', 'noun'), None)
+    """
     found = _relation(name)
     if found is None:
-        return name
+        return None
     dependent, head, *_ = _RELATIONS[found[0]]
-    return f"{dependent} -> {head}" if found[1] else f"{head} -> {dependent}"
+    return (dependent, head) if found[1] else (head, dependent)
 
 
 def letter_and_colour(name: str) -> tuple[str, int]:

@@ -22,7 +22,7 @@ function fillAbout() {
     const term = el("dt", {}, el("i", {}, signOf(i)), plainText(role.label, 60));
     term.style.setProperty("--role", roleColour(i));
     term.style.setProperty("--on", roleInk(i));
-    const parts = [role.formula, role.source, role.control && `chance: ${role.control}`].filter(Boolean).map((part) => plainText(part, 500));
+    const parts = [role.plain, role.formula, role.source, role.control && `chance: ${role.control}`].filter(Boolean).map((part) => plainText(part, 500));
     byId(role.played ? "sources" : "other-sources").append(term, ...parts.map((part) => el("dd", {}, part)));
   });
   byId("unplayed").hidden = look.roles.every((role) => role.played);

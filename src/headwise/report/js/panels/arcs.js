@@ -45,7 +45,7 @@ function sentencesOf({ queries: size, queryText, queryName }) {
 }
 
 function arcRoom() {
-  return Math.max(byId("arcs").clientWidth - 12, 240);
+  return Math.max(byId("detail").clientWidth - 46, 240); // the pane itself has no width while it is hidden
 }
 
 // Draws to scale: as large as the text elsewhere, or as small as the panel needs.

@@ -14,9 +14,9 @@ function drawEvidence(head) {
 
 // One role, spelt out: value against threshold and chance, definition, source, and the queries that show it best.
 function played(score, head) {
-  const { label, formula, source, control } = look.roles[score.role];
+  const { label, plain, formula, source, control } = look.roles[score.role];
   const title = el("h4", {}, el("i", {}, signOf(score.role)), plainText(label, 60), score.detail ? el("span", { className: "of" }, plainText(score.detail, 60)) : "");
-  const item = el("li", {}, title, bullet(score), measured(score));
+  const item = el("li", {}, title, ...(plain ? [el("p", {}, plain)] : []), bullet(score), measured(score));
   item.style.setProperty("--role", roleColour(score.role));
   item.style.setProperty("--on", roleInk(score.role));
   const said = [formula, source, control && `Chance: ${control}.`].filter(Boolean).map((part) => plainText(part, 500));

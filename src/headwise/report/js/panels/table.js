@@ -82,11 +82,11 @@ function markRow(head) {
 
 function badges(head) {
   return head.roles.map(({ role, value, threshold }) => {
-    const { label, formula, source } = look.roles[role];
+    const { label, plain, formula, source } = look.roles[role];
     const badge = el("span", { className: "badge" }, el("i", {}, signOf(role)), plainText(label, 40), el("b", {}, number(value, 2)));
     badge.style.setProperty("--role", roleColour(role));
     badge.style.setProperty("--on", roleInk(role));
-    badge.title = [`score ${number(value, 3)}, threshold ${number(threshold, 2)}`, formula, source].filter(Boolean).map((s) => plainText(s, 300)).join("\n");
+    badge.title = [plain, `score ${number(value, 3)}, threshold ${number(threshold, 2)}`, formula, source].filter(Boolean).map((s) => plainText(s, 300)).join("\n");
     return badge;
   });
 }
