@@ -232,7 +232,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], Any, int, int]] = {
     "xlm": ("XLMWithLMHeadModel XLMConfig", XLM, "right", 2, 5),
     "xlnet": ("XLNetLMHeadModel XLNetConfig", dict(d_model=40, n_layer=2, n_head=5, d_inner=17), "left", 2, 5),
 }
-"""The row of `architectures.SEAMS` -> classes, sizes, what it reads (`given`, and more), its calls, and its heads."""
+"""The row of `architectures.OWN_ATTENTION` -> classes, sizes, what it reads (`given` and more), its calls and heads."""
 
 
 def plain(family: str) -> tuple[PreTrainedModel, dict[str, Any], int, int]:

@@ -19,7 +19,7 @@ import headwise
 import headwise.hf as hf
 from headwise.hf.loading import model as loading
 from headwise.hf.models import own_attention as seams
-from headwise.hf.models.architectures import OUTSIDE, SEAMS
+from headwise.hf.models.architectures import OUTSIDE, OWN_ATTENTION
 from headwise.hf.models.own_attention import family_of
 from headwise.hf.models.support import attention_modules
 from headwise.hf.own_code import recorded_ops as steps
@@ -123,14 +123,14 @@ def test_such_a_model_is_exported(name: str) -> None:
 def test_the_table_names_what_transformers_has() -> None:
     """Every family is of the tests, is on no interface, and is not said to be outside."""
     tested = {family_of(type(truth_of(row))) for row in ROWS} | PLAIN.keys()
-    assert tested - {None} == SEAMS.keys()
-    assert not SEAMS.keys() & {name.replace("-", "_") for name in OUTSIDE}
+    assert tested - {None} == OWN_ATTENTION.keys()
+    assert not OWN_ATTENTION.keys() & {name.replace("-", "_") for name in OUTSIDE}
 
 
 def test_a_class_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later transformers may rename what a row names: then the model is outside, as any other."""
     known = (seams._family, seams._is_as_known)
-    monkeypatch.setitem(SEAMS, "rembert", {"RemBertSelfAttention": {"a_method_that_is_gone": "no_positions"}})
+    monkeypatch.setitem(OWN_ATTENTION, "rembert", {"RemBertSelfAttention": {"a_method_that_is_gone": "no_positions"}})
     for answers in known:
         answers.cache_clear()
     try:

@@ -10,7 +10,7 @@ import torch
 from reshape_models import FAMILIES, decoder, saved
 
 from headwise import hf
-from headwise.reshape.layout.families import Family, family_of
+from headwise.reshape.layout.families import CheckpointLayout, family_of
 from headwise.reshape.layout.head_weights import RotaryLayout
 from headwise.reshape.layout.layer_weights import head_weights, layer_tensors, rotary_layout
 
@@ -102,7 +102,7 @@ def test_how_queries_and_keys_turn(family: str, config: dict[str, Any], expected
     assert [rotary_layout(known, layer) for layer in known.layers] == expected
 
 
-def of_config(family: str, config: dict[str, Any]) -> Family:
+def of_config(family: str, config: dict[str, Any]) -> CheckpointLayout:
     """Two layers of four heads of four numbers."""
     source = decoder(4, 4, 4, model_type=family, **config)
     if family == "phi3":

@@ -12,9 +12,9 @@ from reshape_cases import ROTATIONS, layer, orthogonal, output, project, text
 from torch import Tensor
 
 from headwise.reshape.layout.head_weights import HeadWeights
-from headwise.reshape.maps import Maps, shared
 from headwise.reshape.regrouping.alignment import KeyBasis, aligned_differences, orthogonal_rotations, phases, unlike
 from headwise.reshape.regrouping.grouping import MOST_PARTITIONS, contiguous, cost, grouped, partitions
+from headwise.reshape.regrouping.head_maps import HeadMaps, merged_heads
 from headwise.reshape.regrouping.least_squares import basis, fitted_differences
 from headwise.reshape.regrouping.merge import METHODS, merge
 from headwise.reshape.repair.moments import Moments
@@ -43,7 +43,7 @@ def moments(weights: HeadWeights, x: Tensor) -> Moments:
 def mapped(weights: HeadWeights, keys: Tensor, values: Tensor) -> HeadWeights:
     """The same layer in other numbers: ``keys[k]`` and ``values[k]`` read the new ones, their inverses write them."""
     alone = [[k] for k in range(weights.num_kv_heads)]
-    return shared(weights, Maps(keys.inverse(), keys), Maps(values.inverse(), values), alone)
+    return merged_heads(weights, HeadMaps(keys.inverse(), keys), HeadMaps(values.inverse(), values), alone)
 
 
 def far(one: Tensor, other: Tensor) -> float:

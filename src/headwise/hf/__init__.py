@@ -6,7 +6,7 @@
 >>> model = GPT2LMHeadModel._from_config(config, attn_implementation="headwise")
 
 Every model on transformers' attention interface runs without code specific to it. The models of
-`models.architectures.SEAMS`, which have their own attention code, run too. Masks are passed as structural masks
+`models.architectures.OWN_ATTENTION`, which have their own attention code, run too. Masks are passed as structural masks
 (causal, windows, chunks, padding, packed sequences), together with caches, softcaps, sinks and position biases. Options
 that headwise does not support raise an error. No other part of the package needs transformers.
 """

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import ModelError
-from .models.own_attention import family_of, is_seam, is_switched
+from .models.own_attention import family_of, has_own_attention, is_switched
 from .models.support import NAME, outside_text, require_interface, title, unseen_modules
 from .own_code.switch import switch
 
@@ -98,7 +98,7 @@ def _explained(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_what_is_switched() -> None:
-    """Patch transformers so that the models of `architectures.SEAMS` can be switched to "headwise" and back.
+    """Patch transformers so that the models of `architectures.OWN_ATTENTION` can be switched to "headwise" and back.
 
     transformers refuses to switch a model with its own attention code. It still does so between its own names.
     """
@@ -127,7 +127,7 @@ def check_what_is_switched() -> None:
 
 
 def _configs_without_a_model(model: PreTrainedModel) -> Iterator[Any]:
-    """Yield the sub-configs of a model in `SEAMS` that belong to no submodel, such as a config of the attention."""
+    """Yield the sub-configs of a model in `OWN_ATTENTION` that belong to no submodel, such as that of the attention."""
     if family_of(type(model)) is not None:
         owned = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
         within = (getattr(model.config, key, None) for key in model.config.sub_configs)
@@ -166,7 +166,7 @@ def require_no_table(model: type[PreTrainedModel], model_type: str) -> None:
         table = _table(part)
         if table is None or NAME in table:
             continue
-        if is_seam(table.get("eager", nn.Module)) and isinstance(table, MutableMapping):
+        if has_own_attention(table.get("eager", nn.Module)) and isinstance(table, MutableMapping):
             table[NAME] = table["eager"]
             continue
         reason = f"{part.__name__} picks its attention from a table of its own, of {', '.join(map(repr, table))}"

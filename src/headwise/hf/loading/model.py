@@ -29,7 +29,7 @@ from ..files.folder import Weights, check_numbers, find_weights, folder_config
 from ..files.hub import find_folder
 from ..models import heads_by_layer
 from ..models.architectures import BOTH_WAYS
-from ..models.own_attention import is_seam
+from ..models.own_attention import has_own_attention
 from ..models.support import attention_modules, require_interface
 from .tokenizer import bos_id, delimiters, encode, encode_all, load_tokenizer
 
@@ -354,7 +354,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _kind(model: PreTrainedModel) -> str:
-    default = not any(is_seam(type(module)) for module in model.modules()) or _writes(model.config)
+    default = not any(has_own_attention(type(module)) for module in model.modules()) or _writes(model.config)
     causal = [bool(getattr(module, "is_causal", default)) for module in attention_modules(model).values()]
     return "decoder" if any(causal) and getattr(model.config, "is_causal", True) else "encoder"
 

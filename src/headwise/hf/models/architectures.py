@@ -42,7 +42,7 @@ missing here is still refused because of its class."""
 if VERSION < (5, 23):
     OUTSIDE["kosmos-2"] = f"its queries of an image {_MARKED}"
 
-SEAMS: dict[str, dict[str, dict[str, str]]] = {
+OWN_ATTENTION: dict[str, dict[str, dict[str, str]]] = {
     "bark": {"BarkSelfAttention": {}},
     "blip": {"BlipAttention": {}},
     "blip_text": {"BlipTextSelfAttention": {}},
@@ -94,7 +94,7 @@ Scale, mask, bias and window need no entry: `own_code/recorded_ops.py` records t
 """
 
 if VERSION >= (5, 24):  # This version has these two on its attention interface.
-    del SEAMS["codegen"], SEAMS["gptj"]
+    del OWN_ATTENTION["codegen"], OWN_ATTENTION["gptj"]
 
 SPARSE: dict[str, str] = dict.fromkeys(
     ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "mistral_large4"), _SPARSE

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
 from .architectures import CROSS_ATTENTION, OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
-from .own_attention import MARK, family_of, is_seam, is_switched
+from .own_attention import MARK, family_of, has_own_attention, is_switched
 
 NAME = "headwise"
 """The name that `headwise.hf` registers for its attention: `attn_implementation="headwise"`."""
@@ -24,7 +24,7 @@ _OWN = "its attention is code of its own"
 
 
 def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
-    """Raise ModelError unless a model class uses transformers' attention interface or is in `SEAMS`."""
+    """Raise ModelError unless a model class uses transformers' attention interface or is in `OWN_ATTENTION`."""
     reason = OUTSIDE.get(model_type) or SPARSE.get(model_type)
     # Only this private method gives the answer. In a version without it, the calls are checked instead.
     can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
@@ -98,11 +98,11 @@ def dispatches(cls: type[nn.Module]) -> bool:
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules whose attention headwise can run (by the interface or `SEAMS`), by qualified name."""
+    """Return the modules whose attention headwise can run (by the interface or `OWN_ATTENTION`), by qualified name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if dispatches(module.__class__) or is_seam(module.__class__)
+        if dispatches(module.__class__) or has_own_attention(module.__class__)
     }
 
 
@@ -124,7 +124,7 @@ def _keeps_memory(cls: type[nn.Module]) -> bool:
 
 def refuse_own_code(model: PreTrainedModel, what: str) -> None:
     """Raise ModelError if a module of the model has its own attention code, which `what` does not support."""
-    own = next((type(module).__name__ for module in model.modules() if is_seam(type(module))), None)
+    own = next((type(module).__name__ for module in model.modules() if has_own_attention(type(module))), None)
     if own is not None:
         raise ModelError(
             f"{title(model)}: {own} computes attention in code of its own, and {what} is for models that call "

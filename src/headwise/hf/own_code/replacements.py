@@ -1,4 +1,4 @@
-"""Replacements of model methods on headwise; `architectures.SEAMS` contains their names.
+"""Replacements of model methods on headwise; `architectures.OWN_ATTENTION` contains their names.
 
 The originals usually make T x S tensors of positions; the replacements make none.
 """

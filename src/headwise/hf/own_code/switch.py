@@ -1,8 +1,8 @@
 """Switching of models with their own attention code to headwise and back.
 
 Their classes keep their code. While the config of a switched model contains the name headwise, calls of the modules in
-`architectures.SEAMS` run through `OwnAttention` (`tracer.py`), and a few methods are replaced (`replacements.py`). With
-any other name, they run as before.
+`architectures.OWN_ATTENTION` run through `OwnAttention` (`tracer.py`), and a few methods are replaced
+(`replacements.py`). With any other name, they run as before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.own_attention import Switched, family_of, is_seam, is_switched, methods_of
+from ..models.own_attention import Switched, family_of, has_own_attention, is_switched, methods_of
 from . import replacements as positions
 from .tracer import OwnAttention, asks_for_weights
 
@@ -54,7 +54,7 @@ def _prepare(cls: type[nn.Module]) -> None:
             return theirs(self, *args, **kwargs)
         return _run(ours, self, *args, **kwargs) if attends else ours(self, *args, **kwargs)
 
-    attends = is_seam(cls)
+    attends = has_own_attention(cls)
     if attends or ours is not theirs:
         cls.__call__ = __call__  # type: ignore[method-assign]  # forward is replaced module by module by others
     for name, form in forms.items():

@@ -40,7 +40,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Family:
+class CheckpointLayout:
     """The known architecture of one checkpoint, and its attention layers.
 
     Attributes:
@@ -126,7 +126,7 @@ def _ends(keys: list[str]) -> list[str]:
     return ends
 
 
-def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[str, Any]) -> CheckpointLayout:
     """Return the architecture and the attention layers of a checkpoint with this config and these tensor names.
 
     Raises:
@@ -166,7 +166,7 @@ def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[
         raise ValueError(f"there are no weights of attention where {model_type} has them ({paths})")
     if heads is not None:
         layers = [replace(layer, sizes=replace(layer.sizes, H=n, K=n)) for layer, n in zip(layers, heads, strict=True)]
-    return Family(model_type, about, fields, config, tuple(layers), outer)
+    return CheckpointLayout(model_type, about, fields, config, tuple(layers), outer)
 
 
 def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], names: list[str]) -> list[Layer]:
@@ -229,7 +229,7 @@ def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> 
     return forms
 
 
-def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(family: CheckpointLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError unless every attention tensor has the shape that the config states."""
     for layer in family.layers:
         for name, one in layer.tensors.items():
@@ -286,7 +286,7 @@ def spellings(fields: Fields, standard: str) -> list[str]:
     return [name for name in names if name in fields.config] or [own]
 
 
-def with_heads(family: Family, counts: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+def with_heads(family: CheckpointLayout, counts: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """Return the config with other numbers of (query heads, key-value heads), by the fields of `Family.counts`."""
     config, fields = dict(family.config), family.fields
     if base_type(family.model_type):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...plan.shape import short
-from .families import Family, Layer
+from .families import CheckpointLayout, Layer
 from .head_axes import HeadRun, TensorRuns
 from .head_weights import HeadWeights, Norm, RotaryLayout
 
@@ -18,7 +18,7 @@ NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 NORMS = {"q_norm.weight": "query_norm", "k_norm.weight": "key_norm"}
 
 
-def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) -> HeadWeights:
+def head_weights(family: CheckpointLayout, layer: Layer, read: Callable[[str], Tensor]) -> HeadWeights:
     """Return the weights of a layer; `read` returns a tensor by name.
 
     Raises:
@@ -49,7 +49,7 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
 
 
 def layer_tensors(
-    family: Family, layer: Layer, weights: HeadWeights, read: Callable[[str], Tensor]
+    family: CheckpointLayout, layer: Layer, weights: HeadWeights, read: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
     """Return the tensors of a layer, from weights that may have fewer heads; `read` gives those without heads."""
     made: dict[str, Tensor] = {}
@@ -77,7 +77,7 @@ def layer_tensors(
     return made
 
 
-def rotary_layout(family: Family, layer: Layer) -> RotaryLayout | None:
+def rotary_layout(family: CheckpointLayout, layer: Layer) -> RotaryLayout | None:
     """Return the rotary position embedding of a layer's queries and keys, or None if it has none."""
     about = family.about.get("turns")
     if about is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...plan.config.fields import architectures
 from ...plan.model.heads_by_layer import HOW, base_type, by_layer_config
-from .families import Family, with_heads
+from .families import CheckpointLayout, with_heads
 
 Counts = Mapping[str, tuple[int, int]]
 
@@ -30,7 +30,7 @@ class Target:
     transposed: tuple[str, ...] = ()
 
 
-def target(family: Family, counts: Counts) -> Target:
+def target(family: CheckpointLayout, counts: Counts) -> Target:
     """Return the class that loads these numbers of (query, key-value) heads, by the config's fields (`Family.counts`).
 
     Raises:
@@ -52,7 +52,7 @@ def target(family: Family, counts: Counts) -> Target:
     raise ValueError(f"no class of transformers loads this: {why}{others}")
 
 
-def loads(family: Family, counts: Counts) -> bool:
+def loads(family: CheckpointLayout, counts: Counts) -> bool:
     """Return whether some class loads these numbers of heads."""
     try:
         target(family, counts)
@@ -61,7 +61,7 @@ def loads(family: Family, counts: Counts) -> bool:
     return True
 
 
-def refusal(family: Family, counts: Counts) -> str:
+def refusal(family: CheckpointLayout, counts: Counts) -> str:
     """Return why the model's own class does not load these numbers; empty if it does."""
     for field, layers in family.counts.items():
         sizes, (heads, kv_heads) = layers[0].sizes, counts[field]
@@ -80,7 +80,7 @@ def refusal(family: Family, counts: Counts) -> str:
     return ""
 
 
-def _misfit(family: Family, counts: Counts, choice: Mapping[str, Any]) -> str:
+def _misfit(family: CheckpointLayout, counts: Counts, choice: Mapping[str, Any]) -> str:
     """Return why another class cannot replace the model's class; empty if it can."""
     about, fields = architectures()[choice["class"]], family.fields
     for name, value in choice.get("when", {}).items():
@@ -100,7 +100,7 @@ def _misfit(family: Family, counts: Counts, choice: Mapping[str, Any]) -> str:
     return ""
 
 
-def _head_without_class(family: Family, about: Mapping[str, Any]) -> str:
+def _head_without_class(family: CheckpointLayout, about: Mapping[str, Any]) -> str:
     """Return the checkpoint's class if it has a task head that the other architecture lacks; otherwise an empty text.
 
     The text model of a multimodal model is not checked, because the task head belongs to the outer model.
@@ -114,7 +114,7 @@ def _head_without_class(family: Family, about: Mapping[str, Any]) -> str:
     return ""
 
 
-def _instead(family: Family, counts: Counts, choice: Mapping[str, Any], why: str) -> Target:
+def _instead(family: CheckpointLayout, counts: Counts, choice: Mapping[str, Any], why: str) -> Target:
     """Return the same model as another class: its fields, defaults that differ between the classes, and set values."""
     [field] = family.counts
     sizes, (_, kv_heads) = family.counts[field][0].sizes, counts[field]
@@ -138,7 +138,7 @@ def _instead(family: Family, counts: Counts, choice: Mapping[str, Any], why: str
     return Target(str(whole["model_type"]), whole, why, tuple(choice.get("transposed", ())))
 
 
-def _defaults(family: Family, new: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(family: CheckpointLayout, new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that are missing in the config and have another default in the new class."""
     fields = family.fields
     return {

@@ -11,7 +11,7 @@ from ...plan.model.model import model_of
 from ...plan.shape import short
 from ...plan.units import show_bytes
 from ...shapes.arguments import is_finite
-from ..layout.families import Family, Layer
+from ..layout.families import CheckpointLayout, Layer
 from ..layout.head_axes import KeptHeads
 from ..layout.protocol import Entry
 from ..layout.target_class import loads, target
@@ -75,7 +75,7 @@ class PruneRequest:
     zero: bool = False
 
 
-def select(family: Family, tensors: Mapping[str, Entry], wish: PruneRequest) -> Chosen:
+def select(family: CheckpointLayout, tensors: Mapping[str, Entry], wish: PruneRequest) -> Chosen:
     """Return the heads that stay, and notes on the choice.
 
     Raises:
@@ -102,32 +102,32 @@ def _all_but(layer: Layer, gone: set[int]) -> KeptHeads:
     return KeptHeads(tuple(head for head in range(layer.sizes.H) if head not in gone), tuple(range(layer.sizes.K)))
 
 
-def counts_of(family: Family, chosen: Mapping[str, KeptHeads]) -> dict[str, Count]:
+def counts_of(family: CheckpointLayout, chosen: Mapping[str, KeptHeads]) -> dict[str, Count]:
     """Return the numbers (query heads, key-value heads) by config field."""
     first = {field: chosen[layers[0].key] for field, layers in family.counts.items()}
     return {field: (len(some.query), len(some.kv)) for field, some in first.items()}
 
 
-def _only(family: Family, field: str, count: Count) -> dict[str, Count]:
+def _only(family: CheckpointLayout, field: str, count: Count) -> dict[str, Count]:
     """Return the numbers of heads with `count` in one field and the present numbers in all others."""
     now = {name: (layers[0].sizes.H, layers[0].sizes.K) for name, layers in family.counts.items()}
     return {**now, field: count}
 
 
-def _best(family: Family, counts: Mapping[str, Count], scores: HeadScores) -> dict[str, KeptHeads]:
+def _best(family: CheckpointLayout, counts: Mapping[str, Count], scores: HeadScores) -> dict[str, KeptHeads]:
     """Return the heads with the best scores in every layer, as many as `counts` states."""
     best = choose.choose(family, counts, {layer.key: set() for layer in family.layers}, scores)
     assert best is not None
     return best
 
 
-def loadable(family: Family, field: str) -> list[Count]:
+def loadable(family: CheckpointLayout, field: str) -> list[Count]:
     """Return the numbers of heads that pruning can leave and that some class loads, in descending order."""
     sizes = family.counts[field][0].sizes
     return [count for count in choose.possible(sizes) if loads(family, _only(family, field, count))]
 
 
-def _fraction(family: Family, fraction: float | int, scores: HeadScores, *, zero: bool) -> Chosen:
+def _fraction(family: CheckpointLayout, fraction: float | int, scores: HeadScores, *, zero: bool) -> Chosen:
     """Keep a number of heads nearest to the fraction in each field; of equal numbers, the one with the best scores."""
     counts: dict[str, Count] = {}
     notes = []
@@ -146,7 +146,7 @@ def _fraction(family: Family, fraction: float | int, scores: HeadScores, *, zero
     return _best(family, counts, scores), tuple(dict.fromkeys(notes))
 
 
-def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
+def _no_such_part(family: CheckpointLayout, field: str, fraction: float | int) -> str:
     """Return the message for a fraction that removes no heads although it should."""
     sizes = family.counts[field][0].sizes
     wanted = f"{fraction:g} of {sizes.H} heads is {fraction * sizes.H:g}"
@@ -160,7 +160,7 @@ def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
     return f"{wanted}, and its {sizes.K} groups of {sizes.group} allow no fewer than all; {OR_ZERO.removeprefix('or ')}"
 
 
-def _completed(family: Family, gone: Mapping[str, set[int]], scores: HeadScores) -> Chosen:
+def _completed(family: CheckpointLayout, gone: Mapping[str, set[int]], scores: HeadScores) -> Chosen:
     """Remove the named heads and, by lowest score, as few others as one config for all layers requires."""
     counts: dict[str, Count] = {}
     for field, layers in family.counts.items():
@@ -196,7 +196,7 @@ def bytes_of(tensors: Iterable[Entry | Planned]) -> int:
     return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
-def _steps(family: Family) -> list[dict[str, Count]]:
+def _steps(family: CheckpointLayout) -> list[dict[str, Count]]:
     """Return all numbers of heads that load, in descending order; several fields shrink by the same fraction."""
     fields = {field: loadable(family, field) for field in family.counts}
     if len(fields) == 1:
@@ -213,7 +213,7 @@ def _steps(family: Family) -> list[dict[str, Count]]:
     return steps
 
 
-def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
+def _within(family: CheckpointLayout, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
     """Return the largest number of heads within the budget; of equal numbers, the heads with the best scores."""
     best: tuple[float, dict[str, KeptHeads], int] | None = None
     enough, least, most = 0, 0, budget.megabytes * 1e6
@@ -243,7 +243,7 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
     )
 
 
-def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str, KeptHeads]) -> int:
+def weight_bytes(family: CheckpointLayout, tensors: Mapping[str, Entry], kept: Mapping[str, KeptHeads]) -> int:
     """Return the bytes of all weights with only these heads."""
     forms = {name: (layer, form) for layer in family.layers for name, form in layer.tensors.items()}
     total = 0
@@ -254,7 +254,7 @@ def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str
     return total
 
 
-def cache_of(family: Family, tensors: Mapping[str, Entry], counts: Mapping[str, Count], context: int) -> int:
+def cache_of(family: CheckpointLayout, tensors: Mapping[str, Entry], counts: Mapping[str, Count], context: int) -> int:
     """Return the bytes of the cache of one text, in the dtype of the weights; 0 for a model with only an encoder."""
     if not context or all(layer.role == "encoder" for layer in family.layers):
         return 0

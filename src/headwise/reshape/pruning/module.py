@@ -12,7 +12,7 @@ from ...nn.inner_attention import InnerAttention
 from ...nn.multihead import MultiHeadAttention
 from ...plan.model.heads_by_layer import base_type
 from ...shapes.arguments import shown, whole_numbers
-from ..layout.families import Family, Layer, family_of, with_heads
+from ..layout.families import CheckpointLayout, Layer, family_of, with_heads
 from ..layout.head_axes import KeptHeads, Sizes, form
 from . import selection as choose
 
@@ -175,7 +175,7 @@ def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> No
                     setattr(part, name, value)
 
 
-def _check_together(family: Family, kept: Mapping[str, KeptHeads]) -> None:
+def _check_together(family: CheckpointLayout, kept: Mapping[str, KeptHeads]) -> None:
     """Raise ValueError if layers with a shared bias table keep different heads, or need equal numbers and differ."""
     for role in family.same_heads:
         if len({kept[layer.key] for layer in family.layers if layer.role == role}) > 1:

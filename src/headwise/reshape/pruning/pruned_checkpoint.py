@@ -14,7 +14,7 @@ from torch import Tensor
 from ...plan.model.heads_by_layer import FIELD, base_type
 from ...shapes.arguments import check_flags, shown
 from ..arguments import check_kind, check_writing
-from ..layout.families import Family, Layer, check_shapes, family_of
+from ..layout.families import CheckpointLayout, Layer, check_shapes, family_of
 from ..layout.head_axes import KeptHeads, Sizes, TensorRuns
 from ..layout.protocol import ReshapableCheckpoint, check_source, check_unpruned
 from ..layout.target_class import Target, target
@@ -46,7 +46,7 @@ class Pruning:
     """
 
     source: ReshapableCheckpoint
-    family: Family
+    family: CheckpointLayout
     kept: Mapping[str, KeptHeads]
     target: Target
     zero: bool
@@ -200,7 +200,7 @@ def _check_request(heads: object, keep_fraction: object, budget: object, zero: o
         )
 
 
-def _target(family: Family, chosen: Mapping[str, KeptHeads]) -> Target:
+def _target(family: CheckpointLayout, chosen: Mapping[str, KeptHeads]) -> Target:
     """Return the class that loads the result; raise ValueError with the numbers of heads that would load."""
     loses = any(len(chosen[layer.key].query) < layer.sizes.H for layer in family.layers)
     if loses and "inexact" in family.about:
@@ -213,7 +213,7 @@ def _target(family: Family, chosen: Mapping[str, KeptHeads]) -> Target:
         raise ValueError(f"{none}; {_what_loads(family)}{OR_ZERO}") from None
 
 
-def _what_loads(family: Family) -> str:
+def _what_loads(family: CheckpointLayout) -> str:
     """Return a hint with the numbers of heads that load; empty if layers have several fields."""
     if len(family.counts) > 1:
         return ""

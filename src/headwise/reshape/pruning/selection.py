@@ -10,7 +10,7 @@ from typing import Any
 
 from ...plan.shape import short
 from ...shapes.arguments import check_numbers
-from ..layout.families import Family, Layer
+from ..layout.families import CheckpointLayout, Layer
 from ..layout.head_axes import KeptHeads, Sizes
 
 HeadScores = Mapping[tuple[str | int, int], float | int]
@@ -44,7 +44,9 @@ def _plain(key: str) -> str:
     return f"{role}.{int(index)}" if role else str(int(index))
 
 
-def named(family: Family, heads: str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]) -> dict[str, set[int]]:
+def named(
+    family: CheckpointLayout, heads: str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
+) -> dict[str, set[int]]:
     """Return the heads to remove by layer, checked; layers that lose none have an empty set."""
     if isinstance(heads, str):
         pairs: list[tuple[Any, Any]] = list(parse_heads(heads))
@@ -75,7 +77,7 @@ def _pair(item: Any) -> tuple[Any, Any]:
     return item[0], item[1]
 
 
-def checked_scores(family: Family, scores: HeadScores) -> HeadScores:
+def checked_scores(family: CheckpointLayout, scores: HeadScores) -> HeadScores:
     """Return the scores by layer and head; raise ValueError unless every head of every layer has a finite one."""
     if not isinstance(scores, Mapping) or not all(isinstance(key, tuple) and len(key) == 2 for key in scores):
         raise TypeError(f"scores are numbers by (layer, head), or a function that gives them; got {short(scores)}")
@@ -146,7 +148,7 @@ def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float | int) -> lis
 
 
 def choose(
-    family: Family, counts: Mapping[str, Count], gone: Mapping[str, set[int]], scores: HeadScores
+    family: CheckpointLayout, counts: Mapping[str, Count], gone: Mapping[str, set[int]], scores: HeadScores
 ) -> dict[str, KeptHeads] | None:
     """Return the heads with the best scores in every layer, in the numbers of `counts`; None if too many must go."""
     kept: dict[str, KeptHeads] = {}
@@ -162,7 +164,7 @@ def choose(
     return kept
 
 
-def _together(family: Family, layers: list[Layer]) -> list[list[Layer]]:
+def _together(family: CheckpointLayout, layers: list[Layer]) -> list[list[Layer]]:
     """Return lists of layers that must keep the same heads; each other layer is in a list of its own."""
     shared = [[layer for layer in layers if layer.role == role] for role in family.same_heads]
     alone = [[layer] for layer in layers if layer.role not in family.same_heads]
@@ -174,7 +176,7 @@ def total(kept: Mapping[str, KeptHeads], scores: HeadScores) -> float | int:
     return sum(scores[key, head] for key, some in kept.items() for head in some.query)
 
 
-def exactly(family: Family, gone: Mapping[str, set[int]]) -> dict[str, KeptHeads]:
+def exactly(family: CheckpointLayout, gone: Mapping[str, set[int]]) -> dict[str, KeptHeads]:
     """Return the heads left after removing exactly `gone`.
 
     Raises:

@@ -16,30 +16,30 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from ..layout.head_weights import HeadWeights
-from ..maps import Maps
 from ..repair.moments import Moments
+from .head_maps import HeadMaps
 
 ROUNDS = 100  # the rotations converge within about ten
 SETTLED = 1e-12  # relative gain of a round below which the iteration stops
 OPEN = 1e-9  # relative to the largest product; smaller products do not determine a rotation
 
 
-def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
+def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> HeadMaps:
     """Return the maps to the mean of each group's values, after rotating them closest to each other."""
-    rotations = Maps.zeros(moments.value).read
+    rotations = HeadMaps.zeros(moments.value).read
     for group in groups:
         members = list(group)
         rotations[members] = orthogonal_rotations(moments.value[members][:, :, members])
-    return Maps.of_rotations(rotations, groups)
+    return HeadMaps.of_rotations(rotations, groups)
 
 
-def aligned_keys(frame: KeyBasis, moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
+def aligned_keys(frame: KeyBasis, moments: Moments, groups: Sequence[Sequence[int]]) -> HeadMaps:
     """Return the maps to the mean of each group's keys, after rotating them closest to each other."""
-    rotations = Maps.zeros(moments.key).read
+    rotations = HeadMaps.zeros(moments.key).read
     for group in groups:
         members = list(group)
         rotations[members] = frame.rotations(moments.key[members][:, :, members])
-    return Maps.of_rotations(rotations, groups)
+    return HeadMaps.of_rotations(rotations, groups)
 
 
 class KeyBasis:

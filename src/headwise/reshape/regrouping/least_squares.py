@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from ..layout.head_weights import HeadWeights
-from ..maps import Maps
 from ..repair.moments import Moments
 from .alignment import KeyBasis, aligned_keys, unlike
+from .head_maps import HeadMaps
 
 UNUSED = 1e-12  # relative to the largest eigenvalue; nothing reads a direction below it
 
 
-def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequence[int]]) -> tuple[Maps, Maps]:
+def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequence[int]]) -> tuple[HeadMaps, HeadMaps]:
     """Return the maps of the keys and of the values; keys after a norm, which fixes their size, are aligned instead."""
     frame = KeyBasis(weights)
-    values = Maps.zeros(moments.value)
-    keys = aligned_keys(frame, moments, groups) if frame.normed else Maps.zeros(moments.key)
+    values = HeadMaps.zeros(moments.value)
+    keys = aligned_keys(frame, moments, groups) if frame.normed else HeadMaps.zeros(moments.key)
     reads, meets = output_uses(weights), query_uses(weights, moments)
     for group in groups:
         members = list(group)
@@ -68,7 +68,7 @@ def fitted_differences(weights: HeadWeights, moments: Moments) -> Tensor:
 
 
 def basis(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maps by which n heads of d numbers share d numbers best: write and read, (..., n, d, d), as in `Maps`.
+    """Return the maps by which n heads of d numbers best share d numbers: write and read of `HeadMaps`, (..., n, d, d).
 
     ``products`` (..., n, d, n, d) are the sums over tokens of ``v_i v_j^H``; ``uses`` (..., n, d, d) weight the errors.
     The maps minimize the sum of ``e_i^H uses_i e_i`` for ``e_i = v_i - read_i m``. `m` is as large as a head.

@@ -11,10 +11,10 @@ import torch
 from ...shapes import check_head_counts
 from ...shapes.arguments import check_counts, shown
 from ..layout.head_weights import HeadWeights
-from ..maps import Maps, shared
 from ..repair.moments import Moments
 from .alignment import KeyBasis, aligned_differences, aligned_keys, aligned_values
 from .grouping import Groups, check_groups, contiguous, grouped
+from .head_maps import HeadMaps, merged_heads
 from .least_squares import fitted_differences, fitted_maps, output_uses, query_uses
 
 Method = Literal["first", "mean", "aligned", "fitted"]
@@ -46,8 +46,8 @@ class Merge:
     """
 
     groups: Groups
-    keys: Maps
-    values: Maps
+    keys: HeadMaps
+    values: HeadMaps
     lost: tuple[float, float]
 
     def heads(self, group: int) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Merge:
         """Return the layer with fewer key-value heads; its query heads are sorted by group."""
         if all(len(group) == 1 for group in self.groups):
             return weights
-        return shared(weights, self.keys, self.values, self.groups)
+        return merged_heads(weights, self.keys, self.values, self.groups)
 
 
 def merge(
@@ -125,13 +125,13 @@ def _check_finite(weights: HeadWeights, name: str) -> None:
             )
 
 
-def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[Maps, Maps]:
+def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[HeadMaps, HeadMaps]:
     """Return the maps of the keys and of the values for a method."""
     if method == "fitted":
         return fitted_maps(weights, moments, groups)
     if method == "aligned":
         return aligned_keys(KeyBasis(weights), moments, groups), aligned_values(moments, groups)
-    make = Maps.of_first if method == "first" else Maps.of_rotations
+    make = HeadMaps.of_first if method == "first" else HeadMaps.of_rotations
     K, device = weights.num_kv_heads, weights.query.device
     sizes = (weights.head_dim, weights.value_dim)
     keys, values = (make(torch.eye(n, dtype=torch.float64, device=device).repeat(K, 1, 1), groups) for n in sizes)

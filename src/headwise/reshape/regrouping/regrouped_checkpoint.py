@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...shapes.arguments import check_counts
 from ..arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_told, check_writing
-from ..layout.families import Family, Layer, check_shapes, family_of
+from ..layout.families import CheckpointLayout, Layer, check_shapes, family_of
 from ..layout.head_axes import KeptHeads
 from ..layout.head_weights import HeadWeights
 from ..layout.layer_weights import head_weights, layer_tensors
@@ -52,7 +52,7 @@ class Regrouping:
     """
 
     source: ReshapableCheckpoint
-    family: Family
+    family: CheckpointLayout
     num_kv_heads: int
     method: Method
     merges: Mapping[str, Merge]
@@ -140,7 +140,7 @@ class _Maker:
         return self.made
 
 
-def read_weights(source: ReshapableCheckpoint, family: Family, layer: Layer) -> HeadWeights:
+def read_weights(source: ReshapableCheckpoint, family: CheckpointLayout, layer: Layer) -> HeadWeights:
     """Return the weights of a layer of a checkpoint, in float32 or wider."""
 
     def read(name: str) -> Tensor:
@@ -191,7 +191,7 @@ def plan_regroup(
     return Regrouping(source, family, num_kv_heads, method, merges, goal, {}, {})
 
 
-def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> tuple[Family, Target]:
+def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> tuple[CheckpointLayout, Target]:
     """Return the layers and the class that loads the result, without reading weights.
 
     Raises:
@@ -205,7 +205,7 @@ def checked(source: ReshapableCheckpoint, num_kv_heads: int, method: Method) -> 
     return family, _target(family, num_kv_heads)
 
 
-def _target(family: Family, num_kv_heads: int) -> Target:
+def _target(family: CheckpointLayout, num_kv_heads: int) -> Target:
     """Return the class that loads the result; raise ValueError with the numbers that are possible."""
     counts = {}
     for field, layers in family.counts.items():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...nn.hooks.eval_mode import resting
 from ...nn.hooks.probe import AttentionCall, probe
 from ...shapes.arguments import shown
-from ..layout.families import Family, Layer, family_of
+from ..layout.families import CheckpointLayout, Layer, family_of
 from ..layout.head_axes import Sizes, TensorRuns
 from ..layout.head_weights import HeadWeights
 from ..layout.layer_weights import head_weights
@@ -21,7 +21,7 @@ from .paired_models import Projections
 OnBatch = Callable[[int, int], None] | None
 
 
-def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
+def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> CheckpointLayout:
     """Return the architecture and layers of a loaded model, with its tensors under their names in memory.
 
     Raises:
@@ -35,12 +35,12 @@ def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
     return family_of(config.to_dict(), names, layouts)
 
 
-def weights_in_memory(model: nn.Module, family: Family, layer: Layer) -> HeadWeights:
+def weights_in_memory(model: nn.Module, family: CheckpointLayout, layer: Layer) -> HeadWeights:
     """Return the weights of a layer of a loaded model."""
     return head_weights(family, layer, lambda name: model.get_parameter(name).detach())
 
 
-def projections_of(family: Family) -> dict[str, Projections]:
+def projections_of(family: CheckpointLayout) -> dict[str, Projections]:
     """Return the output and value projections of each attention module by its name, for `reconstruct_modules`."""
     made = {}
     for layer in family.layers:
@@ -70,7 +70,7 @@ def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
 
 
 def read_moments(
-    model: nn.Module, family: Family, rows: Sequence[Tensor], progress: OnBatch = None
+    model: nn.Module, family: CheckpointLayout, rows: Sequence[Tensor], progress: OnBatch = None
 ) -> dict[str, Moments]:
     """Return the moments of each layer's heads, by the layer's key, while the model reads rows of ids, each (B, T).
 

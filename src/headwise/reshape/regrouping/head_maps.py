@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .layout.head_weights import HeadWeights
+from ..layout.head_weights import HeadWeights
 
 
 @dataclass(frozen=True, eq=False)
-class Maps:
+class HeadMaps:
     """The maps of K key-value heads: a group shares ``m = sum_i write[i] v_i``, and ``read[i] m`` approximates ``v_i``.
 
     Attributes:
@@ -26,13 +26,13 @@ class Maps:
     read: Float[Tensor, "K n n"]
 
     @classmethod
-    def zeros(cls, products: Float[Tensor, "K n K n"]) -> Maps:
+    def zeros(cls, products: Float[Tensor, "K n K n"]) -> HeadMaps:
         """Return maps of zeros, with the sizes of the moments `products`."""
         made = torch.zeros_like(products[:, :, 0, :1].expand(-1, -1, products.shape[1]))
         return cls(made, made.clone())
 
     @classmethod
-    def of_rotations(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
+    def of_rotations(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> HeadMaps:
         """Return the maps of a mean after rotation: ``m`` is the mean of ``Q_i^T v_i`` with orthogonal ``Q_i``."""
         share = torch.empty(rotations.shape[0], 1, 1, dtype=rotations.dtype, device=rotations.device)
         for group in groups:
@@ -40,7 +40,7 @@ class Maps:
         return cls(rotations.transpose(1, 2) * share, rotations)
 
     @classmethod
-    def of_first(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
+    def of_first(cls, rotations: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> HeadMaps:
         """Return the maps by which the first head of each group, after rotation, replaces the others."""
         first = torch.zeros(rotations.shape[0], 1, 1, dtype=rotations.dtype, device=rotations.device)
         first[[group[0] for group in groups]] = 1.0
@@ -67,7 +67,9 @@ class Maps:
         return max(0.0, (whole + apart) / max(whole, torch.finfo(torch.float64).tiny))
 
 
-def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequence[int]]) -> HeadWeights:
+def merged_heads(
+    weights: HeadWeights, keys: HeadMaps, values: HeadMaps, groups: Sequence[Sequence[int]]
+) -> HeadWeights:
     """Return the weights with one key-value head per group; the query heads are sorted by group."""
     wide = weights.to(torch.float64)
     order = torch.tensor([kv for group in groups for kv in group], device=weights.query.device)
@@ -80,7 +82,7 @@ def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequ
             return None
         return torch.einsum("kab,kb...->ka...", write[order], part).unflatten(0, (K, -1)).sum(1)
 
-    def read(part: Tensor | None, maps: Maps) -> Tensor | None:
+    def read(part: Tensor | None, maps: HeadMaps) -> Tensor | None:
         by_query = maps.read[order].repeat_interleave(weights.group, 0)
         return None if part is None else torch.einsum("hba,hb...->ha...", by_query, part)
 
