@@ -93,8 +93,8 @@ def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
         "no file": "FileNotFoundError: .*none is no safetensors file, and no folder with such files",
         "another prefix": "ValueError: .* lacks 2 of 2 tensors, 'weight' first; `prefix` is what stands before",
         "another size": r"ValueError: a.weight is \(3, 2\) in .*, and \(5, 2\) in the module; build the module",
-        "no safetensors": "ValueError: .*bad.safetensors is no safetensors file .*; download it anew",
-        "a bad index": "ValueError: .*index.json is no index of safetensors files .*; download it anew",
+        "no safetensors": "ValueError: .*bad.safetensors is no safetensors file .*; download it again",
+        "a bad index": "ValueError: .*index.json is no index of safetensors files .*; download it again",
         "all is well": "True",
     }
     assert texts.keys() == expected.keys()
@@ -144,13 +144,13 @@ def test_optimizers_see_one_module() -> None:
 REFUSED = {
     "a linear layer": r"TypeError: tensor_parallel takes a headwise.MultiHeadAttention or LatentAttention; got Linear",
     "no mesh": r"TypeError: mesh is a torch.distributed DeviceMesh; got 2",
-    "two dimensions": r"ValueError: heads are dealt out along one dimension; the mesh has 2 \('dp', 'tp'\); take one",
+    "two dimensions": r"ValueError: heads are split along one dimension; the mesh has 2 \('dp', 'tp'\); take one",
     "twice": r"ValueError: this MultiHeadAttention is split over processes already; split a module once",
     "uneven heads": r"ValueError: .* 5 heads do not divide over 2 processes; take one of 1, 5, or split the tokens",
     "adapters": r"TypeError: tensor_parallel splits plain torch.nn.Linear projections; q_proj is Sequential; merge",
     "parameters": r"TypeError: the inner part Linear has parameters of its own",
     "a gate of the own heads": r"ValueError: gate has a number for each of all 6 heads, also where this process",
-    "heads cut apart": r"ValueError: 6 query heads and 3 key-value heads are dealt out to 2 processes: k_proj and "
+    "heads cut apart": r"ValueError: 6 query heads and 3 key-value heads are split over 2 processes: k_proj and "
     r"v_proj give whole key-value heads, or all 3 x 2 = 6 numbers a token; .* headwise.parallel.tensor_parallel",
     "torch's plan alone": r"ValueError: a projection gives .*; headwise.parallel.tensor_parallel",
     "by token": r"ValueError: attention of DTensors .* cut by token, .* use headwise.parallel.context_parallel",

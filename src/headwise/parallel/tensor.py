@@ -14,7 +14,7 @@ from ..nn.latent import LatentAttention
 from ..nn.multihead import MultiHeadAttention
 from ..ops.sharding.heads import Group, Share
 from ..shapes.arguments import shown
-from .head_split.layers import GatheredNorm, RankHeadsLinear, ReplicatedLinear, SumOfHeads
+from .head_split.layers import RankHeadsLinear, ReplicatedLinear, ReplicatedNorm, SumOfHeads
 from .head_split.shards import HeadShards, shards_of
 from .head_split.split_modules import SplitLatentAttention, SplitMultiHeadAttention, set_shards
 
@@ -72,9 +72,7 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
         raise TypeError(f"mesh is a torch.distributed DeviceMesh; got {shown(mesh)}")
     if mesh.ndim != 1:
         names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
-        raise ValueError(
-            f"heads are dealt out along one dimension; the mesh has {mesh.ndim} ({names}); take one of them"
-        )
+        raise ValueError(f"heads are split along one dimension; the mesh has {mesh.ndim} ({names}); take one of them")
     if isinstance(module, SplitMultiHeadAttention | SplitLatentAttention):
         name = (MultiHeadAttention if isinstance(module, MultiHeadAttention) else LatentAttention).__name__
         raise ValueError(f"this {name} is split over processes already; split a module once")
@@ -86,10 +84,10 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
     _check_parts(module)
     tied = _tied(module)
     if isinstance(module, LatentAttention):
-        _deal_latent(module, group)
+        _split_latent(module, group)
     else:
-        _deal_heads(module, group, share)
-    _deal_inner(module.inner, group)
+        _split_heads(module, group, share)
+    _split_sinks(module.inner, group)
     for first, *others in tied:
         for name in others:
             owner, _, last = name.rpartition(".")
@@ -165,7 +163,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
     return tied
 
 
-def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
+def _split_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
     """Split the projections and norms of multi-head attention."""
     keys: tuple[int, ...] | None = None if share.deals_keys else share.keys
     mha.q_proj = _rows(mha.q_proj, group, None, mha.head_dim)
@@ -177,25 +175,25 @@ def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
             _replicate(norm, group)
 
 
-def _deal_latent(mla: LatentAttention, group: Group) -> None:
+def _split_latent(mla: LatentAttention, group: Group) -> None:
     """Split latent attention: every process has all latents, and its own heads computed from them."""
     if mla.q_lora_rank is None:
         mla.q_proj = _rows(mla.q_proj, group, None, mla.head_dim)
     else:
         mla.q_a_proj = _like(ReplicatedLinear, mla.q_a_proj)
-        mla.q_a_layernorm = _whole_norm(mla.q_a_layernorm)
+        mla.q_a_layernorm = _replicated_norm(mla.q_a_layernorm)
         mla.q_b_proj = _rows(mla.q_b_proj, group, None, mla.head_dim)
         _replicate(mla.q_a_proj, group)
         _replicate(mla.q_a_layernorm, group)
     mla.kv_a_proj_with_mqa = _like(ReplicatedLinear, mla.kv_a_proj_with_mqa)
-    mla.kv_a_layernorm = _whole_norm(mla.kv_a_layernorm)
+    mla.kv_a_layernorm = _replicated_norm(mla.kv_a_layernorm)
     _replicate(mla.kv_a_proj_with_mqa, group)
     _replicate(mla.kv_a_layernorm, group)
     mla.kv_b_proj = _rows(mla.kv_b_proj, group, None, mla.nope_dim + mla.value_dim)
     mla.o_proj = _columns(mla.o_proj, group)
 
 
-def _deal_inner(inner: nn.Module, group: Group) -> None:
+def _split_sinks(inner: nn.Module, group: Group) -> None:
     """Split the sinks, one per query head."""
     sinks = getattr(inner, "sinks", None)
     if isinstance(sinks, nn.Parameter):
@@ -232,8 +230,8 @@ def _like(kind: type[Linear], linear: nn.Linear) -> Linear:
     return layer.train(linear.training)
 
 
-def _whole_norm(norm: nn.RMSNorm) -> GatheredNorm:
-    layer = GatheredNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=True, device="meta")
+def _replicated_norm(norm: nn.RMSNorm) -> ReplicatedNorm:
+    layer = ReplicatedNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=True, device="meta")
     layer.weight = norm.weight
     return layer.train(norm.training)
 

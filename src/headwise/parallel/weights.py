@@ -84,7 +84,7 @@ def _files(source: Path) -> Mapping[str, Path]:
             listed: dict[str, str] = json.loads(index.read_text("utf8"))["weight_map"]
             return {name: source / Path(file).name for name, file in listed.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is no index of safetensors files ({error}); download it anew") from None
+            raise ValueError(f"{index} is no index of safetensors files ({error}); download it again") from None
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(f"{source} is no safetensors file, and no folder with such files")
@@ -97,7 +97,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no safetensors file ({error}); download it anew") from None
+        raise ValueError(f"{path} is no safetensors file ({error}); download it again") from None
 
 
 @torch.no_grad()

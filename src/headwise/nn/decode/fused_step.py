@@ -59,13 +59,13 @@ def projected(part: nn.Module, x: Tensor) -> Any:
     return torch._C._nn.linear(x, own["weight"], own.get("bias"))
 
 
-def turned(rotary: Rotary, lengths: list[int], first: int = 0) -> RotaryStep:
+def rotary_step(rotary: Rotary, lengths: list[int], first: int = 0) -> RotaryStep:
     """Return the rotation of the next token of each row; results are cached, as all layers need the same one."""
-    return _turned(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths), first)
+    return _rotary_step(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths), first)
 
 
 @lru_cache(maxsize=4)
-def _turned(
+def _rotary_step(
     base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...], first: int
 ) -> RotaryStep:
     rotary = Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved)
@@ -86,7 +86,7 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
         return None
     if mha.q_norm is not None:
         query, key = mha._normalize(query, key)
-    turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
+    turn = None if mha.rotary is None else rotary_step(mha.rotary, cache.lengths)
     inner = parts["inner"]
     options = {"mask": mask, "scale": inner.scale, "softcap": inner.softcap, "sinks": inner.sinks}
     out = cache.step(query, key, value, turn=turn, **options)
@@ -128,7 +128,7 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     inner = parts["inner"]
     scale = mla.head_dim**-0.5 if inner.scale is None else inner.scale
     options = {"mask": mask, "scale": scale, "softcap": inner.softcap, "sinks": inner.sinks}
-    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), **options)
+    out = cache.step(query, key, turn=rotary_step(rotary, cache.lengths, C), **options)
     if out is None:
         return None
     if B == 1:

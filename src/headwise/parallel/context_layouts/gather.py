@@ -24,7 +24,7 @@ from ...plan.ranks.sharding import Stretch
 from ...shapes import compute_dtype
 from .block import Partial
 from .call import ContextCall
-from .key_exchange import GradientSums, KVTensors, ReceivedKeys, Route, attended, met
+from .key_exchange import GradientSums, KVTensors, ReceivedKeys, Route, attended, queries_with_keys
 
 SPLIT = 1024
 """Keys that the native kernel sums separately if rows are few; cuts at multiples of it keep the sums equal."""
@@ -38,7 +38,7 @@ class Stages:
         self.widths, self.batch = [x.shape[3] for x in shards], shards[0].shape[0]
         self.others = [rank for rank in range(job.comm.world) if rank != job.comm.rank]
         self.strips = max(map(len, job.keys))  # the most stretches of a rank; each message has one
-        self.spans = met(job, self._span)
+        self.spans = queries_with_keys(job, self._span)
 
     def _span(self, rows: Stretch) -> Stretch | None:
         """Return the keys that these queries are computed with."""

@@ -101,7 +101,7 @@ def _casting(device: str) -> Callable[[], torch.autocast]:
     return partial(torch.autocast, device, dtype, on, cache_enabled=torch.is_autocast_cache_enabled())
 
 
-def met(job: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[QueryBlock]:
+def queries_with_keys(job: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[QueryBlock]:
     """Return this rank's queries, one stretch at a time, with the keys that they may attend to; most keys first."""
     spans = [(rows, at, span_of(rows)) for rows, at in job.local(job.queries[job.comm.rank])]
     pairs = [QueryBlock(rows, at, span) for rows, at, span in spans if span is not None]

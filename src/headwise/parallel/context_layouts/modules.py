@@ -158,8 +158,8 @@ def _check_first_run() -> None:
     """Raise ValueError inside a backward pass."""
     if torch._C._current_graph_task_id() != -1:
         raise ValueError(
-            "a forward runs anew in a backward (activation checkpointing), and headwise.parallel.context is entered "
-            "for one of them alone; call backward() where the forward ran: within the context, or outside"
+            "a forward pass runs again in a backward pass (activation checkpointing), and only one of them runs "
+            "within headwise.parallel.context; call backward() where the forward pass ran: within it, or outside"
         )
 
 

@@ -24,11 +24,11 @@ from ...distributed.messages import Pending, ReceiveBuffer
 from ...plan.ranks.sharding import Stretch, heads_at_once
 from .block import Partial
 from .call import ContextCall
-from .key_exchange import GradientSums, KVTensors, QueryBlock, ReceivedKeys, Route, attended, met
+from .key_exchange import GradientSums, KVTensors, QueryBlock, ReceivedKeys, Route, attended, queries_with_keys
 from .merge import Merged
 
 
-class Piece(NamedTuple):
+class MessagePart(NamedTuple):
     """The content of one message: stretches of the keys of some heads."""
 
     parts: tuple[Stretch, ...]
@@ -41,11 +41,11 @@ class Exchange(NamedTuple):
     number: int
     source: int
     target: int
-    comes: Piece | None
-    goes: Piece | None
+    comes: MessagePart | None
+    goes: MessagePart | None
 
 
-class Traffic:
+class RingMessages:
     """The messages of one rank of a job: the keys, the ranks and the order."""
 
     def __init__(self, job: ContextCall, shards: KVTensors) -> None:
@@ -63,23 +63,23 @@ class Traffic:
             both = zip_longest(*parts, [None] * least)
             self.turns += [Exchange(n, source, target, comes, goes) for n, (comes, goes, *_) in enumerate(both)]
 
-    def pieces(self, parts: list[Stretch]) -> list[Piece]:
+    def pieces(self, parts: list[Stretch]) -> list[MessagePart]:
         """Return the messages for these keys; the result is the same on the sending and on the receiving rank."""
         K, all_parts = self.job.kv_heads, tuple(parts)
-        few = heads_at_once(K, self.numbers(Piece(all_parts, (0, 1))) * self.dtype.itemsize)
-        return [Piece(all_parts, (h, min(h + few, K))) for h in range(0, K, few)] if parts else []
+        few = heads_at_once(K, self.numbers(MessagePart(all_parts, (0, 1))) * self.dtype.itemsize)
+        return [MessagePart(all_parts, (h, min(h + few, K))) for h in range(0, K, few)] if parts else []
 
-    def numbers(self, piece: Piece) -> int:
+    def numbers(self, piece: MessagePart) -> int:
         """Return the number of elements of a piece."""
         first, last = piece.heads
         return sum(b - a for a, b in piece.parts) * (last - first) * self.batch * sum(self.widths)
 
-    def own(self, piece: Piece, tensors: KVTensors) -> list[KVTensors]:
+    def own(self, piece: MessagePart, tensors: KVTensors) -> list[KVTensors]:
         """Return a piece of this rank's tensors, stretch by stretch."""
         stretches = self.job.keys[self.job.comm.rank]
         return [[x[:, slice(*piece.heads), self.job.mine(stretches, part)] for x in tensors] for part in piece.parts]
 
-    def coming(self) -> Iterator[tuple[Exchange | None, Piece | None, list[KVTensors]]]:
+    def coming(self) -> Iterator[tuple[Exchange | None, MessagePart | None, list[KVTensors]]]:
         """Yield this rank's own keys, then those of other ranks, turn by turn, while the next ones are received.
 
         The caller must empty the list to release the keys before the turn after the next one starts.
@@ -115,7 +115,7 @@ class Traffic:
         )
         return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
-    def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[KVTensors]:
+    def cut(self, heard: dict[int, Tensor], rank: int, piece: MessagePart | None) -> list[KVTensors]:
         """Split a received message into the tensors of its piece."""
         if piece is None:
             return []
@@ -129,19 +129,19 @@ def _row(parts: list[KVTensors]) -> Tensor:
     return torch.cat([x.reshape(-1) for part in parts for x in part])
 
 
-def _came(
-    job: ContextCall, piece: Piece | None, keys: list[KVTensors]
+def _received(
+    job: ContextCall, piece: MessagePart | None, keys: list[KVTensors]
 ) -> Iterator[tuple[ReceivedKeys, list[QueryBlock]]]:
     """Yield the received keys stretch by stretch with the queries that use them; used keys are released."""
     if piece is not None:
         for cols in piece.parts:
-            yield ReceivedKeys(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
+            yield ReceivedKeys(keys.pop(0), piece.heads, cols[0]), queries_with_keys(job, partial(job.reach, cols=cols))
 
 
 def _forward(job: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
     merged = Merged(query, job.value_dim)
-    for _, piece, keys in Traffic(job, shards).coming():
-        for came, spans in _came(job, piece, keys):
+    for _, piece, keys in RingMessages(job, shards).coming():
+        for came, spans in _received(job, piece, keys):
             for heads, rows, part in attended(job, query, came, spans):
                 merged.add(rows, part, heads)
             came.keys.clear()
@@ -150,12 +150,12 @@ def _forward(job: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor |
 
 
 def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
-    traffic = Traffic(sums.job, shards)
+    traffic = RingMessages(sums.job, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     # Only the previous turn is pending; with more turns a rank would hold all sums in memory.
-    home: tuple[Piece | None, int, Pending] | None = None
+    home: tuple[MessagePart | None, int, Pending] | None = None
 
-    def add(piece: Piece, grads: list[KVTensors]) -> None:
+    def add(piece: MessagePart, grads: list[KVTensors]) -> None:
         for to, part in zip(traffic.own(piece, total), grads, strict=True):
             for x, grad in zip(to, part, strict=True):
                 x += grad
@@ -169,7 +169,7 @@ def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
 
     for turn, piece, keys in traffic.coming():
         grads: list[KVTensors] = []
-        for came, spans in _came(sums.job, piece, keys):
+        for came, spans in _received(sums.job, piece, keys):
             grads.append(sums.of_keys(came, spans)[1])
             came.keys.clear()
         if turn is None:

@@ -22,7 +22,7 @@ class RankHeadsLinear(nn.Linear):
     size: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, n * size); the input's gradient is only this rank's part: see `HeadShards.entering`."""
+        """Return (B, T, n * size); the input's gradient is only this rank's part: see `HeadShards.shared_inputs`."""
         weight, bias = (None if p is None else self._own(p) for p in (self.weight, self.bias))
         return nn.functional.linear(x, weight, bias)
 
@@ -44,7 +44,7 @@ class SumOfHeads(nn.Linear):
         """Return (B, T, d_model) from the heads of this rank (B, T, n * size)."""
         spread: Any = self.weight
         out = self.group.summed(nn.functional.linear(heads, spread.to_local()))
-        return out if self.bias is None else out + here_of(self.bias).to(out.dtype)
+        return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
 
 
 class ReplicatedLinear(nn.Linear):
@@ -52,15 +52,15 @@ class ReplicatedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, T, n)."""
-        return nn.functional.linear(x, here_of(self.weight), None if self.bias is None else here_of(self.bias))
+        return nn.functional.linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
 
 
-class GatheredNorm(nn.RMSNorm):
+class ReplicatedNorm(nn.RMSNorm):
     """A norm that is replicated on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of `x`, in the same shape."""
-        return nn.functional.rms_norm(x, self.normalized_shape, here_of(self.weight), self.eps)
+        return nn.functional.rms_norm(x, self.normalized_shape, local_part(self.weight), self.eps)
 
 
 def as_replica(x: Any, dim: int) -> Tensor:
@@ -73,7 +73,7 @@ def as_replica(x: Any, dim: int) -> Tensor:
     return local
 
 
-def here_of(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """Return the local part of a DTensor as a plain tensor; the gradient of a replicated one is not summed."""
     spread = as_dtensor(x)
     if spread is None:

@@ -21,7 +21,7 @@ from ...ops.sharding.heads import Group, Share, as_dtensor, pick_heads
 from ...ops.sharding.masks import mapped, share_of_mask
 from ...shapes import describe
 from ...shapes.arguments import check_tensor
-from .layers import RankHeadsLinear, as_replica, here_of
+from .layers import RankHeadsLinear, as_replica, local_part
 from .mode import HeadsMode, LocalHeads
 
 
@@ -32,7 +32,7 @@ class HeadShards:
     group: Group
     share: Share
 
-    def entering(self, projection: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def shared_inputs(self, projection: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of the projections; of `RankHeadsLinear`, each gradient is summed over ranks once."""
         if not isinstance(projection, RankHeadsLinear):
             return inputs
@@ -41,7 +41,7 @@ class HeadShards:
 
     def queries(self, fused: Tensor, size: int) -> Tensor:
         """Reshape (B, T, H_here * size) to (B, H_here, T, size)."""
-        fused = here_of(fused)
+        fused = local_part(fused)
         if fused.shape[-1] != self.share.count * size:
             raise ValueError(
                 f"{self._rule()}: q_proj gives {self.share.count} x {size} = {self.share.count * size} numbers a token "
@@ -54,7 +54,7 @@ class HeadShards:
 
         If every rank has the keys of all heads, those of this rank are selected and their gradients are summed.
         """
-        fused, K = here_of(fused), self.share.num_kv_heads
+        fused, K = local_part(fused), self.share.num_kv_heads
         own = isinstance(projection, RankHeadsLinear)
         here = len(self.share.keys) if own else K // self.group.size
         if fused.shape[-1] == here * size and (own or self.share.deals_keys):
@@ -69,11 +69,11 @@ class HeadShards:
 
     def _rule(self) -> str:
         return (
-            f"{self.share.num_heads} query heads and {self.share.num_kv_heads} key-value heads are dealt out to "
+            f"{self.share.num_heads} query heads and {self.share.num_kv_heads} key-value heads are split over "
             f"{self.group.size} processes"
         )
 
-    def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gather the heads of all ranks in order, on every rank.
 
         Keys that share memory with the values (the latents of latent attention) are already the same on every rank.
@@ -172,7 +172,7 @@ def shards_of(module: Any, projection: nn.Module, num_kv_heads: int) -> HeadShar
         return None
     if len(cuts) > 1:
         raise ValueError(
-            f"heads are dealt out along one dimension of a mesh; {type(module).__name__} is cut along {len(cuts)}: "
+            f"heads are split along one dimension of a mesh; {type(module).__name__} is split along {len(cuts)}: "
             f"{weight.placements}; flatten them into one"
         )
     group = Group(weight.device_mesh, cuts[0])

@@ -30,13 +30,13 @@ class SplitMultiHeadAttention(MultiHeadAttention):
     def _project(self, x: Tensor, for_keys: Tensor, for_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values for the heads of this rank."""
         shards, q, k, v = self.shards, self.q_proj, self.k_proj, self.v_proj
-        x, for_keys, for_values = shards.entering(q, x, for_keys, for_values)
+        x, for_keys, for_values = shards.shared_inputs(q, x, for_keys, for_values)
         key, value = shards.keys(k, k(for_keys), self.head_dim), shards.keys(v, v(for_values), self.value_dim)
         return shards.queries(q(x), self.head_dim), key, value
 
     def _project_queries(self, x: Tensor) -> Tensor:
         """Compute queries for the heads of this rank."""
-        return self.shards.queries(self.q_proj(*self.shards.entering(self.q_proj, x)), self.head_dim)
+        return self.shards.queries(self.q_proj(*self.shards.shared_inputs(self.q_proj, x)), self.head_dim)
 
     def _normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Apply q_norm and k_norm; the gradients of their parameters are summed over ranks."""
@@ -69,7 +69,7 @@ class SplitLatentAttention(LatentAttention):
 
     def _project_queries(self, projection: nn.Module, x: Tensor) -> Tensor:
         """Compute queries for the heads of this rank."""
-        return super()._project_queries(projection, *self.shards.entering(projection, x))
+        return super()._project_queries(projection, *self.shards.shared_inputs(projection, x))
 
     def _join(self, latent: Tensor, rope: Tensor) -> Tensor:
         """Return the vectors that a cache stores; their gradient is summed over ranks."""
@@ -124,7 +124,7 @@ def _(
     """Return the call with the heads of all ranks, in order, and the part of an answer for this rank."""
     shards = module.shards
     names = ("query", "key", "value")
-    call |= dict(zip(names, shards.together(*(call[name] for name in names)), strict=True))
+    call |= dict(zip(names, shards.gather_heads(*(call[name] for name in names)), strict=True))
     if call.get("sinks") is not None:
         call["sinks"] = shards.group.gathered(call["sinks"], 0)
     call |= {"mask": keywords.get("mask"), "gate": keywords.get("gate")}
