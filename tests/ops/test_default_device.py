@@ -21,7 +21,7 @@ from test_threads import IDS, Reader
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
 from headwise.parallel.cache.ownership import TokenOwnership
-from headwise.parallel.cache.shard_mask import fallen_at, shard_mask, spans
+from headwise.parallel.cache.shard_mask import mask_at, shard_mask, spans
 from headwise.testing import assert_same_bits
 
 ROOT = Path(headwise.__file__).parent
@@ -85,7 +85,7 @@ def test_masks_of_tokens_split_over_processes() -> None:
     for rule in (headwise.causal(), headwise.window(7), mask, headwise.causal() & headwise.bias(torch.randn(5, 40))):
         check(partial(spans, rule, 5, 40))
         check(lambda rule=rule: shard_mask(TokenOwnership(1, 2, 3), rule, 5, 40, [19]).dense(5, 19, device=cpu))
-        check(lambda rule=rule: fallen_at(places, rule, 5, 40, [7]).dense(5, 10, device=cpu))
+        check(lambda rule=rule: mask_at(places, rule, 5, 40, [7]).dense(5, 10, device=cpu))
 
 
 @pytest.mark.parametrize(

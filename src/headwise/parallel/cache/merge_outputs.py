@@ -13,7 +13,7 @@ from ...ops.sharding.heads import Share
 from ...shapes import compute_dtype
 from ..context_layouts.block import Partial
 from ..context_layouts.merge import Merged
-from .ownership import picked
+from .ownership import select_tokens
 
 
 class HeadExchange:
@@ -27,7 +27,7 @@ class HeadExchange:
     def __init__(self, comm: Comm, share: Share | None) -> None:
         self.comm, self.share = comm, share
 
-    def dealt(self, tensors: list[Tensor], picks: list[list[list[int]]]) -> list[Tensor]:
+    def exchange_tokens(self, tensors: list[Tensor], picks: list[list[list[int]]]) -> list[Tensor]:
         """Return this rank's tokens with all heads: each rank sends every other rank the tokens of that rank.
 
         A head that several ranks have is sent by the first of them.
@@ -36,7 +36,7 @@ class HeadExchange:
         widths = [x.shape[3] for x in tensors]
         have = [self._first_to_have(rank) for rank in range(self.comm.world)]
         both = torch.cat(tensors, dim=-1)[:, have[self.comm.rank]]
-        parts = [picked(both, its) for its in picks]
+        parts = [select_tokens(both, its) for its in picks]
         B, n, width = both.shape[0], len(picks[self.comm.rank][0]), sum(widths)
         heard = self.comm.scatter("cache keys", parts, [(B, len(heads), n, width) for heads in have])
         return list(torch.cat(heard, dim=1).split(widths, dim=-1))

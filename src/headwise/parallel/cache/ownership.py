@@ -58,19 +58,19 @@ RowSpans = Sequence[tuple[int, int, int]]
 """For each batch row: the number of cached tokens, the number of new tokens, and the index of the first new token."""
 
 
-def owned(deal: TokenOwnership, rows: RowSpans) -> list[int]:
+def owned_counts(ownership: TokenOwnership, rows: RowSpans) -> list[int]:
     """Return the number of new tokens that belong to a rank, for each batch row."""
-    return [deal.count(have + come) - deal.count(have) for have, come, _ in rows]
+    return [ownership.count(have + come) - ownership.count(have) for have, come, _ in rows]
 
 
-def picks(deal: TokenOwnership, rows: RowSpans) -> list[list[int]]:
+def owned_indices(ownership: TokenOwnership, rows: RowSpans) -> list[list[int]]:
     """Return the indices of the new tokens that belong to a rank, for each row; shorter rows are padded with 0."""
-    chosen = [[start + k for k in range(come) if deal.owns(have + k)] for have, come, start in rows]
+    chosen = [[start + k for k in range(come) if ownership.owns(have + k)] for have, come, start in rows]
     most = max(map(len, chosen))
     return [row + [0] * (most - len(row)) for row in chosen]
 
 
-def picked(x: Tensor, picks: list[list[int]]) -> Tensor:
+def select_tokens(x: Tensor, picks: list[list[int]]) -> Tensor:
     """Select the tokens picks[b] of each row b; returns (B, K, n, width)."""
     at = torch.tensor(picks, device=x.device)
     if all(row == picks[0] for row in picks):

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class Between(Rule):
+class KeyIntervals(Rule):
     """The rule by which query i of row b attends to keys low[b, i] <= j < high[b, i]; both are (B|1, T)."""
 
     low: Tensor
@@ -57,10 +57,10 @@ def shard_mask(deal: TokenOwnership, mask: Mask, T: int, S: int, columns: list[i
             return weights
         start = low[:, 0] if bool(low.any()) else None
         return lengths(high[:, 0], start) & weights
-    return Mask((Between(low, high),)) & weights
+    return Mask((KeyIntervals(low, high),)) & weights
 
 
-def fallen_at(places: Tensor, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
+def mask_at(places: Tensor, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
     """Return the mask if each row has its tokens at its own positions (B, C); the first columns[b] are valid."""
     real = torch.arange(places.shape[1], device="cpu") < torch.tensor(columns, device="cpu")[:, None]
     i, j = torch.arange(T, device="cpu").view(1, 1, T, 1), places.clamp(0, S - 1)[:, None, None, :]

@@ -27,8 +27,8 @@ from ...shapes import check_gate, check_options, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown, whole_numbers
 from ..context_layouts.agreement import digest, mask_text, sinks_text
 from .merge_outputs import HeadExchange, merged
-from .ownership import TokenOwnership, owned, picked, picks
-from .shard_mask import fallen_at, shard_mask, spans
+from .ownership import TokenOwnership, owned_counts, owned_indices, select_tokens
+from .shard_mask import mask_at, shard_mask, spans
 
 APPEND = "append to a ShardedCache"
 OPTIONS = ("scale", "softcap", "sinks", "gate", "return_lse", "backend", "dropout")
@@ -58,7 +58,7 @@ class ShardedCache(KVCache):
 
     Attributes:
         local: the cache of class `kind` with this rank's tokens. Its lengths count only these tokens.
-        deal: the `TokenOwnership` of this rank.
+        owners: the `TokenOwnership` of this rank.
 
     Raises:
         TypeError, ValueError: the errors of `kind` and of `Comm`.
@@ -83,7 +83,7 @@ class ShardedCache(KVCache):
     ) -> None:
         self.comm = Comm.of(group, timeout)
         check_counts(1, block=block)
-        self.deal, self.own_heads = TokenOwnership(self.comm.rank, self.comm.world, block), own_heads
+        self.owners, self.own_heads = TokenOwnership(self.comm.rank, self.comm.world, block), own_heads
         self.capacity: int | None = None
         self.window: int | None = None
         self.first = 0
@@ -94,13 +94,13 @@ class ShardedCache(KVCache):
             check_counts(first=self.first)
             self.window, self.chunk = seen, chunk
             # The window is one larger because the local cache counts the next token as its own.
-            options |= {"window": self.deal.most(seen) + 1, "first": self.deal.count(self.first)}
-            options["chunk"] = self.deal.most(chunk)
+            options |= {"window": self.owners.most(seen) + 1, "first": self.owners.count(self.first)}
+            options["chunk"] = self.owners.most(chunk)
         elif kind is StaticCache:
             room: Any = options.get("capacity")
             self.capacity = room
             check_counts(1, capacity=room)
-            options["capacity"] = max(1, self.deal.count(room))
+            options["capacity"] = max(1, self.owners.count(room))
         elif kind is not PagedCache:
             raise TypeError(f"a sharded cache is a StaticCache, a PagedCache or a RollingCache; got {shown(kind)}")
         self.local: Any = kind(*sizes, **options)
@@ -199,18 +199,18 @@ class ShardedCache(KVCache):
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
         rows = [*zip(self.lengths, counts, starts, strict=True)]
-        own, error = picks(self.deal, rows), None
-        self._told = True
+        own, error, self._told = owned_indices(self.owners, rows), None, True
         tensors = [key] if value is None else [key, value]
         if self.own_heads is not None:
             self.comm.agree(APPEND, self._state() | {"tokens": f"{tuple(key.shape)}, {key.dtype}, {rows}"})
-            tensors = self._of.dealt(tensors, [picks(self.deal.of(rank), rows) for rank in range(self.comm.world)])
+            owners = map(self.owners.of, range(self.comm.world))
+            tensors = self._of.exchange_tokens(tensors, [owned_indices(owner, rows) for owner in owners])
         elif own[0]:
-            tensors = [picked(x, own) for x in tensors]
+            tensors = [select_tokens(x, own) for x in tensors]
         before = list(self.local.lengths)
         if own[0]:
             try:
-                self.local.append(*tensors, lengths=owned(self.deal, rows))
+                self.local.append(*tensors, lengths=owned_counts(self.owners, rows))
             except Exception as full:
                 error = full
         if type(self.local) is PagedCache:  # each rank has its own page pool, so only one rank may be full
@@ -227,7 +227,7 @@ class ShardedCache(KVCache):
         """Return the values that must be equal on all ranks before an operation."""
         return {
             "kind": type(self.local).__name__,
-            "cache": f"block={self.deal.block}, own_heads={self.own_heads}, window={self.window}, first={self.first}",
+            "cache": f"block={self.owners.block}, own_heads={self.own_heads}, window={self.window}, first={self.first}",
             "sizes": f"{self.batch}, {self.num_kv_heads}, {self.head_dim}, {self.value_dim}, {self.dtype}",
             "lengths": f"{digest(torch.tensor(self.lengths, device='cpu')):08x}, at most {max(self.lengths)}",
             "rows of reorder()": f"{self._order:08x}",
@@ -312,7 +312,7 @@ class ShardedCache(KVCache):
         active = [
             rank
             for rank in range(self.comm.world)
-            if any(self.deal.of(rank).count(b) > self.deal.of(rank).count(a) for a, b in seen)
+            if any(self.owners.of(rank).count(b) > self.owners.of(rank).count(a) for a, b in seen)
         ]
         part = None
         if self.comm.rank in active:
@@ -334,18 +334,18 @@ class ShardedCache(KVCache):
     def _local_mask(self, rules: Mask, T: int, S: int) -> Mask:
         columns = self.local.columns
         if self.window is None:
-            return shard_mask(self.deal, rules, T, S, columns)
+            return shard_mask(self.owners, rules, T, S, columns)
         kept = -(-self.local.first // PAGE) * PAGE
         column = torch.arange(max(columns), device="cpu")
         gone = torch.tensor(self.local.dropped, device="cpu")[:, None]
-        return fallen_at(self.deal.place(column + gone * (column >= kept)), rules, T, S, columns)
+        return mask_at(self.owners.place(column + gone * (column >= kept)), rules, T, S, columns)
 
     # --- truncate, reorder, fork --------------------------------------------------------------------------------------
 
     @override
     def truncate(self: ShardedT, lengths: int | Sequence[int]) -> ShardedT:
         wanted = whole_numbers("lengths", [lengths] * self.batch if isinstance(lengths, int) else lengths)
-        own = [self.deal.count(n) for n in wanted]
+        own = [self.owners.count(n) for n in wanted]
         if len(wanted) != self.batch or any(not 0 <= n <= have for n, have in zip(wanted, self.lengths, strict=False)):
             raise ValueError(
                 f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths "
@@ -369,7 +369,7 @@ class ShardedCache(KVCache):
         """Keep `tokens` more tokens than a query attends to, as in `RollingCache`; other kinds never drop tokens."""
         check_counts(tokens=tokens)
         if self.window is not None:
-            self.local.remember(self.deal.most(tokens))
+            self.local.remember(self.owners.most(tokens))
         return self
 
     @override
