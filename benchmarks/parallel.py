@@ -30,7 +30,7 @@ from torch import Tensor
 import headwise
 from headwise.parallel import context_parallel
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "helpers"))
 import ranks
 
 try:
