@@ -360,6 +360,8 @@ TESTING: dict[str, Callable[[], Call]] = {
 REPORT: dict[str, Callable[[], Call]] = {
     "render": lambda: of(report.render, look=seen()),
     "write": lambda: of(report.write, look=seen(), path="written.html"),
+    "render_comparison": lambda: of(report.render_comparison, before=seen(), after=seen(), kept={0: [0, 1, 2]}),
+    "write_comparison": lambda: of(report.write_comparison, before=seen(), after=seen(), path="written.html"),
     "put": lambda: of(report.put, content=b"content", path="put.html"),
     "check_destination": lambda: of(report.check_destination, path="checked.html"),
 }

@@ -43,6 +43,18 @@ class Speaker(Reader):
         return super().forward(ids) @ self.embed.weight.T
 
 
+class Writer(Speaker):
+    """A model whose heads add to what its unembedding reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unembed = torch.nn.Linear(12, 97)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        return self.unembed(x + self.attend(x, mask=headwise.causal()))
+
+
 IDS = [1, 2, 3, 5, 8, 13, 21, 34]
 
 
@@ -137,6 +149,9 @@ LOOK: dict[str, Callable[[], Call]] = {
     "HeadRecord.value": lambda: of(seen().heads[0].value, name="self"),
     "Look.head": lambda: of(seen().head, layer=0, head=1),
     "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
+    "walk": lambda: of(
+        look.walk, model=Reader(), ids=IDS, layer=0, head=1, query=-1, tokens=list("abcdefgh"), name="m"
+    ),
     "look.write": lambda: of(look.write, what=seen(), path="written.json"),
     "read": lambda: of(look.read, path=in_a_file(lambda path: look.write(seen(), path), "read.json")),
     "compare": lambda: of(look.compare, a=seen(), b=seen(), kept={0: [0, 1, 2]}),
@@ -174,11 +189,8 @@ LOOK: dict[str, Callable[[], Call]] = {
     ),
     "ablate masked": lambda: of(look.ablate, model=Speaker(), ids=IDS, heads=[(0, 1)], mask_id=7, decode=str),
     "patch": lambda: of(
-        look.patch, model=Speaker(), clean=IDS, corrupted=[1, *IDS[1:]], metric=look.LogitDifference(5, 7),
+        look.patch, model=Speaker(), clean=IDS, corrupted=[2, *IDS[1:]], metric=look.LogitDifference(5, 7),
         heads=[(0, 1)], positions=True, decode=str, name="m", progress=step,
-    ),
-    "LogitDifference.__call__": lambda: of(
-        look.LogitDifference(5, 7), output=torch.zeros(1, 8, 97), ids=torch.tensor([IDS])
     ),
     "Patching.best": lambda: of(patched().best, most=2),
     "Patching.table": lambda: of(patched().table, most=2),
@@ -187,9 +199,9 @@ LOOK: dict[str, Callable[[], Call]] = {
     "NormWeighted.scores": lambda: of(look.norm_weighted(Speaker(), IDS).scores, name="moved"),
     "NormWeighted.table": lambda: of(look.norm_weighted(Speaker(), IDS).table, most=2),
     "attribute": lambda: of(
-        look.attribute, model=Speaker(), ids=IDS, answer=5, wrong=7, decode=str, name="m"
+        look.attribute, model=Writer(), ids=IDS, answer=5, wrong=7, decode=str, name="m"
     ),
-    "Attribution.table": lambda: of(look.attribute(Speaker(), IDS, 5, 7).table, most=2),
+    "Attribution.table": lambda: of(look.attribute(Writer(), IDS, 5, 7).table, most=2),
     "circuits": lambda: of(look.circuits, model=Speaker(), ids=IDS, most=2, name="m", progress=step),
     "Circuits.with_roles": lambda: of(circuits().with_roles, look=seen()),
     "Circuits.strongest": lambda: of(circuits().strongest, most=2),

@@ -64,7 +64,7 @@ def test_what_does_not_exist_is_refused() -> None:
         ({"head": 6}, "6 heads, 0 to 5; got head 6"),
         ({"query": 3}, "3 tokens, 0 to 2; got query 3"),
     ):
-        with pytest.raises(IndexError, match=message):
+        with pytest.raises(ValueError, match=message):
             look.walk(model, [1, 2, 3], **places)
     with pytest.raises(KeyError, match="there are query, head, written, layer"):
         look.walk(model, [1, 2, 3])["scores"]

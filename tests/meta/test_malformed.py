@@ -61,15 +61,19 @@ ALSO: dict[str, set[str]] = {
     },
     "Rotary: frequencies": {"[0.9, 1.9]", "tensor [1.0, 2.0]"},
     "look.at: delimiters": {"{1}"},
-    "look.at: ids": {"[1, 2]", "[[1]]", "range", "array", "list"},
+    "walk: query": {"-1"},
+    "look.at: ids": {"[1, 2]", "tensor [1, 2]", "[[1]]", "range", "array", "list"},
     "Watch: delimiters": {"{1}"},
     "Watch: ids": {"[1, 2]", "[[1]]", "range", "array", "list"},
-    **{f"{name}: ids": {"[[1]]"} for name in ("importance", "ablate")},
+    **{f"{name}: ids": {"[[1]]"} for name in ("importance", "ablate", "attribute")},
     "over: texts": {"[[1]]"},
     "over: state": {"text"},
     "Vocabulary.of: names": {"['a']"},
     **{f"Vocabulary.of: {name}": {"{1}"} for name in ("delimiters", "special")},
-    **{f"Watch.{name}: loss": {"nan", "inf", "np.float32 nan"} for name in ("step", "measure")},  # then it is left out
+    **{
+        f"Watch.{name}: loss": {"nan", "inf", "np.float32 nan", "tensor 2", "tensor 2.0"}
+        for name in ("step", "measure")
+    },  # then it is left out
     **{f"{name}: heads": {"[]", "()", "{}"} for name in ("plan_prune", "prune")},
     "Repeats: seed": {"-1", "2**63"},
     "make_qkv: seed": {"-1"},
@@ -169,13 +173,14 @@ RECORDED = """
     Score Evidence Passage Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner
     LatentCache Comparison HeadChange Curve Point Ablation Circuits Composition HeadImportance HeadWrites Importance
     Redundancy SimilarHead LossCurve Vocabulary Pruning Regrouping Reconstruction Processes
-    Projections ModelOverRanks
+    Projections ModelOverRanks Attribution HeadLogit HeadNorms HeadPatch LogitDifference NormWeighted Patching Walk
 """
 RECORDS = RECORDED.split()
 # Handed on: by whom, and so checked where.
 HANDED_ON = {
     "unwrap": "anything is its own inside",
     "Probe.record": "by what watches a model",
+    "LogitDifference.__call__": "by look.patch, on the output of its model",
     "Role.plays": "numbers of a measurement",
     "Score.from_list": "by HeadRecord.from_dict",
     "Look.plot_head": "by Look.head",

@@ -50,7 +50,7 @@ def _is_look(name: str) -> bool:
     return name.lower().endswith(".json")
 
 
-class Pair(NamedTuple):
+class LookPair(NamedTuple):
     """Two looks to compare, and the heads plan that pairs their heads, or None."""
 
     before: Any
@@ -73,7 +73,7 @@ def side_by_side(
     result = looks[0] or look_at(model)
     if against is None:
         return result
-    return Pair(result, looks[1] or look_at(against), kept)
+    return LookPair(result, looks[1] or look_at(against), kept)
 
 
 def _recorded(model: str | None, *, against: str | None, any_input: bool) -> list[Any]:

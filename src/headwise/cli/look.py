@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import errors
-from .compare import Pair, check_measured, read_plan, side_by_side
+from .compare import LookPair, check_measured, read_plan, side_by_side
 from .options import look_inputs as reading
 from .options import look_outputs as writing
 from .options import media, ranks
@@ -103,7 +103,7 @@ def _look(  # private: a command has many options, and Python users call headwis
 def _put(result: Any, names: Sequence[str], as_json: bool, *, every: bool) -> None:
     """Write the files; print JSON, or the tables and the names of the files, that of the report last."""
     lines = writing.write(result, names)
-    if isinstance(result, Pair):
+    if isinstance(result, LookPair):
         changes = result.changes
         if as_json:
             print(changes.to_json())

@@ -71,6 +71,6 @@ def _walk(model: str | None, text: str | None, places: dict[str, int], as_json: 
         name = "headwise tiny" if model is None else loaded.name
         try:
             result = walk(loaded.model, ids, tokens=tokens, name=name, **places)
-        except IndexError as error:
+        except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     show(result.to_dict(), lambda _: result, as_json)

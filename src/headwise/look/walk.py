@@ -15,7 +15,7 @@ from ..nn.hooks.output_projections import output_projections
 from ..nn.hooks.probe import AttentionCall, probe
 from ..nn.hooks.unwrap import unwrap
 from ..ops.statistics.weights import weights
-from ..shapes.arguments import check_counts
+from ..shapes.arguments import FAR, check_counts
 from .inputs import ids as inputs
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ def walk(
 
     Raises:
         TypeError: `model` has no attention that headwise supports, or the ids are not integers.
-        ValueError: the model takes no text, or the ids do not fit it.
-        IndexError: there is no such layer, head or query.
+        ValueError: the model takes no text, the ids do not fit it, or there is no such layer, head or query.
 
     Example:
         >>> import headwise
@@ -178,15 +177,17 @@ def walk(
         (['query', 'head', 'written', 'layer'], [False, False, True, True, True])
     """
     check_counts(0, layer=layer, head=head)
+    inputs.check_told(name, None)
     model = unwrap(model)
     inputs.check_reads_text(model)
     row = inputs.as_row(ids)
     facts = inputs.IdFacts.of(model, row)
     inputs.check_fits(row, facts.vocabulary, facts.positions)
     named = inputs.as_tokens(row, tokens)
+    check_counts(-FAR, query=query)
     place = query + len(row) if query < 0 else query
     if not 0 <= place < len(row):
-        raise IndexError(f"the text has {len(row)} tokens, 0 to {len(row) - 1}; got query {query}")
+        raise ValueError(f"the text has {len(row)} tokens, 0 to {len(row) - 1}; got query {query}")
     device = next(model.parameters()).device
     calls: list[AttentionCall] = []
     seen: list[int] = []
@@ -203,11 +204,11 @@ def walk(
         with probe(model, each):
             run(model)
         if not calls:
-            raise IndexError(f"the model has {len(seen)} layers, 0 to {len(seen) - 1}; got layer {layer}")
+            raise ValueError(f"the model has {len(seen)} layers, 0 to {len(seen) - 1}; got layer {layer}")
         [call] = calls
         if head >= call.query.shape[1]:
             H = call.query.shape[1]
-            raise IndexError(f"layer {layer} has {H} heads, 0 to {H - 1}; got head {head}")
+            raise ValueError(f"layer {layer} has {H} heads, 0 to {H - 1}; got head {head}")
         projection = output_projections(model, run).get(call.module)
         part = None if projection is None else model.get_submodule(projection)
         stages = _stages(call, head, place, part)

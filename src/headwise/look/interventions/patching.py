@@ -113,6 +113,7 @@ class Patching(Tabled):
 
     def best(self, most: int) -> list[HeadPatch]:
         """Return the `most` records with the largest effects, of either sign."""
+        check_counts(most=most)
         return sorted(self.heads, key=lambda one: -abs(one.effect))[:most]
 
     def to_dict(self) -> dict[str, Any]:

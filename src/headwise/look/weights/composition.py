@@ -97,6 +97,7 @@ class Circuits(Tabled):
 
     def strongest(self, most: int) -> list[Composition]:
         """Return the `most` compositions of each kind that exceed chance most."""
+        check_counts(most=most)
         return [one for kind in KINDS for one in [one for one in self.compositions if one.kind == kind][:most]]
 
     def table(self, most: int = 12) -> rich.table.Table:

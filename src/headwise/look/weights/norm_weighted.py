@@ -17,7 +17,7 @@ from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.unwrap import unwrap
 from ...ops.attention import attention
 from ...ops.statistics.weights import weights
-from ...shapes.arguments import check_counts
+from ...shapes.arguments import check_counts, check_texts, shown
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
 from ..interventions.losses import readings
@@ -69,8 +69,9 @@ class NormWeighted(Tabled):
         Raises:
             ValueError: the name is none of ``"first"``, ``"first_moved"`` and ``"moved"``.
         """
+        check_texts(name=name)
         if name not in ("first", "first_moved", "moved"):
-            raise ValueError(f"the numbers are first, first_moved and moved; got {name!r}")
+            raise ValueError(f"the numbers are first, first_moved and moved; got {shown(name)}")
         layers: list[list[float]] = [[] for _ in range(1 + max(head.layer for head in self.heads))]
         for head in self.heads:
             layers[head.layer].append(getattr(head, name))
