@@ -13,7 +13,7 @@ ClassT = TypeVar("ClassT", bound=type)
 REASON = "it reads or changes a key-value cache, which is a Python object"
 
 
-def outside_graphs(function: FunctionT) -> FunctionT:
+def outside_graphs(function: FunctionT, reason: str = REASON) -> FunctionT:
     """Make torch.compile call a function without tracing it: the graph breaks before it and continues after it.
 
     Like `torch.compiler.disable`, but without an extra Python frame per call, and without the import of
@@ -21,6 +21,7 @@ def outside_graphs(function: FunctionT) -> FunctionT:
 
     Args:
         function: a function written in Python.
+        reason: why it is not traced, for the messages of torch.compile.
 
     Returns:
         The function itself.
@@ -33,7 +34,7 @@ def outside_graphs(function: FunctionT) -> FunctionT:
         2
     """
     marked: Any = function
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON  # for calls from a traced function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason  # for calls from a traced function
     frames = torch._C._dynamo.eval_frame  # for calls from an untraced function
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))

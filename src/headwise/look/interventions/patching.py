@@ -39,6 +39,7 @@ class LogitDifference:
         position: The position in the text; -1 is the last, whose logits predict what follows the text.
 
     Example:
+        >>> import torch
         >>> logits = torch.tensor([[[0.0, 0.0, 0.0], [1.0, 2.0, 5.0]]])
         >>> LogitDifference(answer=2, wrong=0)(logits, torch.tensor([[7, 11]]))
         tensor([4.])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...nn.attention_mode import attention_mode, current_mode
 from ...nn.hooks.projections import HOOKS, description, has_hooks, is_linear
+from ...ops.compiled_calls import outside_graphs
 from ...ops.masks.mask import Mask, as_mask
 from ...ops.sharding.heads import Group, Share, as_dtensor, pick_heads
 from ...ops.sharding.masks import mapped, share_of_mask
@@ -89,6 +90,9 @@ class HeadShards:
         mine = {name: self.parameter(x) for name, x in part.named_parameters()}
         with self.mode():
             return torch.func.functional_call(part, mine, args, options) if mine else part(*args, **options)
+
+    # The compiler cannot leave the mode again when a message within it breaks the graph.
+    outside_graphs(call, "its heads are split over processes, whose messages are not traced")
 
     def mode(self) -> AbstractContextManager[None]:
         """Enter the mode in which inner parts attend with the heads of this rank."""
