@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from headwise.look.records.head import NO_ROLE, HeadMap, HeadRecord
 from headwise.look.records.scores import Evidence, Score
 from headwise.look.records.vectors import vectors_of
 from headwise.look.result import Look
+from headwise.look.roles.catalog import ROLES
 from headwise.nn.hooks.probe import AttentionCall
 
 SENTENCE = " The quick fox saw the lazy dog.\n The quick fox saw the lazy cat, and the quick dog saw it too.\n"
@@ -84,6 +86,7 @@ def make_look(
     return Look(model, layers, heads, len(shown), shown, tuple(records), kind, 1.25, "0.1.0", tuple(maps))
 
 
+STATES = {role.name for role in ROLES if role.state}
 THRESHOLDS = {"previous-token": 0.5, "self": 0.5, "next-token": 0.5, "first-token sink": 0.3, "delimiter": 0.6}
 THRESHOLDS |= {"induction": 0.4, "duplicate-token": 0.4, "broad": 0.783}
 
@@ -139,6 +142,14 @@ def _score(name: str, value: float, role: str | None, matrix: npt.NDArray[np.flo
     several = name in ("induction", "duplicate-token")
     low, high = (max(value - 0.03, 0.0), min(value + 0.02, 1.0)) if several else (None, None)
     return Score(name, value, null, THRESHOLDS[name], size - 1, low, high, plays, shown if plays else ())
+
+
+def playing(record: HeadRecord, /, *scores: Score, **changes: Any) -> HeadRecord:
+    """The head with these scores alone: of those it plays, the first is its role, the states stand apart."""
+    played = [score.name for score in scores if score.plays]
+    role = next((name for name in played if name not in STATES), NO_ROLE)
+    states = tuple(name for name in played if name in STATES)
+    return replace(record, scores={score.name: score for score in scores}, role=role, states=states, **changes)
 
 
 def random_look(layers: int = 12, heads: int = 12, size: int = 128) -> Look:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hostile import HUGE, PAYLOADS
-from looks import full_look, make_look, words
+from looks import full_look, make_look, playing, words
 from loops import inside
 from reports import Elements, inflated, numbers, values
 
 from headwise import report
 from headwise.files.text import visible
-from headwise.look import ROLES, HeadRecord, Look, Score
+from headwise.look import ROLES, Look, Score
 from headwise.look.views.palette import COLOURS, GREY, label, letter_and_colour, linear_rgb, mark
 from headwise.report import maps, pack
 from headwise.report.escape import cut, json_for_html
@@ -30,9 +30,7 @@ def hostile_look(text: str) -> Look:
     """The text wherever a look holds a string."""
     look, _ = full_look(layers=1, heads=2, tokens=2)
     score = Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text)
-    heads = tuple(
-        replace(head, module=text, part=text, scores={text: score}, extras={text: 0.25}) for head in look.heads
-    )
+    heads = tuple(playing(head, score, module=text, part=text, extras={text: 0.25}) for head in look.heads)
     named = {"model": text, "kind": text, "version": text, "tokens": (text, "plain")}
     return replace(look, heads=heads, excerpts={text: {0: text}}, **named)
 
@@ -219,19 +217,17 @@ def test_roles_stand_in_the_order_of_their_heads() -> None:
     look = make_look(layers=1, heads=4)
     names = (("b", "c"), ("c", "a"), ("c", "b"), ("d",))
     heads = [
-        replace(
+        playing(
             head,
-            scores={
-                **{name: Score(name, 0.9 - 0.1 * i, 0.1, 0.4, 7, plays=True) for i, name in enumerate(played)},
-                **{name: Score(name, 0.9, 0.1, 0.4, 7) for name in ("induction", "an other", "self")},
-            },
+            *(Score(name, 0.9 - 0.1 * i, 0.1, 0.4, 7, plays=True) for i, name in enumerate(played)),
+            *(Score(name, 0.9, 0.1, 0.4, 7) for name in ("induction", "an other", "self")),
         )
         for head, played in zip(look.heads, names, strict=True)
     ]
     data = pack.page_data(replace(look, heads=tuple(heads)))
     listed = data["numbers"]["roles"]
     assert [(role["label"], role["played"]) for role in listed] == [
-        ("c", 3), ("b", 2), ("a", 1), ("d", 1), ("self", 0), ("induction", 0), ("an other", 0),
+        ("c", 3), ("b", 2), ("a", 1), ("d", 1), ("induction", 0), ("self", 0), ("an other", 0),
     ]  # fmt: skip
     assert numbers(data)["roles"] == [[1, 0], [0, 2], [0, 1], [3]]
 
@@ -283,9 +279,9 @@ def test_weights_that_are_none_are_shown_as_none() -> None:
 
 def test_a_number_that_is_none_is_said_so() -> None:
     look = make_look(layers=1, heads=1)
-    head: HeadRecord = replace(look.heads[0], entropy=float("nan"), largest=float("inf"), scores={})
+    head = playing(look.heads[0], entropy=float("nan"), largest=float("inf"))
     odd = Score("odd", float("nan"), float("inf"), 0.4, 7, plays=True)
-    other = replace(look.heads[0], head=1, scores={"odd": odd})
+    other = playing(look.heads[0], odd, head=1)
     data = Elements(report.render(replace(look, heads=(head, other), maps=()))).data
     assert values(data, "entropy")[0] is values(data, "largest")[0] is None
     assert values(data, "odd") == [None, None] and numbers(data)["nulls"] == [[None, None]]

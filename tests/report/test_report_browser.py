@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from browsers import MARKS, Opened, launched
 from hostile import HUGE, PAYLOADS
-from looks import codes, make_look, words
+from looks import codes, make_look, playing, words
 
 from headwise.look import Look, Score
 from headwise.report import page as page_module
@@ -127,7 +127,8 @@ def test_filter_by_role(opened: Any) -> None:
     assert page.locator("#table tbody tr").count() == sum(wanted)
     assert page.locator("#count").text_content() == f"{sum(wanted)} of 15 heads"
     page.locator("#roles .chip", has_text="no role").click()
-    idle = [h.role == "-" for h in look.heads]
+    idle = [not h.roles for h in look.heads]  # a state, such as a sink, has a button of its own
+    assert any(h.role == "-" and h.states for h in look.heads) and any(idle)
     assert page.locator("#table tbody tr").count() == sum(idle)
     off = page.evaluate("[...document.querySelectorAll('#grid .tile')].map((t) => t.classList.contains('off'))")
     assert off == [not one for one in idle] and page.locator("#show").input_value() == "role"
@@ -270,7 +271,7 @@ def hostile_look() -> Look:
     """Every payload as a token, and as role, source, module, kind and name as far as there are heads."""
     look = make_look(layers=4, heads=26, tokens=PAYLOADS, model="".join(PAYLOADS[:6]))
     heads = tuple(
-        replace(head, module=text, part=text, scores={text: Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text)})
+        playing(head, Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text), module=text, part=text)
         for head, text in zip(look.heads, PAYLOADS * 2, strict=False)
     )
     return replace(look, heads=heads, kind=PAYLOADS[1], version=PAYLOADS[2])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from browsers import MARKS, Opened, launched
-from looks import full_look, make_look, words
+from looks import full_look, make_look, playing, words
 
 import headwise
 from headwise.look import Evidence, Score
@@ -59,14 +59,12 @@ def tile(page: Any, head: int) -> Any:
 
 def test_the_overview_has_a_letter_and_a_colour_for_each_role(page: Any) -> None:
     letters = page.locator("#grid .tile .letter").all_text_contents()
-    of = {"previous-token": "P", "first-token sink": "", "induction": "I", "self": "=", "-": "\u00b7"}
-    assert letters == [of[head.role] for head in LOOK.heads]
+    of = {"previous-token": "P", "induction": "I", "self": "=", "-": "\u00b7"}
+    assert letters == ["" if head.role == "-" and head.states else of[head.role] for head in LOOK.heads]
     scores = page.locator("#grid .tile .value").all_text_contents()
-    values = [f"{head.roles[0].value:.2f}" if head.roles else "" for head in LOOK.heads]
-    named = [of[head.role].isascii() and bool(of[head.role]) for head in LOOK.heads]
-    assert scores == [value if one else "" for value, one in zip(values, named, strict=True)]
+    assert scores == ["" if head.role == "-" else f"{head.value(head.role):.2f}" for head in LOOK.heads]
     marks = page.eval_on_selector_all("#grid .tile", "(all) => all.map((t) => t.dataset.marks)")
-    assert marks == ["dot" if head.role == "first-token sink" else "" for head in LOOK.heads] and "dot" in marks
+    assert marks == ["dot" if head.states == ("first-token sink",) else "" for head in LOOK.heads] and "dot" in marks
     colours = page.eval_on_selector_all("#grid .tile", "(all) => all.map((t) => getComputedStyle(t).backgroundColor)")
     named = {(letter, colour) for letter, colour in zip(letters, colours, strict=True) if letter not in ("", "\u00b7")}
     assert len(named) == len(set(letters) - {"", "\u00b7"}) == len({colour for _, colour in named})
@@ -305,7 +303,7 @@ def test_parts_stand_apart_and_a_decoder_reads_behind_its_start(browser: Any, tm
         maps.append({"encoder": look, "decoder": small}[part].maps[i] if part != "cross" else None)
         maps[-1] = maps[-1] or replace(look.maps[i], rows=28, data=cross)
     shown = Score("induction", 0.9, 0.1, 0.4, 7, plays=True, evidence=(Evidence(0, 9, 4, 0.75),))
-    heads[2:] = [replace(head, scores={"induction": shown}) for head in heads[2:]]
+    heads[2:] = [playing(head, shown) for head in heads[2:]]
     spelt = {"copies 0": {place: f" r{place}" for place in range(29)}}
     heads[4:] = [replace(head, distance=None, offsets=(), ahead=()) for head in heads[4:]]
     look = replace(look, kind="encoder-decoder", heads=tuple(heads), maps=tuple(maps), excerpts=spelt)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from looks import calls, full_look
-from reports import Elements, inflated
+from looks import calls, full_look, playing
+from reports import Elements, inflated, numbers
 
 from headwise import report
 from headwise.look import Look, Score
@@ -22,8 +22,7 @@ def with_strengths(look: Look, values: dict[tuple[int, int], float]) -> Look:
     heads = []
     for head in look.heads:
         value = values.get((head.layer, head.head))
-        scores = {} if value is None else {"self": Score("self", value, 0.1, 0.5, 9, plays=True)}
-        heads.append(replace(head, scores=scores))
+        heads.append(playing(head, *(() if value is None else (Score("self", value, 0.1, 0.5, 9, plays=True),))))
     return replace(look, heads=tuple(heads))
 
 
@@ -42,6 +41,17 @@ def test_groups_are_ordered_by_the_strongest_of_their_heads(
     look, _ = full_look()
     data = Elements(report.render(with_strengths(look, values))).data
     assert [tuple(group) for group in data["vectors"]["groups"]] == order
+
+
+@pytest.mark.parametrize("plays", [None, False])
+def test_a_role_that_is_not_played_counts_for_nothing(plays: bool | None) -> None:
+    """A record made by hand may name a role that it does not play, or that was not measured; files refuse both."""
+    look = with_strengths(full_look()[0], {(2, 1): 0.6})
+    scores = {} if plays is None else {"induction": Score("induction", 0.9, 0.1, 0.5, 9, plays=plays)}
+    wrong = replace(look.heads[4], scores=scores, role="induction")
+    data = Elements(report.render(replace(look, heads=(*look.heads[:4], wrong, *look.heads[5:])))).data
+    assert [tuple(group) for group in data["vectors"]["groups"]][:2] == [(2, 0), (0, 0)]
+    assert numbers(data)["roles"][4] == []
 
 
 def test_each_group_holds_its_own_vectors() -> None:

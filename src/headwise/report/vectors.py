@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.look.records.head import NO_ROLE, HeadRecord
+from headwise.look.records.head import HeadRecord
 from headwise.look.records.vectors import ByteVectors, Neurons
 
 from .deflate import squeezed
@@ -63,8 +63,9 @@ def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[Call
     """Return all groups: those with a head of a strong role first, then in the order of layers."""
     strengths: dict[tuple[int, int], float] = {}
     for head in heads:
-        if head.role != NO_ROLE:
-            strengths[head.layer, head.head] = head.scores[head.role].value
+        for score in head.roles[:1]:
+            if score.name == head.role:  # else it plays states alone
+                strengths[head.layer, head.head] = score.value
     order = []
     for c, call in enumerate(calls):
         G = call.query.shape[0] // call.key.shape[0]
