@@ -25,6 +25,8 @@ pytestmark = pytest.mark.unchecked
 runner = CliRunner()
 COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 PLAIN = {"look": {}, "trace": {"d_model": "6", "num_heads": "2"}, "plan": {"configs": "gpt2"}}
+PLAIN |= {"redundancy": {}, "attribute": {"text": "a b c", "answer": "x", "wrong": "y"}}
+PLAIN |= {"patch": {"clean": "return x", "corrupt": "return y", "answer": "x", "wrong": "y"}}
 PLAIN |= {"importance": {}, "ablate": {"heads": "0.1"}, "circuits": {}, "tour": {}}
 TINY = str(Path(models.__file__).parent / "tiny")
 PLAIN |= {
@@ -94,6 +96,11 @@ def without_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "importance", lambda *_, **__: importance)
     monkeypatch.setattr(look, "redundancy", lambda *_, **__: look.Redundancy("a", 3, 3, 0.1, twins, (), ()))
     monkeypatch.setattr(look, "circuits", lambda *_, **__: look.Circuits("a", (), {}, writes))
+    patched = tuple(look.HeadPatch(*place, None, 0.5) for place in places)
+    patching = look.Patching("a", "x - y", 1.0, 0.0, ("a", "b"), ("a", "c"), patched)
+    added = look.Attribution("a", "x", "y", ("a", "b"), 1.0, tuple(look.HeadLogit(*p, 0.5) for p in places), 0.0)
+    monkeypatch.setattr(look, "patch", lambda *_, **__: patching)
+    monkeypatch.setattr(look, "attribute", lambda *_, **__: added)
     monkeypatch.setattr(look, "ablate", lambda *_, **__: look.Ablation("a", "zero", 3, 1.0, 2.0, (), None, ()))
     monkeypatch.setattr(cli.options.models, "quiet", lambda command: None)
     monkeypatch.setattr(models, "default_text", lambda: "a b")

@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headwise.files.atomic_file import check_destination, put
-from headwise.look.compare import compare
-from headwise.look.views import palette
 
 from .escape import cut
-from .numbers import rounded
 from .page import joined
 
 if TYPE_CHECKING:
@@ -33,6 +30,9 @@ def render_comparison(before: Look, after: Look, *, kept: Mapping[Any, Any] | No
     Raises:
         TypeError, ValueError: as for :func:`headwise.look.compare`.
     """
+    from headwise.look.compare import compare  # not at the top: the tour is made without torch
+    from headwise.look.views import palette
+
     changes = compare(before, after, kept=kept)
     names = list(dict.fromkeys(s.name for look in (before, after) for head in look.heads for s in head.roles))
     counts = {name: [len(look.with_role(name)) for look in (before, after)] for name in names}
@@ -82,17 +82,25 @@ def write_comparison(
 
 def _side(look: Look, index: Mapping[str, int]) -> dict[str, Any]:
     """Return one look: its name, and for each head its place and the roles that it plays with their values."""
+    from .numbers import rounded
+
     heads = [[head.layer, head.head, [[index[s.name], rounded(s.value)] for s in head.roles]] for head in look.heads]
     return {"model": cut(look.model), "width": look.num_heads, "heads": heads}
 
 
 def _role(name: str, counts: list[int]) -> dict[str, Any]:
+    from headwise.look.views import palette
+
     letter, colour = palette.letter_and_colour(name)
     about = {"label": cut(palette.label(name)), "letter": letter, "colour": colour, "mark": palette.mark(name)}
     return {**about, "counts": counts}
 
 
 def _pair(change: HeadChange, index: Mapping[str, int]) -> dict[str, Any]:
+    from headwise.look.views import palette
+
+    from .numbers import rounded
+
     moved = sorted(change.scores.items(), key=lambda one: -abs(one[1][1] - one[1][0]))[:MOST_SCORES]
     return {
         "before": [change.layer, change.head],

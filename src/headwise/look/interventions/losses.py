@@ -83,8 +83,8 @@ class Reading:
 
     def halves(self, model: nn.Module) -> list[Tensor]:
         """Return the parts of the loss from the first and the second half of the counted positions; they sum to it."""
-        places = (self.labels[0] != IGNORED).nonzero().flatten().tensor_split(2)
-        logits = logits_of(self.output(model), self.labels.shape[1])[0].float()
+        places = self.counted.tensor_split(2)
+        logits = logits_of(self.output(model), self.labels.shape[1], classes=bool(self.call))[0].float()
         total = sum(map(len, places))
         return [
             nn.functional.cross_entropy(logits[half], self.labels[0, half], reduction="sum") / total for half in places
@@ -95,6 +95,11 @@ class Reading:
         counted = self.labels[0] != IGNORED
         rows = [nn.functional.cross_entropy(row[counted].float(), self.labels[0, counted]) for row in logits]
         return torch.stack(rows)
+
+    @property
+    def counted(self) -> Tensor:
+        """The positions whose loss counts."""
+        return (self.labels[0] != IGNORED).nonzero().flatten()
 
     @property
     def width(self) -> int:
