@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...nn.hooks.probe import AttentionCall, probe
 from .gates import Survey, learning
-from .losses import Reading
+from .losses import IGNORED, Reading
 from .rank_correlation import spearman
 
 
@@ -19,11 +19,11 @@ def gradients(
     """Return E |dL / dxi| as ``[layer][head]``, the same divided by the l2 norm of each layer, and its stability.
 
     The stability is the rank correlation of the second between every other text and the rest; of one text, between the
-    halves of its tokens, if its loss is over words; else None.
+    halves of its tokens, if its loss is over words, of which it has more than one; else None.
     """
     by_text: list[list[Tensor]] = []
     halves: list[list[Tensor]] = []
-    split = len(texts) == 1 and texts[0].names_words
+    split = len(texts) == 1 and texts[0].names_words and int((texts[0].labels != IGNORED).sum()) > 1
     for text in texts:
         gates: list[Tensor] = []
 
