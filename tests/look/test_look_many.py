@@ -140,8 +140,8 @@ def test_a_part_of_the_processes() -> None:
     outside, *inside = ranks.pool(3).run(many_cases.subgroup)
     assert inside == [bytes([11, 12])] * 2
     assert outside == (
-        "group is a torch.distributed process group that this process is in, or None; got that of a process which is "
-        "not in it"
+        "group is a torch.distributed process group that this process is in, or None; got a group that this process "
+        "is not in"
     )
 
 

@@ -117,7 +117,7 @@ def by_distance() -> nn.Module:
 BROAD = ["broad"]
 MODELS = {
     "rotary": (rotary, [["previous-token"], ["offset-3"], ["first-token sink"], BROAD, ["induction"], *[BROAD] * 3]),
-    "alibi": (alibi, [["local band"], ["first-token sink"], ["self", "duplicate-token"], BROAD]),
+    "alibi": (alibi, [["local band"], ["first-token sink"], ["duplicate-token", "self"], BROAD]),
     "by distance": (
         by_distance,
         [
@@ -136,4 +136,4 @@ def test_heads_are_called_what_they_were_built_to_do(name: str) -> None:
     ids = [BOS, *drawn[:100].tolist()]
     seen = look.at(build().eval(), ids, delimiters=[], full_maps=False, map_size=1)
     assert [[score.name for score in head.roles] for head in seen.heads] == wanted
-    assert all(head.roles[0].value > 0.9 for head in seen.heads)
+    assert all(max(score.value for score in head.roles) > 0.9 for head in seen.heads)

@@ -139,7 +139,7 @@ def test_with_less_room_there_are_fewer_tokens_then_fewer_heads() -> None:
     assert seen == sorted(seen, reverse=True) and len(set(seen)) > 5
     few = vectors.packed(look.neurons, look.heads, 2000, weights=True)["groups"]
     assert 0 < len(few) < 6
-    order = sorted(look.heads, key=lambda head: -(head.roles[0].value if head.roles else -1))
+    order = sorted(look.heads, key=lambda head: -(head.scores[head.role].value if head.role in head.scores else -1))
     assert tuple(few[0]) == (order[0].layer, order[0].head // 2)
 
 

@@ -52,12 +52,12 @@ def moves(switches: Switches) -> float:
 
 
 def scores() -> dict[str, torch.Tensor]:
-    """Mean weight of each head on the token before, on the first token and on the own token, (layers, heads)."""
+    """Mean weight of queries with a choice on the token before, the first and their own, (layers, heads)."""
     maps = torch.stack(reference()(default_ids()).weights)
     return {
         "previous-token": maps.diagonal(-1, 2, 3).mean(-1),
         "first-token sink": maps[:, :, 1:, 0].mean(-1),
-        "self": maps.diagonal(0, 2, 3).mean(-1),
+        "self": maps.diagonal(0, 2, 3)[..., 1:].mean(-1),
     }
 
 

@@ -84,7 +84,7 @@ class Reading:
     def halves(self, model: nn.Module) -> list[Tensor]:
         """Return the parts of the loss from the first and the second half of the counted positions; they sum to it."""
         places = self.counted.tensor_split(2)
-        logits = logits_of(self.output(model), self.labels.shape[1], classes=bool(self.call))[0].float()
+        logits = logits_of(self.output(model), self.labels.shape[1], classes=self.classes or bool(self.call))[0].float()
         total = sum(map(len, places))
         return [
             nn.functional.cross_entropy(logits[half], self.labels[0, half], reduction="sum") / total for half in places

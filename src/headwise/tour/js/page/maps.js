@@ -25,7 +25,7 @@ function idealCells(role, ids, pieces) {
     before.set(id, [...copies, i]);
     switch (role) {
       case "previous-token": return i > 0 ? [i - 1] : [];
-      case "self": return [i];
+      case "self": return i > 0 ? [i] : []; // the first query has no choice
       case "first-token sink": return i > 0 ? [0] : [];
       case "duplicate-token": return copies;
       case "induction": return copies.map((j) => j + 1).filter((j) => j < i);
