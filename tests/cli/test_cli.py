@@ -293,6 +293,8 @@ def test_a_text_that_cannot_be_looked_at(here: Path, tiny: Path) -> None:
     assert "not UTF-8 text (byte 1); convert it first" in refused("look", "--text", "a\udcff")
     assert "half of a surrogate pair" in refused("look", "--text", "a\ud800\udcff")
     assert "half of a surrogate pair" in refused("look", "--text", "a\ud800")
+    pair = ("--text", "a b", "--answer", "a\udcff", "--wrong", "b")
+    assert "--answer: not UTF-8 text (byte 1); convert it first" in refused("attribute", *pair)
     assert not list(here.glob("*.html"))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .importance import Device, Dtype, Json, ModelArgument, check_out, measured, pairs_of, write_out
-from .options.texts import typed_text
+from .options.texts import typed_text, typed_token
 from .output import put
 
 AnswerToken = Annotated[str, typer.Option(help="What should follow the text, one token, with its space: ' Mary'.")]
@@ -30,6 +30,7 @@ def patch(
     """Put each head's output on one text into the run on another, and show how much of the difference it restores."""
     chosen = None if heads is None else pairs_of(heads)
     texts = [typed_text(clean, "--clean"), typed_text(corrupt, "--corrupt")]
+    answer, wrong = typed_token(answer, "--answer"), typed_token(wrong, "--wrong")
     check_out(out)
 
     def work(loaded: Any, show: Any) -> Any:
@@ -60,6 +61,7 @@ def attribute(
 ) -> None:
     """Show what each head adds directly to the logit of one token minus that of another."""
     content = typed_text(text)
+    answer, wrong = typed_token(answer, "--answer"), typed_token(wrong, "--wrong")
 
     def work(loaded: Any, show: Any) -> Any:
         from headwise.look import attribute

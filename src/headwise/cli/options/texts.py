@@ -42,6 +42,11 @@ def typed_text(text: str, option: str = "--text") -> str:
     return _with_words(_decode(_typed(text, option), option), option)
 
 
+def typed_token(text: str, option: str) -> str:
+    """Return a token that was typed as an option, which may be a space; raise BadParameter if it is no UTF-8 text."""
+    return _decode(_typed(text, option), option)
+
+
 def _with_words(content: str, where: str) -> str:
     if not content.strip():
         raise typer.BadParameter(f"{where}: the text is empty; give at least a few words")
