@@ -233,12 +233,7 @@ def patch(
     check_flags(positions=positions)
     check_told(name, progress)
     model = unwrap(model)
-    rows = [as_row(clean), as_row(corrupted)]
-    if len(rows[0]) != len(rows[1]):
-        raise ValueError(
-            "patching puts each position of the clean text into the same position of the corrupted one, so both have "
-            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; exchange words for words of as many tokens"
-        )
+    rows = _rows_of_one_length(clean, corrupted)
     last = isinstance(metric, LogitDifference) and metric.position == -1
     texts = [replace(text, last=last) for text in readings(model, rows, loss=metric, mask_id=None, seed=0)]
     outputs: dict[int, Tensor] = {}
@@ -263,18 +258,28 @@ def patch(
 
     step(0)
     risen = rises(model, [texts[1]], base, [[place] for place in chosen], outputs.__getitem__, step)
-    return Patching(
-        model=name or model_name(model),
-        metric=_words(metric, decode),
-        clean=healthy.loss,
-        corrupted=base.loss,
-        clean_tokens=tuple(map(decode, rows[0])),
-        corrupted_tokens=tuple(map(decode, rows[1])),
-        heads=tuple(
-            HeadPatch(place[0], place[1], place[2] if positions else None, rise / gap)
-            for place, rise in zip(chosen, risen, strict=True)
-        ),
+    heads_patched = (
+        HeadPatch(place[0], place[1], place[2] if positions else None, rise / gap)
+        for place, rise in zip(chosen, risen, strict=True)
     )
+    tokens = [tuple(map(decode, row)) for row in rows]
+    told = name or model_name(model), _words(metric, decode)
+    return Patching(*told, healthy.loss, base.loss, tokens[0], tokens[1], tuple(heads_patched))
+
+
+def _rows_of_one_length(clean: Any, corrupted: Any) -> list[list[int]]:
+    """Return the ids of both texts.
+
+    Raises:
+        ValueError: the texts have different lengths.
+    """
+    rows = [as_row(clean), as_row(corrupted)]
+    if len(rows[0]) != len(rows[1]):
+        raise ValueError(
+            "patching puts each position of the clean text into the same position of the corrupted one, so both have "
+            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; exchange words for words of as many tokens"
+        )
+    return rows
 
 
 def _words(metric: Loss, decode: Callable[[int], str]) -> str:

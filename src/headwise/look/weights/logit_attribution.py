@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts, check_functions
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
-from ..interventions.losses import readings
+from ..interventions.losses import no_loss, readings
 from ..views.tables import Tabled
 from .attribution import Ending, ending_of, frozen_norm, observed, way
 from .head_matrices import written_by
@@ -144,8 +144,8 @@ def attribute(
     check_told(name, None)
     model = unwrap(model)
     row = as_row(ids)
-    [short] = readings(model, [row[:SHORT]], loss=_no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [row], loss=_no_loss, mask_id=None, seed=0)
+    [short] = readings(model, [row[:SHORT]], loss=no_loss, mask_id=None, seed=0)
+    [text] = readings(model, [row], loss=no_loss, mask_id=None, seed=0)
     ending = ending_of(model, short)
     if ending is None or not ending.factors or max(answer, wrong) >= ending.outputs:
         raise ValueError(
@@ -160,12 +160,7 @@ def attribute(
         towards, difference = _direction(model, ending, read, answer, wrong)
         heads: list[HeadLogit] = []
         for layer, (module, out, _) in outs.items():
-            if module not in names:
-                raise ValueError(
-                    f"no module reads the heads of {module!r} side by side (a gate or a norm stands between), so it "
-                    "has no W_O a head; headwise.look.patch measures any model"
-                )
-            W = written_by(model.get_submodule(names[module]), len(out), out.shape[2], out)
+            W = written_by(_projection(model, names, module), len(out), out.shape[2], out)
             factor, linear, size = way(model, ending, layer, W, read)
             written = torch.einsum("hv,hvm->hm", out[:, -1].float(), W) @ linear.mT * size[-1]
             effects = [None] * len(out) if factor is None else (factor * (written @ towards)).tolist()
@@ -179,6 +174,20 @@ def attribute(
         heads=tuple(heads),
         rest=difference - sum(one.effect or 0.0 for one in heads),
     )
+
+
+def _projection(model: nn.Module, names: Mapping[str, str], module: str) -> nn.Module:
+    """Return the output projection of an attention module.
+
+    Raises:
+        ValueError: no module takes its concatenated heads.
+    """
+    if module not in names:
+        raise ValueError(
+            f"no module reads the heads of {module!r} side by side (a gate or a norm stands between), so it "
+            "has no W_O a head; headwise.look.patch measures any model"
+        )
+    return model.get_submodule(names[module])
 
 
 def _direction(
@@ -206,7 +215,3 @@ def _direction(
         linear, size = frozen
         towards = size[-1] * (towards @ linear)
     return towards, float(difference.detach())
-
-
-def _no_loss(output: Any, ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids), device="cpu")

@@ -20,7 +20,7 @@ from ...ops.statistics.weights import weights
 from ...shapes.arguments import check_counts, check_texts, shown
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
-from ..interventions.losses import readings
+from ..interventions.losses import no_loss, readings
 from ..views.tables import Tabled
 from .head_matrices import written_by
 
@@ -187,8 +187,8 @@ def _calls(model: nn.Module, row: Sequence[int]) -> list[tuple[AttentionCall, Te
     """
     if len(row) < 2:
         raise ValueError("norm-weighted attention needs a text of at least 2 tokens; got 1; give a longer text")
-    [short] = readings(model, [row[:SHORT]], loss=_no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [row], loss=_no_loss, mask_id=None, seed=0)
+    [short] = readings(model, [row[:SHORT]], loss=no_loss, mask_id=None, seed=0)
+    [text] = readings(model, [row], loss=no_loss, mask_id=None, seed=0)
     with learning(model):
         names = output_projections(model, lambda model: short.output(model))
     with resting(model), probe(model) as seen:
@@ -206,7 +206,3 @@ def _calls(model: nn.Module, row: Sequence[int]) -> list[tuple[AttentionCall, Te
         # |v W|^2 = v (W W^T) v^T, without the vectors of the model's width
         result.append((call, torch.einsum("hsv,hvw,hsw->hs", value, W @ W.mT, value).clamp(min=0).sqrt()))
     return result
-
-
-def _no_loss(output: Any, ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids), device="cpu")
