@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,14 +108,6 @@ class Importance(Tabled):
         for head in self.heads:
             layers[head.layer].append(getattr(head, by))
         return layers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and lists."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
         """Return a table of the `most` most important heads by a criterion (the first by default).

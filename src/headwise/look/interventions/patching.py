@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -116,14 +115,6 @@ class Patching(Tabled):
         """Return the `most` records with the largest effects, of either sign."""
         check_counts(most=most)
         return sorted(self.heads, key=lambda one: -abs(one.effect))[:most]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and lists."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads with the largest effects, of either sign."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,14 +78,6 @@ class Redundancy(Tabled):
     heads: tuple[SimilarHead, ...]
     patterns: tuple[tuple[tuple[int, int], ...], ...]
     outputs: tuple[tuple[tuple[int, int], ...], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and lists."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self) -> rich.table.Table:
         """Return a table of the clusters, largest first."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
 
 from ...extras import missing_extra
 from ...files.text import visible
@@ -36,10 +38,18 @@ _COLUMNS = ("layer", "head", "entropy", "largest", "distance", *_SCORES.values()
 
 
 class Tabled:
-    """A result that prints as its tables, also in a notebook."""
+    """A dataclass of a result that prints as its tables, also in a notebook, and converts to JSON."""
 
     @abstractmethod
     def _tables(self) -> Iterable[rich.table.Table]: ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dictionaries and lists."""
+        return asdict(cast(Any, self))
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
 
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,14 +85,6 @@ class Circuits(Tabled):
             )
         names = {f"{head.layer}.{head.head}": head.roles[0].name for head in look.heads if head.roles}
         return replace(self, roles=names)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and lists."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
     def strongest(self, most: int) -> list[Composition]:
         """Return the `most` compositions of each kind that exceed chance most."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,14 +61,6 @@ class Attribution(Tabled):
     difference: float
     heads: tuple[HeadLogit, ...]
     rest: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and lists."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads with the largest effects, of either sign."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,14 +75,6 @@ class NormWeighted(Tabled):
         for head in self.heads:
             layers[head.layer].append(getattr(head, name))
         return layers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and lists."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads whose first token has the largest weight."""
