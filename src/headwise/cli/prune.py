@@ -82,10 +82,7 @@ def _prune(  # private: a command has many options, and Python users call headwi
     different number of heads in each layer; transformers loads it after headwise.hf is imported.
     """
     check_out(out, dry_run)
-    if reconstruct and (text, file, corpus) == (None,) * 3:
-        raise typer.BadParameter(
-            "--reconstruct needs a text; give --file with a few thousand words like the training text"
-        )
+    _check_reconstruct_has_text(reconstruct, text, file, corpus)
     by = _criterion(by, heads, keep_fraction, budget_mb, context)
     beside = Beside.opened(image, audio, target, corpus=corpus, reconstruct=reconstruct)
     if reconstruct and zero:
@@ -115,6 +112,14 @@ def _prune(  # private: a command has many options, and Python users call headwi
             else:
                 facts = _write(hf, plan, out, loaded, rows, show, verify=verify)
     print_facts(facts, None if dry_run else out, as_json)
+
+
+def _check_reconstruct_has_text(reconstruct: bool, *texts: str | None) -> None:
+    """Raise BadParameter if --reconstruct has no text to fit on."""
+    if reconstruct and not any(text is not None for text in texts):
+        raise typer.BadParameter(
+            "--reconstruct needs a text; give --file with a few thousand words like the training text"
+        )
 
 
 def _write(hf: Any, plan: Any, out: Any, loaded: Any, rows: Any, show: Any, *, verify: bool) -> dict[str, Any]:
