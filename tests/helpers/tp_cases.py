@@ -17,15 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import headwise
 from headwise.cache import StaticCache
-from headwise.nn import (
-    GatedMultiHeadAttention,
-    InnerAttention,
-    LatentAttention,
-    MultiHeadAttention,
-    OutputGate,
-    Rotary,
-    headwise_gate,
-)
+from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary
 from headwise.parallel import context, load_slices, split_sequence, sum_gradients, tensor_parallel
 
 OUT, GRADIENT = 1e-6, 5e-6  # of fp32, relative to the largest: what issue 16 asks for
@@ -56,10 +48,9 @@ def build(kind: str, H: int, K: int) -> Any:
     memory = {"memory_dim": (11, 5)} if kind == "cross" else {"rotary": Rotary(4)}
     inner = InnerAttention(softcap=7.0, sinks=torch.randn(H)) if "plain" not in kind else None
     norm = None if kind == "bare" else nn.RMSNorm
-    kind_of = MultiHeadAttention
-    if kind.startswith("gated"):
-        gate = headwise_gate if "headwise" in kind else OutputGate
-        kind_of = functools.partial(GatedMultiHeadAttention, gate=gate)
+    gate = headwise.nn.headwise_gate if "headwise" in kind else headwise.nn.OutputGate
+    gated = functools.partial(headwise.nn.GatedMultiHeadAttention, gate=gate)
+    kind_of = gated if kind.startswith("gated") else MultiHeadAttention
     return kind_of(M, H, num_kv_heads=K, head_dim=4, value_dim=3, bias=True, qk_norm=norm, inner=inner, **memory)
 
 

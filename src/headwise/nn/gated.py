@@ -20,8 +20,8 @@ class OutputGate(nn.Module):
 
     $$G = \sigma(X W_G), \qquad \text{MultiHead}(X) = \text{Concat}(G_1 \odot \text{head}_1, \dots) W_O$$
 
-    The elementwise gate has a factor for each of the V numbers of a head, as in Qwen3-Next; the headwise gate has one
-    factor per head and token. Source: Qiu et al. 2025, "Gated Attention for Large Language Models", arXiv 2505.06708
+    The elementwise gate has a factor for each of the V numbers of a head; the headwise gate has one factor per head and
+    token. Source: Qiu et al. 2025, "Gated Attention for Large Language Models", arXiv 2505.06708
     (positions G1, elementwise and headwise).
 
     Args:
