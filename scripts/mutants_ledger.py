@@ -95,6 +95,6 @@ def _tests(path: Path) -> set[tuple[str, ...]]:
 
 
 def draw(mutants: Sequence[Mutant], count: int, seed: str) -> list[Mutant]:
-    """Return `count` of them, the same for a seed; those of C++, which must be compiled, only if the others are fewer."""
+    """Return `count` of them, the same for a seed; those of C++, which is compiled, only if the others are fewer."""
     shuffled = random.Random(seed).sample(mutants, len(mutants))
     return sorted(shuffled, key=lambda mutant: mutant.is_native)[:count]
