@@ -52,7 +52,7 @@ def configure(folder: str, *options: str) -> Path:
     with open(ROOT / "build" / "lock", "w") as lock:  # that of hatch_build.py: another test process may build, too
         fcntl.flock(lock, fcntl.LOCK_EX)
         ok("cmake", "-S", ROOT, "-B", build, "-DHEADWISE_FUZZ=ON", *options)
-        ok("cmake", "--build", build, "--target", "headwise_fuzz", "--parallel")
+        ok("cmake", "--build", build, "--target", "headwise_fuzz", "--parallel", str(os.cpu_count()))
     return build
 
 
