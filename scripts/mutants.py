@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/mutants.py                        all of tests/*/mutants.toml (`make ledger`)
     .venv/bin/python scripts/mutants.py --only cache           those of a room, or of a file; `--list` shows them
-    .venv/bin/python scripts/mutants.py --sample 10 --seed X   ten at random; the seed is 0 by default
+    .venv/bin/python scripts/mutants.py --sample 4 --seed X    four at random, of C++ only if the others are fewer
 
 An entry of the ledger is a file, a text that occurs in it once, the text to put there, and a test. The test must pass
 on a clean copy and fail on the mutated one: by an assertion or an exception of its own, for a module that no longer
@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
     parser.add_argument("--only", action="append", metavar="ROOM|FILE", help="may be repeated")
-    parser.add_argument("--sample", type=int, metavar="N", help="N of them at random")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of them at random, those of C++ last")
     parser.add_argument("--seed", default="0", help="of the sample; 0 by default")
     parser.add_argument("--jobs", type=int, default=2, help="copies side by side")
     parser.add_argument("--timeout", type=float, default=240, metavar="SECONDS", help="of a test")

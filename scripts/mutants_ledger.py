@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-NATIVE_SHARE = 0.3  # of a sample, at most: C++ must be compiled
-
 
 @dataclass(frozen=True)
 class Mutant:
@@ -97,7 +95,6 @@ def _tests(path: Path) -> set[tuple[str, ...]]:
 
 
 def draw(mutants: Sequence[Mutant], count: int, seed: str) -> list[Mutant]:
-    """`count` of them, the same for a seed; few of C++."""
+    """Return `count` of them, the same for a seed; those of C++, which is compiled, only if the others are fewer."""
     shuffled = random.Random(seed).sample(mutants, len(mutants))
-    native = [mutant for mutant in shuffled if mutant.is_native][: int(count * NATIVE_SHARE)]
-    return (native + [mutant for mutant in shuffled if not mutant.is_native])[:count]
+    return sorted(shuffled, key=lambda mutant: mutant.is_native)[:count]

@@ -52,7 +52,7 @@ def configure(folder: str, *options: str) -> Path:
     with open(ROOT / "build" / "lock", "w") as lock:  # that of hatch_build.py: another test process may build, too
         fcntl.flock(lock, fcntl.LOCK_EX)
         ok("cmake", "-S", ROOT, "-B", build, "-DHEADWISE_FUZZ=ON", *options)
-        ok("cmake", "--build", build, "--target", "headwise_fuzz", "--parallel")
+        ok("cmake", "--build", build, "--target", "headwise_fuzz", "--parallel", str(os.cpu_count()))
     return build
 
 
@@ -336,10 +336,10 @@ def test_a_wheel_without_a_compiler(sources: Path, env: dict[str, str], why: str
 
 @needs_compiler
 def test_a_broken_build_is_an_error_where_asked(sources: Path) -> None:
-    (sources / "csrc" / "runtime" / "dispatch.cpp").write_text("#error\n")
+    """Where it was not asked for, installation goes on, as above."""
     command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(sources), str(sources)]
-    assert run(sys.executable, "-m", *command, HEADWISE_NATIVE="1").returncode != 0
-    assert run(sys.executable, "-m", *command, HEADWISE_NATIVE="").returncode == 0
+    done = run(sys.executable, "-m", *command, HEADWISE_NATIVE="1", CXX="false")
+    assert done.returncode != 0 and "the compiler failed" in done.stdout + done.stderr
 
 
 # Without the library

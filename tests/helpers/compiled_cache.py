@@ -61,6 +61,7 @@ def decode(run: Callable[..., Tensor], caches: list[Any], x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_and_200_steps_are_two_graphs(kind: str, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def test_a_prompt_and_200_steps_are_two_graphs(kind: str, dtype: torch.dtype) ->
 
 
 @torch.no_grad()
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_is_dynamic(kind: str, dynamic: bool) -> None:
@@ -108,6 +110,7 @@ MASKS: dict[str, Callable[[], Any]] = {
 
 
 @torch.no_grad()
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_of_a_step(kind: str, name: str) -> None:
@@ -128,6 +131,7 @@ def test_masks_of_a_step(kind: str, name: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_rows(kind: str) -> None:
     model, graphs = Model().eval(), CompileCounterWithBackend("aot_eager")
@@ -141,6 +145,7 @@ def test_padded_rows(kind: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_graph_reads_of_a_cache_is_as_it_is_now(kind: str) -> None:
     """Lengths, columns, free pages and rows between two appends of one compiled function are those after the first."""

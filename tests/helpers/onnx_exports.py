@@ -71,7 +71,7 @@ class Calls(nn.Module):
         super().__init__()
         self.register_buffer("sinks", torch.linspace(-1, 1, H))
         every = list(self.options(*make_qkv(2, H, K, 5, 7, D, V)))
-        self.names = list(dict.fromkeys(["causal", "empty rows", *drawn(every, most=4)]))
+        self.names = list(dict.fromkeys(["causal", "empty rows", *drawn(every, most=12)]))
 
     def options(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, dict[str, Any]]:
         T, S = q.shape[2], k.shape[2]

@@ -47,7 +47,7 @@ model.set_attn_implementation("headwise")
 plain = model.forward
 
 def generated(**more):
-    return model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None, **more).tolist()
+    return model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None, **more).tolist()
 
 def error(**more):
     try:
