@@ -75,7 +75,7 @@ def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tens
         return met_BKT.repeat_interleave(H // K, dim=1), (hi_BT > lo_BT)[:, None], (sights_BS > 0)[:, None]
     bad_BH1S = bad_BKS.repeat_interleave(H // K, dim=1)[:, :, None]
     met, alive, seen = [], [], torch.zeros((), dtype=torch.bool, device=device)
-    for rows in row_blocks(T, S):
+    for rows in row_blocks(T, S, device.type):
         allowed = mask.allowed(T, S, rows=rows, device=device)
         if allowed is None:  # the mask has only biases, which forbid nothing
             return _meetings(bad_BKS, EVERYTHING, H, T)
@@ -91,7 +91,7 @@ def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
     bounds = mask.bounds(T, S, device)
     if bounds is not None:
         return (bounds[1] > bounds[0])[:, None]
-    blocks = [mask.allowed(T, S, rows=rows, device=device) for rows in row_blocks(T, S)]
+    blocks = [mask.allowed(T, S, rows=rows, device=device) for rows in row_blocks(T, S, device.type)]
     alive = [x.any(-1) for x in blocks if x is not None]
     return torch.cat(alive, dim=2) if alive else torch.ones(1, 1, 1, dtype=torch.bool, device=device)
 

@@ -13,8 +13,10 @@ from .masks.mask import Mask
 from .options import ScoreOptions
 from .tracing import is_symbol
 
-# Elements of one head's R x S block of scores: 1 MiB of float32, about the L2 cache of one core.
+# Elements of one head's R x S block of scores: 1 MiB of float32, about the L2 cache of one core. On other devices each
+# operator is a kernel launch, so blocks are larger and fewer: 8 MiB a head.
 BLOCK_ELEMENTS = 1 << 18
+DEVICE_BLOCK_ELEMENTS = 1 << 21
 MIN_ROWS = 16
 
 
@@ -35,14 +37,15 @@ def strips(T: int, rows: int) -> Iterator[slice]:
         yield slice(first, min(first + rows, T))
 
 
-def row_blocks(T: int, S: int) -> Iterator[slice]:
-    """Yield blocks of query rows whose R x S scores stay within a fixed budget: memory is linear in S.
+def row_blocks(T: int, S: int, device_type: str = "cpu") -> Iterator[slice]:
+    """Yield blocks of query rows whose R x S scores stay within the device's budget: memory is linear in S.
 
-    R depends only on S, not on the batch, so a row has the same bits in every batch.
+    R depends only on S and the device, not on the batch, so a row has the same bits in every batch.
     """
     if torch.compiler.is_compiling():
         return strips(T, 512)
-    return strips(T, max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS))
+    elements = BLOCK_ELEMENTS if device_type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    return strips(T, max(MIN_ROWS, elements // max(S, 1) // MIN_ROWS * MIN_ROWS))
 
 
 def strip_of(
