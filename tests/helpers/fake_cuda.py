@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -48,8 +48,17 @@ class Cost(TorchDispatchMode):
         if len(devices) > 1:
             self.from_host[name] += 1
         self.launches[name] += 1
-        self.bytes[name] += sum(_own_bytes(x) for x in (*read, *written))
+        self.bytes[name] += _moved(name, read, written)
         self.largest = max([self.largest, *(_own_bytes(x) // x.itemsize for x in written)])
+
+
+def _moved(name: str, read: list[Tensor], written: list[Tensor]) -> int:
+    """The bytes that an operator reads and writes; of a tensor that it indexes, the places that it picks."""
+    if name in ("index", "gather", "index_select"):
+        read = [*read[1:], *written]
+    elif name == "index_put_":
+        read, written = [*read[1:], read[-1]], []
+    return sum(_own_bytes(x) for x in (*read, *written))
 
 
 def _own_bytes(x: Tensor) -> int:
@@ -94,5 +103,7 @@ def fake_cuda() -> Iterator[Callable[[], Cost]]:
         mock.patch.object(flex, "_compiled", lambda: attend_flex),
         mock.patch("torch.cuda._lazy_init", lambda: None),
     )
-    with stand_ins[0], stand_ins[1], stand_ins[2], torch.no_grad(), FakeTensorMode():
+    with ExitStack() as stack:
+        for change in (*stand_ins, torch.no_grad(), FakeTensorMode()):
+            stack.enter_context(change)
         yield counted

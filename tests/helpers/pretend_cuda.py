@@ -1,8 +1,8 @@
 """CUDA tensors without a GPU: they say `cuda`, refuse tensors of other devices as CUDA does, and compute on the CPU.
 
-Each operator is counted: a kernel launch, a wait for the device (`.item()`, `.tolist()`, `bool()`), a copy to the device
-or from it. Views launch nothing. The fused kernels are one launch each: SDPA is the CPU's, and in place of compiled
-FlexAttention runs plain arithmetic over the listed tiles. Gradients cannot run: autograd has no thread for the device.
+Counted are kernel launches, waits for the device (`.item()`, `.tolist()`, `bool()`), and copies to it or from it. Views
+launch nothing. The fused kernels are one launch each: SDPA is the CPU's, and in place of compiled FlexAttention plain
+arithmetic runs over the listed tiles. Gradients cannot run: autograd has no thread for the device.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import subprocess
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,11 +29,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from headwise.ops.backends import flex
 
 CUDA = torch.device("cuda", 0)
-NO_LAUNCH = frozenset(
-    "view _unsafe_view expand slice select unsqueeze squeeze transpose permute t as_strided alias detach unbind split "
-    "reshape _reshape_alias lift_fresh unfold split_with_sizes empty empty_like new_empty empty_strided diagonal "
-    "unflatten chunk movedim narrow view_as broadcast_tensors unsafe_split".split()
-)
+# fmt: off
+NO_LAUNCH = {
+    "view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "t",
+    "as_strided", "alias", "detach", "unbind", "split", "reshape", "_reshape_alias", "lift_fresh", "unfold",
+    "split_with_sizes", "empty", "empty_like", "new_empty", "empty_strided", "diagonal", "unflatten", "chunk",
+    "movedim", "narrow", "view_as", "broadcast_tensors", "unsafe_split",
+}
+# fmt: on
 """Operators that launch no kernel: views, and memory that is not written."""
 COPIES = {"_to_copy", "copy_", "copy", "_copy_from", "to"}
 INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
@@ -233,7 +236,16 @@ def pretend_cuda() -> Iterator[Counts]:
     """Make `device="cuda"` work inside, and count; a mode of Python, so it is off again at the end."""
     load_guard()
     COUNTS.clear()
-    nothing: Callable[[], None] = lambda: None  # noqa: E731
-    with mock.patch("torch.cuda._lazy_init", nothing), mock.patch.object(flex, "_compiled", lambda: _flex):
-        with torch.no_grad(), _Functions(), _Factories():
-            yield COUNTS
+    changes = (
+        mock.patch("torch.cuda._lazy_init", lambda: None),
+        # `module.to("cuda")` makes new parameters: memory of another kind cannot be put into the old ones.
+        mock.patch("torch.__future__._overwrite_module_params_on_conversion", True),
+        mock.patch.object(flex, "_compiled", lambda: _flex),
+        torch.no_grad(),
+        _Functions(),
+        _Factories(),
+    )
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        yield COUNTS

@@ -25,10 +25,8 @@ class RowNumbers:
             return torch.tensor(numbers, dtype=torch.int64, device=device)
         before, kept = self._kept_numbers.get(name, ([], None))
         grown = {n - old for n, old in zip(numbers, before, strict=False)}
-        if kept is None or kept.device.type != device.type or len(before) != len(numbers) or len(grown) != 1:
-            kept = None
-        with torch.inference_mode(False):  # it also serves steps with a gradient
-            if kept is None:
+        with torch.inference_mode(False):  # the tensor also serves steps with a gradient
+            if kept is None or kept.device.type != device.type or len(before) != len(numbers) or len(grown) != 1:
                 kept = torch.tensor(numbers, dtype=torch.int64, device=device)
             elif grown != {0}:
                 kept = kept + grown.pop()

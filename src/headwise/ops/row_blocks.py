@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..shapes import compute_dtype
 from .masks.mask import Mask
+from .masks.tiles import DEVICE_STRIP_PAIRS
 from .options import ScoreOptions
 from .tracing import is_symbol
 
@@ -46,6 +47,13 @@ def row_blocks(T: int, S: int, device_type: str = "cpu") -> Iterator[slice]:
         return strips(T, 512)
     elements = BLOCK_ELEMENTS if device_type == "cpu" else DEVICE_BLOCK_ELEMENTS
     return strips(T, max(MIN_ROWS, elements // max(S, 1) // MIN_ROWS * MIN_ROWS))
+
+
+def mask_blocks(T: int, S: int, device_type: str) -> Iterator[slice]:
+    """Yield blocks of query rows for a mask alone, which has few heads: larger than `row_blocks` off the CPU."""
+    if device_type == "cpu" or torch.compiler.is_compiling():
+        return row_blocks(T, S, device_type)
+    return strips(T, max(1, DEVICE_STRIP_PAIRS // max(S, 1)))
 
 
 def strip_of(
