@@ -33,28 +33,6 @@ MIN_HEAD_DIM = 16
 LOWEST = torch.finfo(torch.float32).min / 2
 KEPT = 16  # block masks that are kept: those of a model's layers at a few sizes
 
-LIMITS = (
-    Limit(lambda c: c.is_empty, "FlexAttention takes no empty tensors"),
-    Limit(lambda c: c.query.dtype == torch.float64, "FlexAttention has no float64"),
-    Limit(lambda c: c.options.dropout > 0, "FlexAttention has no dropout"),
-    Limit(lambda c: c.bias_needs_grad, "FlexAttention gives no gradient to a bias here"),
-    Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
-    Limit(
-        lambda c: c.device_type == "cpu" and torch.compiler.is_compiling(),
-        "FlexAttention compiled on a CPU returns no log-sum-exp, which headwise needs to find rows without keys",
-    ),
-    Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
-    Limit(
-        lambda c: without_form(c.options.mask.parts) is not None,
-        lambda c: f"FlexAttention has no form here for {without_form(c.options.mask.parts)}",
-    ),
-    Limit(
-        lambda c: c.device_type != "cpu" and min(c.query.shape[-1], c.value.shape[-1]) < MIN_HEAD_DIM,
-        f"FlexAttention's fused kernel needs head dims of at least {MIN_HEAD_DIM}",
-    ),
-    Limit(lambda c: _compiled_calls.are_full_for(c), lambda c: _compiled_calls.reason()),
-)
-
 
 class RecompileLimit(Exception):
     """torch.compile does not compile FlexAttention for one more kind of call; from then on `LIMITS` refuses the call.
@@ -99,6 +77,29 @@ class _CompiledCalls:
 
 
 _compiled_calls = _CompiledCalls()
+
+
+LIMITS = (
+    Limit(lambda c: c.is_empty, "FlexAttention takes no empty tensors"),
+    Limit(lambda c: c.query.dtype == torch.float64, "FlexAttention has no float64"),
+    Limit(lambda c: c.options.dropout > 0, "FlexAttention has no dropout"),
+    Limit(lambda c: c.bias_needs_grad, "FlexAttention gives no gradient to a bias here"),
+    Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
+    Limit(
+        lambda c: c.device_type == "cpu" and torch.compiler.is_compiling(),
+        "FlexAttention compiled on a CPU returns no log-sum-exp, which headwise needs to find rows without keys",
+    ),
+    Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
+    Limit(
+        lambda c: without_form(c.options.mask.parts) is not None,
+        lambda c: f"FlexAttention has no form here for {without_form(c.options.mask.parts)}",
+    ),
+    Limit(
+        lambda c: c.device_type != "cpu" and min(c.query.shape[-1], c.value.shape[-1]) < MIN_HEAD_DIM,
+        f"FlexAttention's fused kernel needs head dims of at least {MIN_HEAD_DIM}",
+    ),
+    Limit(lambda c: _compiled_calls.are_full_for(c), lambda c: _compiled_calls.reason()),
+)
 
 
 def _recompile_limit() -> int:
@@ -177,18 +178,22 @@ def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask |
         seen = [_value(part, b, h, i, j, T, S) for part in rules]
         return reduce(torch.logical_and, [x != -torch.inf if p.biases else x for p, x in zip(rules, seen, strict=True)])
 
+    number, indices, full_number, full_indices = _listed_tiles(Mask(tuple(rules)), T, S, device)
     return BlockMask.from_kv_blocks(
-        *_listed_tiles(Mask(tuple(rules)), T, S, device),
+        number,
+        indices,
+        full_number,
+        full_indices,
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
         seq_lengths=(T, S),
     )
 
 
-_lists: dict[Hashable, tuple[Tensor, ...]] = {}
+_lists: dict[Hashable, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
 
-def _listed_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, ...]:
+def _listed_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the number and the indices of the mixed tiles in each row of tiles, then those of the full tiles.
 
     Those of a mask without tensors are kept. Tensors may change, and comparing them would wait for the device.
@@ -205,14 +210,15 @@ def _listed_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Ten
     return _lists.get(about) or _list_tiles(mask, T, S, device)
 
 
-def _list_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, ...]:
+def _list_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tiles = mask.tiles(T, S, tile_q=TILE, tile_k=TILE, device=device)
-    lists: list[Tensor] = []
-    for kind in (MIXED, FULL):
+
+    def listed(kind: int) -> tuple[Tensor, Tensor]:
         hit = tiles == kind
         order = torch.argsort(hit.int(), dim=-1, descending=True, stable=True)
-        lists += [hit.sum(-1, dtype=torch.int32), order.to(torch.int32)]
-    return tuple(lists)
+        return hit.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+    return *listed(MIXED), *listed(FULL)
 
 
 def _score_mod(mask: Mask, softcap: float | None, T: int, S: int) -> Callable[..., Tensor] | None:
