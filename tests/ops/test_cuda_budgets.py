@@ -274,7 +274,7 @@ def test_tiles_of_numbers_are_listed_once(make: Callable[[], Mask], monkeypatch:
     monkeypatch.setattr(flex, "KEPT", 3)
     for S in range(200, 205):
         headwise.attention(q[:, :, :1], k[:, :, :S], v[:, :, :S], mask=make() & headwise.dilated(2), backend="flex")
-    assert len(flex._lists) <= flex.KEPT
+    assert len(flex._kept_masks) <= flex.KEPT
 
 
 def test_tiles_of_tensors_are_listed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +294,6 @@ def test_tiles_of_tensors_are_listed_anew(monkeypatch: pytest.MonkeyPatch) -> No
 def _count_tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     asked: list[tuple[int, int]] = []
     tiles = Mask.tiles
-    monkeypatch.setattr(flex, "_lists", {})
+    monkeypatch.setattr(flex, "_kept_masks", {})
     monkeypatch.setattr(Mask, "tiles", lambda *a, **o: asked.append(a[1:3]) or tiles(*a, **o))
     return asked

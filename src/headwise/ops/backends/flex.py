@@ -63,6 +63,8 @@ class _CompiledCalls:
 
     def run(self, call: Call, *args: Any, **options: Any) -> Any:
         """Run compiled FlexAttention; raise RecompileLimit where it would run uncompiled."""
+        if torch.compiler.is_compiling():
+            return _compiled()(*args, **options)
         try:
             result = _compiled()(*args, **options)
         except Exception as error:
@@ -71,8 +73,7 @@ class _CompiledCalls:
             self.kinds.discard(_kind_of(call))
             self.limit = _recompile_limit()
             raise RecompileLimit(self.reason()) from error
-        if not torch.compiler.is_compiling():
-            self.kinds.add(_kind_of(call))
+        self.kinds.add(_kind_of(call))
         return result
 
 
@@ -168,49 +169,31 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
+_kept_masks: dict[Hashable, BlockMask] = {}
+
+
 def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask | None:
-    """Return FlexAttention's lists of mixed and full tiles for our mask, without a T x S tensor."""
-    rules = [part for part in mask.parts if part.restricts]
-    if not rules:
-        return None
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = [_value(part, b, h, i, j, T, S) for part in rules]
-        return reduce(torch.logical_and, [x != -torch.inf if p.biases else x for p, x in zip(rules, seen, strict=True)])
-
-    number, indices, full_number, full_indices = _listed_tiles(Mask(tuple(rules)), T, S, device)
-    return BlockMask.from_kv_blocks(
-        number,
-        indices,
-        full_number,
-        full_indices,
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=mask_mod,
-        seq_lengths=(T, S),
-    )
-
-
-_lists: dict[Hashable, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-
-
-def _listed_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the number and the indices of the mixed tiles in each row of tiles, then those of the full tiles.
+    """Return FlexAttention's lists of mixed and full tiles for our mask, without a T x S tensor.
 
     Those of a mask without tensors are kept. Tensors may change, and comparing them would wait for the device.
     """
+    mask = Mask(tuple(part for part in mask.parts if part.restricts))
+    if not mask.parts:
+        return None
     modes = torch._C._len_torch_dispatch_stack()  # selective checkpointing counts operators, fake tensors have no data
     if modes or without_numbers() or not all(map(is_constant, mask.parts)):
-        return _list_tiles(mask, T, S, device)
+        return _make_block_mask(mask, T, S, device)
     about = pytree.tree_structure(mask), T, S, device
-    if about not in _lists:
-        with torch.inference_mode(False), torch.no_grad():  # they also serve calls with a gradient
-            _lists[about] = _list_tiles(mask, T, S, device)
-        for old in list(_lists)[:-KEPT]:
-            _lists.pop(old, None)  # another thread may have removed it
-    return _lists.get(about) or _list_tiles(mask, T, S, device)
+    made = _kept_masks.get(about)
+    if made is None:
+        with torch.inference_mode(False), torch.no_grad():  # it also serves calls with a gradient
+            made = _kept_masks[about] = _make_block_mask(mask, T, S, device)
+        for old in list(_kept_masks)[:-KEPT]:
+            _kept_masks.pop(old, None)  # another thread may have removed it
+    return made
 
 
-def _list_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _make_block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
     tiles = mask.tiles(T, S, tile_q=TILE, tile_k=TILE, device=device)
 
     def listed(kind: int) -> tuple[Tensor, Tensor]:
@@ -218,7 +201,14 @@ def _list_tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tenso
         order = torch.argsort(hit.int(), dim=-1, descending=True, stable=True)
         return hit.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
-    return *listed(MIXED), *listed(FULL)
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = [_value(part, b, h, i, j, T, S) for part in mask.parts]
+        pairs = zip(mask.parts, seen, strict=True)
+        return reduce(torch.logical_and, [x != -torch.inf if part.biases else x for part, x in pairs])
+
+    return BlockMask.from_kv_blocks(
+        *listed(MIXED), *listed(FULL), BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod, seq_lengths=(T, S)
+    )
 
 
 def _score_mod(mask: Mask, softcap: float | None, T: int, S: int) -> Callable[..., Tensor] | None:
