@@ -5,6 +5,7 @@
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
 #   make bench           the benchmarks; rows land in benchmarks/results
+#   make gpu             on a machine with an NVIDIA GPU: its tests and timings; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
 #   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
 #   make tsan            larger cases on 64 threads, under ThreadSanitizer
@@ -28,10 +29,10 @@ DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants ledger clean
+.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench gpu native fuzz tsan arm mutants ledger clean
 
 help:
-	@sed -n '2,16s/^# //p' Makefile
+	@sed -n '2,17s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
@@ -90,6 +91,9 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/statistics_memory.py
+
+gpu: $(VENV)/.test
+	@$(BIN)/python scripts/gpu.py
 
 native: $(VENV)/.package
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py

@@ -18,6 +18,7 @@ marked `checked`.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -31,7 +32,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subp
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would take the other test process's core
 
-import checker
 import dirty_memory
 import draw
 import pytest
@@ -44,9 +44,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests make much that lives for a moment: Python's own threshold, 700 objects, took a tenth of their time.
 gc.set_threshold(100_000, 10, 10)
 
-CHECKED = os.environ.get("HEADWISE_UNCHECKED", "") in ("", "0")
+# Without beartype the tests run unchecked: on a machine with a GPU often little more than torch is installed.
+CHECKED = os.environ.get("HEADWISE_UNCHECKED", "") in ("", "0") and importlib.util.find_spec("beartype") is not None
 
 if CHECKED:
+    import checker
+
     early = sorted(name for name in sys.modules if name.split(".")[0] == "headwise")
     if early:
         raise RuntimeError(f"the shape checker came too late: {', '.join(early)} was imported before tests/conftest.py")
@@ -57,8 +60,7 @@ if CHECKED:
     packages = ("headwise", "headwise.ops", "headwise.ops.backends")  # a package hooks all below it
     hooked = [name for name in hooked if name not in packages]
     checker.install(hooked)
-
-checker.switch(False)  # until a test asks for it: see `shape_checker`
+    checker.switch(False)  # until a test asks for it: see `shape_checker`
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +68,11 @@ def shape_checker(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Switch the shape checker on for this test, if it is drawn and not marked `unchecked`; the value tells which."""
     marked, name = request.node.get_closest_marker, request.node.nodeid
     on = CHECKED and not marked("unchecked") and bool(marked("checked") or zlib.crc32(name.encode()) % draw.SHARE == 0)
-    checker.switch(on)
+    if on:
+        checker.switch(True)
     yield on
-    checker.switch(False)
+    if on:
+        checker.switch(False)
 
 
 # `torch.manual_seed` also writes down the call stack for each kind of device that is not there: half a millisecond.

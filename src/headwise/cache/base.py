@@ -24,6 +24,7 @@ from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
 from .padding import Append, Side, first_columns, real_queries
+from .row_numbers import RowNumbers
 from .saved import Saved
 
 CacheT = TypeVar("CacheT", bound="KVCache")
@@ -35,7 +36,7 @@ IN_GRAPHS = ("append", "attend", "positions", "takes_steps")
 """Methods of caches that torch.compile traces: they put operators into the graph. Other methods run outside of it."""
 
 
-class KVCache(Saved, ABC):
+class KVCache(RowNumbers, Saved, ABC):
     """Keys and values of the earlier tokens of an attention layer, for each row of a batch.
 
     State is explicit: each method that changes a cache returns it. A call that raises an error changes nothing.
@@ -90,7 +91,8 @@ class KVCache(Saved, ABC):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "handle"} | {"_last": tuple(self._last)}
+        here_only = ("handle", "_kept_numbers")
+        return {name: x for name, x in vars(self).items() if name not in here_only} | {"_last": tuple(self._last)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _last=Append(*state["_last"]), handle=handle_of(self))
@@ -176,8 +178,8 @@ class KVCache(Saved, ABC):
         return self._positions(T, device)
 
     def _positions(self, T: int, device: torch.device | None) -> Tensor:
-        seen = torch.tensor(self.lengths, device=device)
-        return torch.arange(T, device=device) + (seen[0] if len(set(self.lengths)) == 1 else seen[:, None])
+        new, same = torch.arange(T, device=device), len(set(self.lengths)) == 1
+        return new + (self.lengths[0] if same else self._numbers_on("lengths", self.lengths, new.device)[:, None])
 
     @property
     def length(self) -> int:
@@ -366,17 +368,15 @@ class KVCache(Saved, ABC):
 
     def rules(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:
         """Return the mask of T queries: the cache's rule and the caller's mask; queries of padding attend nothing."""
-        counts = self._last.counts if self._last.tokens == T else [T] * self.batch
-        side = self._last.side
-        offset = first_columns(T, columns, counts, side)
-        rules = [self._rule(offset)]
-        if offset is not None:
-            rules.insert(0, lengths(torch.tensor(columns, device="cpu")))
-            mask = mask.placed(offset)
+        counts, side = self._last.counts if self._last.tokens == T else [T] * self.batch, self._last.side
+        first, offset, rules = first_columns(T, columns, counts, side), None, []
+        if first is not None:
+            offset = self._numbers_on("first columns", first, device)
+            rules, mask = [lengths(self._numbers_on("columns", columns, device))], mask.placed(offset)
+        rules.append(self._rule(offset))
         if any(n != T for n in counts):
-            rules.append(real_queries(T, counts, side))
-        both = reduce(and_, [*rules, mask])
-        return both if device.type == "cpu" else both.to(device)
+            rules.append(real_queries(T, self._numbers_on("counts", counts, device), side))
+        return reduce(and_, [*rules, mask if device.type == "cpu" else mask.to(device)])
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Set the lengths of all rows, for `truncate`; if they change, the record of the last append is cleared."""

@@ -22,17 +22,16 @@ class Append(NamedTuple):
     side: Side
 
 
-def first_columns(T: int, columns: list[int], counts: list[int], side: Side) -> Tensor | None:
-    """Return the column of each row's first query (B,); None if the last query of every row has the last column."""
+def first_columns(T: int, columns: list[int], counts: list[int], side: Side) -> list[int] | None:
+    """Return the column of each row's first query; None if the last query of every row has the last column."""
     padded_right = side == "right" and any(n != T for n in counts)
     if len(set(columns)) == 1 and not padded_right:
         return None
-    first = [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
-    return torch.tensor(first, device="cpu")
+    return [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
 
 
-def real_queries(T: int, counts: list[int], side: Side) -> Mask:
-    """Return the mask of real queries: the first `counts` of each row, or the last for padding on the left."""
-    i, n = torch.arange(T, device="cpu"), torch.tensor(counts, device="cpu")[:, None]
+def real_queries(T: int, counts: Tensor, side: Side) -> Mask:
+    """Return the mask of real queries: the first `counts` (B,) of each row, or the last for padding on the left."""
+    i, n = torch.arange(T, device=counts.device), counts[:, None]
     real = i >= T - n if side == "left" else i < n
     return keep(real[:, None, :, None])

@@ -290,9 +290,9 @@ class PagedCache(KVCache):
         if store.quantize(key, value, self._spans(counts, starts)):
             return
         if self.batch > 1 and key.shape[2] == 1 and all(n == 1 for n in counts):
-            pages = [table[at // size] for table, at in zip(self.tables, columns, strict=True)]
-            places = torch.tensor([pages, [at % size for at in columns]], device=store.key.device)
-            where = places[0], slice(None), places[1]
+            at = self._numbers_on("columns", columns, self.device)
+            pages = self._table_of_rows().gather(1, (at // size)[:, None])[:, 0]
+            where = pages, slice(None), at % size
             store.put(where, key[:, :, 0], None if value is None else value[:, :, 0])
             return
         for b, start, page, first, n in self._spans(counts, starts):
@@ -322,11 +322,11 @@ class PagedCache(KVCache):
         return self.pool.store.storage(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
 
     def _table_of_rows(self) -> Tensor:
-        """Return the pages of each row as int64 (B, N); the tensor is kept until a table changes."""
+        """Return the pages of each row, int64 (B, N) on the pages' device; the tensor is kept until a table changes."""
         if self._table is None:
             widest = max(len(table) for table in self.tables)
             rows = [table + [0] * (widest - len(table)) for table in self.tables]
-            self._table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+            self._table = torch.tensor(rows, dtype=torch.int64, device=self.device)
         return self._table
 
     @override

@@ -133,7 +133,7 @@ def attention(
     query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with without_autocast(call.device_type):
-        out, lse = _BACKENDS[_choose(call, backend)[0]].run(call)
+        out, lse = _run(call, backend)
     if not return_lse:
         return out
     assert lse is not None
@@ -318,11 +318,22 @@ _PREFERENCES = (
     ),
     _Preference("sdpa", lambda c: True, "SDPA's fused kernel supports this call"),
     _Preference(
+        "flex", flex.is_large_enough, "on CUDA, no fused kernel of SDPA supports this call, and FlexAttention does"
+    ),
+    _Preference(
         "blocks",
         lambda c: True,
         "plain torch operations on blocks of query rows: supports every option, in O(n) memory",
     ),
 )
+
+
+def _run(call: Call, name: str) -> Result:
+    """Run the backend that is chosen, and another one if torch.compile refuses to compile FlexAttention once more."""
+    try:
+        return _BACKENDS[_choose(call, name)[0]].run(call)
+    except flex.RecompileLimit:  # from now on it is a limit of `flex`
+        return _BACKENDS[_choose(call, name)[0]].run(call)
 
 
 def _choose(call: Call, name: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from ..shapes import compute_dtype
 from .masks.mask import EVERYTHING, Mask
-from .row_blocks import row_blocks
+from .row_blocks import mask_blocks
 from .tracing import without_numbers
 
 
@@ -73,17 +73,20 @@ def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tens
         steps = torch.zeros(B, S + 1, dtype=torch.long, device=device).scatter_add(1, lo_BT, one)
         sights_BS = steps.scatter_add(1, hi_BT, -one).cumsum(1)[:, :S]
         return met_BKT.repeat_interleave(H // K, dim=1), (hi_BT > lo_BT)[:, None], (sights_BS > 0)[:, None]
-    bad_BH1S = bad_BKS.repeat_interleave(H // K, dim=1)[:, :, None]
+    bad_BK1S = bad_BKS[:, :, None]
     met, alive, seen = [], [], torch.zeros((), dtype=torch.bool, device=device)
-    for rows in row_blocks(T, S):
+    for rows in mask_blocks(T, S, device.type):
         allowed = mask.allowed(T, S, rows=rows, device=device)
         if allowed is None:  # the mask has only biases, which forbid nothing
             return _meetings(bad_BKS, EVERYTHING, H, T)
-        met.append((allowed & bad_BH1S).any(-1))
+        bad = bad_BK1S if allowed.shape[1] == 1 else bad_BK1S.repeat_interleave(H // K, dim=1)
+        met.append((allowed & bad).any(-1))
         alive.append(allowed.any(-1))
         seen = seen | allowed.any(2)
     seen = seen if seen.shape[1] == 1 else seen.unflatten(1, (K, H // K)).any(2)
-    return torch.cat(met, dim=2), torch.cat(alive, dim=2), seen
+    met_BHT = torch.cat(met, dim=2)
+    met_BHT = met_BHT if met_BHT.shape[1] == H else met_BHT.repeat_interleave(H // K, dim=1)
+    return met_BHT, torch.cat(alive, dim=2), seen
 
 
 def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
@@ -91,7 +94,7 @@ def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
     bounds = mask.bounds(T, S, device)
     if bounds is not None:
         return (bounds[1] > bounds[0])[:, None]
-    blocks = [mask.allowed(T, S, rows=rows, device=device) for rows in row_blocks(T, S)]
+    blocks = [mask.allowed(T, S, rows=rows, device=device) for rows in mask_blocks(T, S, device.type)]
     alive = [x.any(-1) for x in blocks if x is not None]
     return torch.cat(alive, dim=2) if alive else torch.ones(1, 1, 1, dtype=torch.bool, device=device)
 

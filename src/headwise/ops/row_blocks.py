@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ..shapes import compute_dtype
 from .masks.mask import Mask
+from .masks.tiles import DEVICE_STRIP_PAIRS
 from .options import ScoreOptions
 from .tracing import is_symbol
 
-# Elements of one head's R x S block of scores: 1 MiB of float32, about the L2 cache of one core.
+# Elements of one head's R x S block of scores: 1 MiB of float32, about the L2 cache of one core. On other devices each
+# operator is a kernel launch, so blocks are larger and fewer: 8 MiB a head.
 BLOCK_ELEMENTS = 1 << 18
+DEVICE_BLOCK_ELEMENTS = 1 << 21
 MIN_ROWS = 16
 
 
@@ -35,14 +38,22 @@ def strips(T: int, rows: int) -> Iterator[slice]:
         yield slice(first, min(first + rows, T))
 
 
-def row_blocks(T: int, S: int) -> Iterator[slice]:
-    """Yield blocks of query rows whose R x S scores stay within a fixed budget: memory is linear in S.
+def row_blocks(T: int, S: int, device_type: str = "cpu") -> Iterator[slice]:
+    """Yield blocks of query rows whose R x S scores stay within the device's budget: memory is linear in S.
 
-    R depends only on S, not on the batch, so a row has the same bits in every batch.
+    R depends only on S and the device, not on the batch, so a row has the same bits in every batch.
     """
     if torch.compiler.is_compiling():
         return strips(T, 512)
-    return strips(T, max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS))
+    elements = BLOCK_ELEMENTS if device_type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    return strips(T, max(MIN_ROWS, elements // max(S, 1) // MIN_ROWS * MIN_ROWS))
+
+
+def mask_blocks(T: int, S: int, device_type: str) -> Iterator[slice]:
+    """Yield blocks of query rows for a mask alone, which has few heads: larger than `row_blocks` off the CPU."""
+    if device_type == "cpu" or torch.compiler.is_compiling():
+        return row_blocks(T, S, device_type)
+    return strips(T, max(1, DEVICE_STRIP_PAIRS // max(S, 1)))
 
 
 def strip_of(

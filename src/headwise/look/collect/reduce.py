@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,10 @@ class Uniform:
         if about in self.made:
             return self.made[about]
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
-        statistics = row_statistics(
-            zero[:, :, :T], zero[:, :, :S], mask=mask, offsets=OFFSETS, features=features, targets=targets, pool=1
+        statistics = on_host(
+            row_statistics(
+                zero[:, :, :T], zero[:, :, :S], mask=mask, offsets=OFFSETS, features=features, targets=targets, pool=1
+            )
         )
         if constant:
             self.made[about] = statistics
@@ -86,7 +88,17 @@ def measure(
     else:
         out, rows = attention_statistics(call.query, call.key, call.value, **options)
         out = out if call.gate is None else out * call.gate.to(out.dtype)
-    return out, CallStatistics(call, scene, rows, uniform.of(call, scene, features, targets))
+    return out, CallStatistics(call, scene, on_host(rows), uniform.of(call, scene, features, targets))
+
+
+def on_host(rows: RowStatistics) -> RowStatistics:
+    """Return the statistics on the CPU, where the roles read them one by one; all are copied at once."""
+    if rows.entropy.device.type == "cpu":
+        return rows
+    leaves, names = pytree.tree_flatten({field.name: getattr(rows, field.name) for field in fields(rows)})
+    numbers = torch.cat([x.double().flatten() for x in leaves]).cpu().split([x.numel() for x in leaves])
+    copies = [copy.view(x.shape).to(x.dtype) for copy, x in zip(numbers, leaves, strict=True)]
+    return type(rows)(**pytree.tree_unflatten(copies, names))
 
 
 def check_finite(got: CallStatistics, model: nn.Module) -> None:

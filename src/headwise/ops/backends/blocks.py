@@ -15,7 +15,7 @@ LIMITS: tuple[Limit, ...] = ()
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
     _, _, _, T, S = call.sizes
-    blocks = list(row_blocks(T, S)) or [slice(0, 0)]
+    blocks = list(row_blocks(T, S, call.device_type)) or [slice(0, 0)]
     outs: list[Tensor] = []
     lses: list[Tensor | None] = []
     for rows in blocks:

@@ -7,27 +7,78 @@ runs only if requested by name, for tests.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils import _pytree as pytree
 
 from ..call import Call, Limit
 from ..masks.algebra import AllOf, AnyOf, Not
 from ..masks.indexing import saturated
 from ..masks.mask import FULL, MIXED, Mask
 from ..masks.positional_rules import Alibi, Blocks, Dilated, Function, Relative
+from ..masks.reads import is_constant
 from ..masks.rule import Rule
 from ..masks.rules import Band, Bias, Keep, Lengths, Segments
+from ..tracing import without_numbers
 
 TILE = 128
 MIN_HEAD_DIM = 16
 # FlexAttention multiplies scores by log2(e). The lowest float32 number, a common mask value, would become -inf, and a
 # row of only such biases would be treated as empty.
 LOWEST = torch.finfo(torch.float32).min / 2
+KEPT = 16  # block masks that are kept: those of a model's layers at a few sizes
+
+
+class RecompileLimit(Exception):
+    """torch.compile does not compile FlexAttention for one more kind of call; from then on `LIMITS` refuses the call.
+
+    Without `fullgraph=True` it would then run uncompiled, and build the T x S matrix.
+    """
+
+
+class _CompiledCalls:
+    """The kinds of calls that torch.compile has compiled, and whether it compiles no more."""
+
+    def __init__(self) -> None:
+        self.kinds: set[Hashable] = set()
+        self.limit: int | None = None  # torch's limit when it was met
+
+    def are_full_for(self, call: Call) -> bool:
+        """Return True if the limit was met, was not raised since then, and this kind of call is not compiled."""
+        if self.limit is None or torch.compiler.is_compiling():  # a graph around the call has a limit of its own
+            return False
+        return self.limit >= _recompile_limit() and _kind_of(call) not in self.kinds
+
+    def reason(self) -> str:
+        """Return why a call is refused, and the way out."""
+        return (
+            f"torch.compile compiles FlexAttention for at most {self.limit} shapes and masks in a process, and they "
+            "are used up; a higher torch._dynamo.config.recompile_limit allows more"
+        )
+
+    def run(self, call: Call, *args: Any, **options: Any) -> Any:
+        """Run compiled FlexAttention; raise RecompileLimit where it would run uncompiled."""
+        if torch.compiler.is_compiling():
+            return _compiled()(*args, **options)
+        try:
+            result = _compiled()(*args, **options)
+        except Exception as error:
+            if type(error).__name__ != "FailOnRecompileLimitHit":  # importing its module takes a second
+                raise
+            self.kinds.discard(_kind_of(call))
+            self.limit = _recompile_limit()
+            raise RecompileLimit(self.reason()) from error
+        self.kinds.add(_kind_of(call))
+        return result
+
+
+_compiled_calls = _CompiledCalls()
+
 
 LIMITS = (
     Limit(lambda c: c.is_empty, "FlexAttention takes no empty tensors"),
@@ -48,24 +99,45 @@ LIMITS = (
         lambda c: c.device_type != "cpu" and min(c.query.shape[-1], c.value.shape[-1]) < MIN_HEAD_DIM,
         f"FlexAttention's fused kernel needs head dims of at least {MIN_HEAD_DIM}",
     ),
+    Limit(lambda c: _compiled_calls.are_full_for(c), lambda c: _compiled_calls.reason()),
 )
+
+
+def _recompile_limit() -> int:
+    import torch._dynamo.config
+
+    return torch._dynamo.config.recompile_limit
+
+
+def _kind_of(call: Call) -> Hashable:
+    """Return what decides about the compiled code, all but: shapes, dtypes, numbers; no data of tensors."""
+    tensors, rest = pytree.tree_flatten(call.options.mask)
+    _, scale, softcap, *_ = call.options
+    shapes = tuple((x.shape, x.dtype, x.device) for x in (call.query, call.key, call.value, *tensors))
+    return shapes, rest, scale, softcap, call.needs_grad
 
 
 def is_worthwhile(call: Call) -> bool:
     """Return True on CUDA if FlexAttention skips tiles that SDPA would compute, or supports what SDPA does not."""
-    _, _, _, T, S = call.sizes
-    if call.device_type != "cuda" or T < TILE or S < TILE:
+    if not is_large_enough(call):
         return False
     mask, options = call.options.mask, call.options
     square = not mask.parts or mask.is_top_left
     return not square or options.softcap is not None or options.sinks is not None or call.return_lse
 
 
+def is_large_enough(call: Call) -> bool:
+    """Return True on CUDA if there is a whole tile of queries and keys."""
+    _, _, _, T, S = call.sizes
+    return call.device_type == "cuda" and T >= TILE and S >= TILE
+
+
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
     (_, H, K, T, S), options = call.sizes, call.options
-    attend = _uncompiled if call.device_type == "cpu" else _compiled()
+    attend = _uncompiled if call.device_type == "cpu" else _compiled_calls.run
     out, aux = attend(
+        call,
         call.query,
         call.key,
         call.value,
@@ -86,7 +158,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return out.masked_fill(empty_BHT[..., None], 0.0), lse_BHT if call.return_lse else None
 
 
-def _uncompiled(*args: Any, **options: Any) -> Any:
+def _uncompiled(call: Call, *args: Any, **options: Any) -> Any:
     with warnings.catch_warnings():  # torch warns that it is slow uncompiled; it is never chosen here
         warnings.simplefilter("ignore", UserWarning)
         return flex_attention(*args, **options)
@@ -94,14 +166,34 @@ def _uncompiled(*args: Any, **options: Any) -> Any:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+_kept_masks: dict[Hashable, BlockMask] = {}
 
 
 def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask | None:
-    """Return FlexAttention's lists of mixed and full tiles for our mask, without a T x S tensor."""
-    rules = [part for part in mask.parts if part.restricts]
-    if not rules:
+    """Return FlexAttention's lists of mixed and full tiles for our mask, without a T x S tensor.
+
+    Those of a mask without tensors are kept. Tensors may change, and comparing them would wait for the device.
+    """
+    mask = Mask(tuple(part for part in mask.parts if part.restricts))
+    if not mask.parts:
         return None
+    modes = torch._C._len_torch_dispatch_stack()  # selective checkpointing counts operators, fake tensors have no data
+    if modes or without_numbers() or not all(map(is_constant, mask.parts)):
+        return _make_block_mask(mask, T, S, device)
+    about = pytree.tree_structure(mask), T, S, device
+    made = _kept_masks.get(about)
+    if made is None:
+        with torch.inference_mode(False), torch.no_grad():  # it also serves calls with a gradient
+            made = _kept_masks[about] = _make_block_mask(mask, T, S, device)
+        for old in list(_kept_masks)[:-KEPT]:
+            _kept_masks.pop(old, None)  # another thread may have removed it
+    return made
+
+
+def _make_block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
     tiles = mask.tiles(T, S, tile_q=TILE, tile_k=TILE, device=device)
 
     def listed(kind: int) -> tuple[Tensor, Tensor]:
@@ -110,8 +202,9 @@ def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask |
         return hit.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = [_value(part, b, h, i, j, T, S) for part in rules]
-        return reduce(torch.logical_and, [x != -torch.inf if p.biases else x for p, x in zip(rules, seen, strict=True)])
+        seen = [_value(part, b, h, i, j, T, S) for part in mask.parts]
+        pairs = zip(mask.parts, seen, strict=True)
+        return reduce(torch.logical_and, [x != -torch.inf if part.biases else x for part, x in pairs])
 
     return BlockMask.from_kv_blocks(
         *listed(MIXED), *listed(FULL), BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod, seq_lengths=(T, S)

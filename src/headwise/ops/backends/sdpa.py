@@ -3,6 +3,10 @@
 Workarounds (torch 2.13, CPU): `is_causal` is aligned top-left, so it is used only for such a mask; key and value of
 unequal length are refused earlier; d_v != d_k would not use the fused kernel, so the shorter is padded with zeros
 (exact); masks have four axes and cover a strip of rows at a time, never T x S; NaN and Inf: see `fenced`.
+
+On CUDA torch has fused kernels (cuDNN, FlashAttention, a memory-efficient one) and MATH, which builds T x S and is
+taken in silence where none of them fits. `LIMITS` has the cases in which only MATH would serve (torch's documentation,
+2.13: groups of heads only in FlashAttention, which has no float32, no mask and head dims up to 256).
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ STRIP = 256
 # are loaded once instead of G times (benchmarks/attention.py, cases `fold`).
 FOLD_ROWS = 16
 
+# The largest head dim of FlashAttention; its backward pass has less on some cards (compute capability 8.6, 8.9, 12.0).
+FLASH_HEAD_DIM, FLASH_HEAD_DIM_BACKWARD = 256, 192
+
 # On the CPU each thread's scratch memory is not 16-byte aligned if the number of query rows is no multiple of 4, and
 # MKL then rounds differently per thread. Zero rows pad the query; from 32 rows on, the kernel's tile is aligned.
 ALIGNED_ROWS, TILE_ROWS = 4, 32
@@ -36,7 +43,35 @@ LIMITS = (
     ),
     Limit(lambda c: c.bias_needs_grad, "torch's SDPA has no fused kernel for a bias that needs a gradient"),
     Limit(lambda c: c.is_transformed, "torch's fused kernel has no torch.func rules (vmap, jvp)"),
+    Limit(
+        lambda c: _has_groups_on_cuda(c) and c.query.dtype == torch.float32,
+        "on CUDA, torch's fused kernels take groups of query heads only in bfloat16 and float16, and torch would build "
+        "the T x S matrix",
+    ),
+    Limit(
+        lambda c: (
+            _has_groups_on_cuda(c)
+            and max(c.query.shape[-1], c.value.shape[-1])
+            > (FLASH_HEAD_DIM_BACKWARD if c.needs_grad else FLASH_HEAD_DIM)
+        ),
+        f"on CUDA, torch's fused kernels take groups of query heads up to a head dim of {FLASH_HEAD_DIM} "
+        f"({FLASH_HEAD_DIM_BACKWARD} with a gradient), and torch would build the T x S matrix",
+    ),
+    Limit(
+        lambda c: c.device_type == "cuda" and c.query.dtype != torch.float32 and _has_bias(c),
+        "on CUDA, torch's fused kernels take a bias only in the query's dtype, and rounding it would change the scores",
+    ),
 )
+
+
+def _has_groups_on_cuda(call: Call) -> bool:
+    """Return True for groups of query heads that are not folded into the rows (`_fused`)."""
+    _, H, K, T, _ = call.sizes
+    return call.device_type == "cuda" and H != K and not statically_true(T <= FOLD_ROWS)
+
+
+def _has_bias(call: Call) -> bool:
+    return any(rule.biases for rule in call.options.mask.parts)
 
 
 def is_slower(call: Call) -> bool:
@@ -53,7 +88,8 @@ def run(call: Call) -> tuple[Tensor, None]:
     mask = call.options.mask
     if not mask.parts or (mask.is_top_left and call.options.scale > 0):  # SDPA scales -inf after masking
         return _fused(call, query, key, value, causal=bool(mask.parts))[..., :V], None
-    if mask.is_same_for_rows and statically_true(T >= TILE_ROWS):  # one mask row is valid for all rows
+    # One mask row is valid for all rows. But for groups on CUDA it is MATH that takes a mask, so rows come in strips.
+    if mask.is_same_for_rows and statically_true(T >= TILE_ROWS) and not _has_groups_on_cuda(call):
         return _strip(call, query, key, value, slice(None), mask_rows=slice(0, 1))[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None

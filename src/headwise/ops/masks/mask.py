@@ -33,8 +33,9 @@ from .indexing import Region, RowIndex, Span, check_asked, checked_at, full_rank
 from .pytrees import register
 from .rule import Rule
 from .rules import Band, Bias, Keep
+from .tiles import kinds_of_intervals, kinds_of_pairs
 
-EMPTY, MIXED, FULL = 0, 1, 2
+EMPTY, MIXED, FULL = 0, 1, 2  # a tile counts one if it allows some pair, and one more if it allows every pair
 
 
 @register
@@ -212,7 +213,7 @@ class Mask:
     ) -> Tensor:
         """Return which tiles are EMPTY (0), MIXED (1), FULL (2): int8 (B|1, H|1, ceil(T/tile_q), ceil(S/tile_k)).
 
-        One row of tiles is computed at a time: memory O(tile_q * S).
+        Some rows of tiles are computed at a time: memory is linear in S.
 
         >>> from headwise import causal
         >>> causal().tiles(128, 128, tile_q=64, tile_k=32)[0, 0]
@@ -221,20 +222,16 @@ class Mask:
         """
         check_counts(1, tile_q=tile_q, tile_k=tile_k)
         check_asked(T, S, None, None, device)
-        nk = -(-S // tile_k)
-        lines = []
-        for first in range(0, T, tile_q):
-            rows = slice(first, min(first + tile_q, T))
-            seen = self.allowed(T, S, rows=rows, device=device)
-            if seen is None:
-                seen = torch.ones(1, 1, rows.stop - first, S, dtype=torch.bool, device=device)
-            pad = (0, nk * tile_k - S)
-            some = torch.nn.functional.pad(seen, pad, value=False).unflatten(-1, (nk, tile_k)).any(-1).any(-2)
-            every = torch.nn.functional.pad(seen, pad, value=True).unflatten(-1, (nk, tile_k)).all(-1).all(-2)
-            lines.append(some.to(torch.int8) + every.to(torch.int8))
-        if not lines:
-            return torch.zeros(1, 1, 0, nk, dtype=torch.int8, device=device)
-        return torch.stack(lines, dim=2)
+        bounds = self.bounds(T, S, device)
+        if bounds is not None:
+            return kinds_of_intervals(*bounds, S, (tile_q, tile_k))
+
+        def seen(rows: slice) -> Tensor:
+            allowed = self.allowed(T, S, rows=rows, device=device)
+            assert allowed is not None  # a mask that allows every pair is one of intervals
+            return allowed
+
+        return kinds_of_pairs(seen, T, S, (tile_q, tile_k), device)
 
     def trimmed(self, T: int, S: int) -> Mask:
         """Return an equivalent mask for this size, without the rules that forbid nothing.

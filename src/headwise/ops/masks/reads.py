@@ -58,7 +58,7 @@ def reads_of(rule: Rule, T: int, S: int) -> Reads:
     tensors: list[Tensor] = []
     for part in _parts(rule):
         if type(part) in _OWN:
-            tensors += [x for x in vars(part).values() if isinstance(x, Tensor)]
+            tensors += _tensors(part)
         elif not (isinstance(part, Function) and part.keep):
             b, h, i, j = (torch.zeros((1, 1, 1, 1), dtype=torch.int64, device="cpu") for _ in range(4))
             follower = _Follower(b, h, i, j)
@@ -69,6 +69,17 @@ def reads_of(rule: Rule, T: int, S: int) -> Reads:
             steps += follower.steps
             tensors += follower.tensors
     return Reads(tuple(steps), tuple(tensors))
+
+
+def is_constant(rule: Rule) -> bool:
+    """Return whether no input of a rule can change: it has only numbers, or functions that are declared to keep."""
+    return all(
+        part.keep if isinstance(part, Function) else type(part) in _OWN and not _tensors(part) for part in _parts(rule)
+    )
+
+
+def _tensors(rule: Rule) -> list[Tensor]:
+    return [x for x in vars(rule).values() if isinstance(x, Tensor)]
 
 
 def _parts(rule: Rule) -> Iterator[Rule]:

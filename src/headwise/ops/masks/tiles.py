@@ -7,10 +7,12 @@ the inputs of the rule are unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .indexing import count, rank4
@@ -21,6 +23,7 @@ SIDE = 64
 """Queries and keys per tile; the bits of one query are one int64."""
 NONE, ALL, BITS = 0, 1, 2
 STRIP_PAIRS = 1 << 22  # pairs of one head per block
+DEVICE_STRIP_PAIRS = 1 << 24  # the same on other devices, where each operator is a kernel launch
 KEPT = 4  # sizes per rule with a cached map: the other layers of a forward pass use the same sizes
 
 
@@ -92,7 +95,7 @@ def _built(rule: Rule, T: int, S: int) -> TileMap:
             seen = rank4(rule.grid(T, S, rows, None, torch.device("cpu")))
             words = _words(seen.expand(-1, -1, count(rows, T), S), columns)
             lacking = -words.shape[2] % SIDE
-            queries = torch.nn.functional.pad(words, (0, 0, 0, lacking)).unflatten(2, (-1, SIDE))
+            queries = pad(words, (0, 0, 0, lacking)).unflatten(2, (-1, SIDE))
             of_rows = torch.full((queries.shape[2], 1), SIDE, device="cpu")
             of_rows[-1] = SIDE - lacking
             some, full = (queries != 0).any(3), (queries == every).sum(3) == of_rows
@@ -113,6 +116,47 @@ _GATHER = sum(1 << (56 - 7 * k) for k in range(8))
 
 def _words(seen: Tensor, columns: int) -> Tensor:
     """Return bool (..., S) as int64 (..., columns); the first of each 64 keys is the lowest bit."""
-    bytes_ = torch.nn.functional.pad(seen.contiguous().view(torch.uint8), (0, columns * SIDE - seen.shape[-1]))
+    bytes_ = pad(seen.contiguous().view(torch.uint8), (0, columns * SIDE - seen.shape[-1]))
     of_eight = (bytes_.view(torch.int64) * _GATHER).view(torch.uint8)[..., 7::8]
     return of_eight.contiguous().view(torch.int64)
+
+
+def kinds_of_intervals(lo: Tensor, hi: Tensor, S: int, tile: tuple[int, int]) -> Tensor:
+    """Return EMPTY, MIXED or FULL for each tile of a mask whose row i may attend to lo[i] <= j < hi[i].
+
+    lo and hi are (B|1, T); the result is int8 (B|1, 1, rows of tiles, columns). It needs no loop and no T x S tensor.
+    """
+    (_, T), (tile_q, tile_k) = lo.shape, tile
+    starts = torch.arange(0, S, tile_k, device=lo.device)
+    stops, (lo, hi) = (starts + tile_k).clamp(max=S), (lo[..., None], hi[..., None])
+    some = (lo < stops) & (hi > starts) & (lo < hi)  # (B|1, T, columns)
+    every = (lo <= starts) & (hi >= stops)
+    return _kinds_of_rows(some[:, None], every[:, None], T, tile_q)
+
+
+def kinds_of_pairs(
+    seen: Callable[[slice], Tensor], T: int, S: int, tile: tuple[int, int], device: torch.device | None
+) -> Tensor:
+    """Return EMPTY, MIXED or FULL for each tile of a mask, from `seen`: the bool (B|1, H|1, R, S) of some rows."""
+    tile_q, tile_k = tile
+    columns = -(-S // tile_k)
+    if not T:
+        return torch.zeros(1, 1, 0, columns, dtype=torch.int8, device=device)
+    on_cpu = device is None or device.type == "cpu"
+    step = tile_q * max(1, (STRIP_PAIRS if on_cpu else DEVICE_STRIP_PAIRS) // (tile_q * max(S, 1)))
+    strips = []
+    for first in range(0, T, step):
+        pairs = seen(slice(first, min(first + step, T)))
+        lacking = (0, columns * tile_k - S)
+        some = pad(pairs, lacking, value=False).unflatten(-1, (columns, tile_k)).any(-1)
+        every = pad(pairs, lacking, value=True).unflatten(-1, (columns, tile_k)).all(-1)
+        strips.append(_kinds_of_rows(some, every, pairs.shape[2], tile_q))
+    return torch.cat(strips, dim=2)
+
+
+def _kinds_of_rows(some: Tensor, every: Tensor, rows: int, tile_q: int) -> Tensor:
+    """Join the rows of each tile: int8 (B|1, H|1, rows of tiles, columns) from bool (B|1, H|1, rows, columns)."""
+    lacking = (0, 0, 0, -rows % tile_q)
+    some = pad(some, lacking, value=False).unflatten(2, (-1, tile_q)).any(3)
+    every = pad(every, lacking, value=True).unflatten(2, (-1, tile_q)).all(3)
+    return some.to(torch.int8) + every.to(torch.int8)

@@ -19,7 +19,7 @@ def measure_in_blocks(request: Request) -> dict[str, Any]:
     query, key, options = request.query, request.key, request.options
     sums = _Sums(request)
     with without_autocast(query.device.type):
-        for rows in row_blocks(query.shape[2], key.shape[2]):
+        for rows in row_blocks(query.shape[2], key.shape[2], query.device.type):
             block = score_block(query, key, options, rows)
             if block.scores_BHRC.shape[-1]:
                 sums.add(block, options.sinks)

@@ -1,0 +1,109 @@
+"""What a call does on CUDA at any size, without a GPU and without numbers: launches, bytes, the largest tensor.
+
+Tensors are fake (torch's FakeTensorMode): they have shapes and a device, and no memory. Whatever reads a number raises.
+A fused kernel (SDPA, compiled FlexAttention) is one launch that reads and writes each of its operands once.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from pretend_cuda import NO_LAUNCH, load_guard
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headwise.ops.backends import flex, sdpa
+
+
+class Cost(TorchDispatchMode):
+    """The launches, the bytes that they move and the largest tensor that one of them writes, since it was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.largest = 0
+        self.from_host: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.count(func.overloadpacket.__name__, read, written)
+        return out
+
+    def count(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        """Count one operator."""
+        devices = {x.device.type for x in (*read, *written) if x.ndim or x.device.type != "cpu"}
+        if "cuda" not in devices or name in NO_LAUNCH or not written:  # such as the question for a tensor's device
+            return
+        if len(devices) > 1:
+            self.from_host[name] += 1
+        self.launches[name] += 1
+        self.bytes[name] += _moved(name, read, written)
+        self.largest = max([self.largest, *(_own_bytes(x) // x.itemsize for x in written)])
+
+
+def _moved(name: str, read: list[Tensor], written: list[Tensor]) -> int:
+    """The bytes that an operator reads and writes; of a tensor that it indexes, the places that it picks."""
+    if name in ("index", "gather", "index_select"):
+        read = [*read[1:], *written]
+    elif name == "index_put_":
+        read, written = [*read[1:], read[-1]], []
+    return sum(_own_bytes(x) for x in (*read, *written))
+
+
+def _own_bytes(x: Tensor) -> int:
+    """The bytes of a tensor, without the repetitions of axes that are expanded."""
+    numbers = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        numbers *= size if stride else 1
+    return numbers * x.itemsize
+
+
+@contextmanager
+def fake_cuda() -> Iterator[Callable[[], Cost]]:
+    """Make fake tensors on CUDA inside; the value, called, gives a context that counts."""
+    load_guard()
+    running: list[Cost] = []
+
+    def fused(name: str, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+        out = query.new_empty(*query.shape[:3], value.shape[3])
+        read = [x for x in tree_leaves((query, key, value, others)) if isinstance(x, Tensor)]
+        for cost in running:
+            cost.count(name, read, [out])
+        return out
+
+    def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+        return fused("sdpa", query, key, value, attn_mask)
+
+    def attend_flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        tiles = options["block_mask"]
+        lists = () if tiles is None else (tiles.kv_indices, tiles.full_kv_indices)
+        out = fused("flex", query, key, value, *lists)
+        return out, types.SimpleNamespace(lse=query.new_empty(query.shape[:3], dtype=torch.float32))
+
+    @contextmanager
+    def counted() -> Iterator[Cost]:
+        with Cost() as cost:
+            running.append(cost)
+            yield cost
+            running.pop()
+
+    stand_ins = (
+        mock.patch.object(sdpa, "scaled_dot_product_attention", attend_sdpa),
+        mock.patch.object(flex, "_compiled", lambda: attend_flex),
+        mock.patch("torch.cuda._lazy_init", lambda: None),
+    )
+    with ExitStack() as stack:
+        for change in (*stand_ins, torch.no_grad(), FakeTensorMode()):
+            stack.enter_context(change)
+        yield counted
