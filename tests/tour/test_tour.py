@@ -344,5 +344,8 @@ def test_indices_and_exponents_of_formulas_are_html() -> None:
     assert scripts_in_html(both) == f"<mi><span><i>W</i>{stacked}</span></mi>"
     prime = "<msubsup><mi>W</mi><mi>O</mi><mi>&#x02032;</mi></msubsup>"  # high by itself
     assert scripts_in_html(prime) == "<mi><span><i>W</i>\u2032<sub><i>O</i></sub></span></mi>"
+    under = '<span class="root">\u221a<span><span><i>d</i><sub><i>k</i></sub></span></span></span>'
+    assert scripts_in_html("<msqrt><mrow><msub><mi>d</mi><mi>k</mi></msub></mrow></msqrt>") == f"<mi>{under}</mi>"
     for name, formula in read_json("formulas.json").items():
+        assert "<msqrt" not in scripts_in_html(formula["mathml"]), name
         assert "<msu" not in scripts_in_html(formula["mathml"]), name
