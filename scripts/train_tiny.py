@@ -223,7 +223,7 @@ class Run:
         """Add a point to the curve; returns a line for the reader."""
         self.model.eval()
         scores = head_scores(self.model, self.held_out)
-        loss = held_out_loss(self.model, self.held_out, rows=16)
+        loss = held_out_loss(self.model, self.held_out, 16, self.args.context or data.MAX_POSITIONS)
         self.model.train()
         best = {role: round(float(table.max()), 3) for role, table in scores.items()}
         point = {"step": self.step, "training_loss": round(training_loss, 4), "held_out_loss": round(loss, 4), **best}
@@ -236,11 +236,12 @@ class Run:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.half().float()  # what is shipped is what is measured
         scores = head_scores(self.model, self.held_out, rows=32)
-        rows = len(self.held_out) // data.MAX_POSITIONS
+        length = self.args.context or data.MAX_POSITIONS
+        rows = len(self.held_out) // length
         self.record["final"] = {
             "step": self.step,
             "held_out_tokens": len(self.held_out),
-            "held_out_loss": round(held_out_loss(self.model, self.held_out, rows), 4),
+            "held_out_loss": round(held_out_loss(self.model, self.held_out, rows, length), 4),
             "heads": {role: [[round(s, 3) for s in row] for row in t.tolist()] for role, t in scores.items()},
         }
         losses = self.record.pop("losses")  # of every step: for comparing runs, beside the checkpoint

@@ -334,8 +334,18 @@ def test_without_scripts_the_chapter_can_be_read(browser: Any, written: Path) ->
     assert (
         page.page.locator("noscript, .notice").first.is_visible() or page.page.locator("main > section").count() == 14
     )
+    assert page.page.locator(":is(canvas, button, select, input):visible").count() == 0  # they would do nothing
     assert page.faults == []
     page.context.close()
+
+
+def test_print_has_every_answer_and_no_controls(visit: Any) -> None:
+    page = visit()
+    answers = page.locator(".ask p")
+    assert answers.count() > 14 and not answers.first.is_visible()
+    page.emulate_media(media="print")
+    assert all(answer.is_visible() for answer in answers.all())
+    assert page.locator("#bar:visible, .row-of-buttons:visible, .try button:visible").count() == 0
 
 
 def test_indices_and_exponents_of_formulas_are_html() -> None:
@@ -347,5 +357,8 @@ def test_indices_and_exponents_of_formulas_are_html() -> None:
     assert scripts_in_html(both) == f"<mi><span><i>W</i>{stacked}</span></mi>"
     prime = "<msubsup><mi>W</mi><mi>O</mi><mi>&#x02032;</mi></msubsup>"  # high by itself
     assert scripts_in_html(prime) == "<mi><span><i>W</i>\u2032<sub><i>O</i></sub></span></mi>"
+    under = '<span class="root">\u221a<span><span><i>d</i><sub><i>k</i></sub></span></span></span>'
+    assert scripts_in_html("<msqrt><mrow><msub><mi>d</mi><mi>k</mi></msub></mrow></msqrt>") == f"<mi>{under}</mi>"
     for name, formula in read_json("formulas.json").items():
+        assert "<msqrt" not in scripts_in_html(formula["mathml"]), name
         assert "<msu" not in scripts_in_html(formula["mathml"]), name

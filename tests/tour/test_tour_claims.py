@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ pytestmark = [*MARKS, pytest.mark.unchecked]
 CLAIMS = page_module.claims()
 VERDICTS = ("shown", "half true", "wrong", "not in this model", "not tested")
 LAYERS, HEADS, WIDTH = 4, 8, 256
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +113,30 @@ WANTED: dict[str, Callable[[Any], list[float]]] = {
     "g-8": lambda _: [card("DeepSeek-V3")["cache"]],
     "llama-3-8b": lambda _: llama(),
     "proportional": lambda _: read_at_a_step(),
+    "more-heads": lambda _: [statistics.mean(losses) for losses in swept().values()],
 }
 """What each claim's output says, in order. What is a rounding error is in `SMALL`."""
+
+NUMBERS: dict[str, Callable[[Any], float]] = {
+    "loss": lambda _: loss(),
+    "trophy": lambda page: loss(ids=list(tokenizer()(sentence(page, "trophy")).input_ids)),
+    "no scale": lambda _: loss(Switches(scaled=False)),
+    "one pattern": lambda _: loss(Switches(onePattern=(0, 1, 2, 3))),
+    "price of 2.1": lambda _: moves(Switches(off=((2, 1),))),
+    "all off": lambda _: loss(Switches(off=tuple(divmod(n, HEADS) for n in range(LAYERS * HEADS)))),
+    "one head a layer": lambda _: loss(Switches(off=all_but_the_dearest())),
+    "share of 2.1": lambda page: float(page.locator("#join-shares b").nth(1).text_content()),
+    "shuffled": lambda page: numbers(shown(page, "order-of-heads"))[2],
+    "first copy": lambda page: first_copy(page),
+    "second copy": lambda page: copies(page, ()),
+    "second copy without 2.1": lambda page: copies(page, ((2, 1),)),
+    "no mask": lambda _: loss(Switches(causal=False)),
+    "no positions": lambda _: loss(Switches(rotary=False)),
+    "4 key-value heads": lambda _: loss(Switches(kv=4)),
+    "2 key-value heads": lambda _: loss(Switches(kv=2)),
+    "1 key-value head": lambda _: loss(Switches(kv=1)),
+}
+"""What the prose cites, by its name in facts.json."""
 
 SMALL = {"per-head-formula": 1e-6, "w-o-only": 1e-4, "flash": 1e-5}
 """At most so much: the claim is that two ways of computing agree."""
@@ -119,6 +144,26 @@ SMALL = {"per-head-formula": 1e-6, "w-o-only": 1e-4, "flash": 1e-5}
 ELSEWHERE = {"same-pair", "specialise", "interpretable", "w-o", "order-of-heads", "bag", "causal-mask-code", "nan-row"}
 ELSEWHERE |= {"cross", "split-shapes"}
 """Claims that a test of their own holds against Python."""
+
+
+def all_but_the_dearest() -> tuple[tuple[int, int], ...]:
+    """All heads but that of the highest price in each layer."""
+    best = costs().view(LAYERS, HEADS).argmax(1).tolist()
+    return tuple((layer, head) for layer in range(LAYERS) for head in range(HEADS) if head != best[layer])
+
+
+def first_copy(page: Any) -> float:
+    ids = page.evaluate("window.headwise.randomTwice(40)")
+    return float(each_loss(reference()(ids).logits, ids)[:40].mean())
+
+
+def swept() -> dict[int, list[float]]:
+    """Held-out losses of the models of benchmarks/heads.py, by heads; those of one number by seed."""
+    newest = sorted((ROOT / "benchmarks/results").glob("*-heads.json"))[-1]
+    losses: dict[int, list[float]] = {}
+    for row in json.loads(newest.read_text())["results"]:
+        losses.setdefault(row["heads"], []).append(row["held_out_loss"])
+    return losses
 
 
 def card(name: str) -> dict[str, Any]:
@@ -149,6 +194,40 @@ def test_the_number_is_pythons(page: Any, name: str) -> None:
         assert one == pytest.approx(other, abs=0.51 * 10**-digits if digits else 0.51, rel=2e-3 if other > 10 else 0), (
             name
         )
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_the_prose_is_pythons(page: Any, name: str) -> None:
+    text = read_json("facts.json")["numbers"][name]
+    assert float(text) == pytest.approx(NUMBERS[name](page), abs=0.501 * 10 ** -len(text.partition(".")[2]))
+
+
+def test_all_numbers_of_the_prose_are_held() -> None:
+    assert set(read_json("facts.json")["numbers"]) == set(NUMBERS)
+
+
+def test_one_head_a_layer_leaves_the_dearest(page: Any) -> None:
+    page.locator("#off-one").click()
+    wanted = read_json("facts.json")["numbers"]["one head a layer"]
+    for _ in range(100):
+        if page.locator("#bar-loss").text_content().startswith(wanted):
+            break
+        page.wait_for_timeout(50)
+    assert page.locator("#bar-loss").text_content().startswith(wanted)
+    page.locator("#off-none").click()
+
+
+def test_losses_by_heads_are_those_of_the_results(page: Any) -> None:
+    """In the page's facts, in its table and as points of its chart."""
+    wanted = swept()
+    seeds = max(map(len, wanted.values()))
+    rows = [[heads, *losses, *[None] * (seeds - len(losses))] for heads, losses in wanted.items()]
+    assert read_json("facts.json")["heads"]["rows"] == rows
+    assert page.locator("#heads-chart .point").count() == sum(map(len, wanted.values()))
+    listed = page.eval_on_selector_all(
+        "#cost .losses tbody tr", "(rows) => rows.map((r) => [...r.children].map((n) => n.textContent))"
+    )
+    assert [int(row[0]) * int(row[1]) for row in listed] == [WIDTH] * len(rows)
 
 
 @pytest.mark.parametrize("name", SMALL)

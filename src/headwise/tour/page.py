@@ -96,15 +96,18 @@ def render(checkpoint: TourCheckpoint, text: str, *, packaged: bool) -> str:
         cards=cards(),
         roles=read_json("facts.json")["roles"],
         verdicts=VERDICTS,
+        numbers=read_json("facts.json")["numbers"],
+        heads=read_json("facts.json")["heads"],
         text=text,
     )
 
 
 def _typeset(text: str) -> str:
-    """Return the text with W_Q, d_k and similar names as a letter with an index."""
+    """Return the text with W_Q, d_k, head_i and similar names as a letter or word with an index."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"\b([Wd])_(Q|K|V|O|k|model)\b", r"<i>\1</i><sub>\2</sub>", str(escape(text))))
+    names = re.compile(r"\b([Wd])_(Q|K|V|O|k|model)(?![A-Za-z0-9_])")
+    return Markup(names.sub(r"<i>\1</i><sub>\2</sub>", str(escape(text))).replace("head_i", "head<sub><i>i</i></sub>"))
 
 
 def claims() -> dict[str, dict[str, Any]]:

@@ -46,7 +46,7 @@ function largestDifference(a, b) {
 // Drawing of a fixed box that scales with its column.
 function picture(width, height, label) {
   const svg = drawing("100%", null).attr("viewBox", `0 0 ${width} ${height}`).attr("role", "img").attr("aria-label", label);
-  svg.attr("height", null);
+  svg.attr("height", null).classed("broad", width >= 500);
   return svg;
 }
 

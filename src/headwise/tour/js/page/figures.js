@@ -72,7 +72,7 @@ function tokenBoxes(box, tint, pick) {
 
 // Lines over an axis of numbers. `lines`: [{ name, points: [[x, y]], colour }].
 function lineChart({ lines, x, y, label, xName, yName, width = 560, height = 240, ticks }) {
-  const [left, right, top, bottom] = [44, 24, 24, 36];
+  const [left, right, top, bottom] = [44, 24, 28, 44];
   const across = (x.log ? d3.scaleBand(x.values, [left, width - right]).padding(1) : d3.scaleLinear(x.range, [left, width - right]));
   const upward = d3.scaleLinear(y, [height - bottom, top]);
   const svg = picture(width, height, label);
@@ -81,7 +81,7 @@ function lineChart({ lines, x, y, label, xName, yName, width = 560, height = 240
   if (!x.log) axis.ticks(ticks ?? 6);
   svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(axis);
   svg.append("text").attr("class", "name").attr("x", width - right).attr("y", height - 4).attr("text-anchor", "end").text(xName);
-  svg.append("text").attr("class", "name").attr("x", 4).attr("y", 9).text(yName);
+  svg.append("text").attr("class", "name").attr("x", 4).attr("y", 13).text(yName);
   lines.forEach(({ name, points, colour, dots }) => {
     const places = points.map(([px, py]) => [across(px), upward(py)]);
     svg.append("path").attr("class", "line").attr("stroke", `var(--role-${colour})`).attr("d", `M${places.map((p) => p.map((v) => v.toFixed(1)).join(",")).join("L")}`);

@@ -1,5 +1,6 @@
 // 10. One token at a time, with a cache; and cross-attention, where queries and keys come from two texts.
 
+const FIRST_STEPS = 16; // tokens that are in the cache when the reader comes
 const DTYPE = 2; // bytes a number in a cache, as most models keep it
 const stepper = { key: "", cache: null, at: 0, gap: 0, passes: 0, made: [] };
 
@@ -29,6 +30,7 @@ function stepOnce() {
 section("cache", {
   build() {
     restartSteps();
+    this.shown = false;
     byId("step").onclick = () => this.step(1);
     byId("step-text").onclick = () => this.step(LONGEST, true);
     byId("step-again").onclick = () => {
@@ -54,6 +56,8 @@ section("cache", {
   },
   draw(run) {
     if (stepper.key !== stepKey()) restartSteps();
+    for (; !this.shown && stepper.at < Math.min(FIRST_STEPS, run.ids.length); ) stepOnce();
+    this.shown = true;
     this.steps();
     this.cross(run);
   },
@@ -65,13 +69,13 @@ section("cache", {
     const T = current.ids.length;
     const full = (at * (at + 1)) / 2;
     byId("step-said").textContent = at === 0 ? "The cache is empty. Press Step: the first token is read, and its keys and values are kept." : `${plural(at, "token")} read, ${plural(stepper.passes, "token pass").replace("passs", "passes")}; without a cache it would have been ${thousands(full)}. In the cache: ${thousands(at * cacheBytes(state.kv))} bytes, ${thousands(cacheBytes(state.kv))} a token.${state.kv === model.K ? ` Largest difference to one whole pass: ${tiny(stepper.gap)}.` : ""}`;
-    const svg = picture(640, 20 + 22 * model.L, `The cache: ${at} tokens in ${model.L} layers`);
-    const wide = 590 / Math.max(T + 8, at + 1);
+    const svg = picture(640, 24 + 22 * model.L, `The cache: ${at} tokens in ${model.L} layers`);
+    const wide = 576 / Math.max(T + 8, at + 1);
     for (let l = 0; l < model.L; l++) {
-      svg.append("text").attr("x", 0).attr("y", 24 + 22 * l).text(`layer ${l}`);
-      for (let t = 0; t < at; t++) for (const [n, part] of ["k", "v"].entries()) svg.append("rect").attr("class", t === at - 1 ? "new" : part).attr("x", 46 + t * wide).attr("y", 12 + 22 * l + 9 * n).attr("width", Math.max(wide - 0.5, 0.4)).attr("height", 8);
+      svg.append("text").attr("x", 0).attr("y", 28 + 22 * l).text(`layer ${l}`);
+      for (let t = 0; t < at; t++) for (const [n, part] of ["k", "v"].entries()) svg.append("rect").attr("class", t === at - 1 ? "new" : part).attr("x", 60 + t * wide).attr("y", 17 + 22 * l + 9 * n).attr("width", Math.max(wide - 0.5, 0.4)).attr("height", 8);
     }
-    svg.append("text").attr("x", 46).attr("y", 9).text("upper: keys, lower: values; the newest is orange");
+    svg.append("text").attr("x", 60).attr("y", 12).text("upper: keys, lower: values; the newest is orange");
     byId("cache-drawing").replaceChildren(svg.node());
     const out = byId("made");
     out.replaceChildren();

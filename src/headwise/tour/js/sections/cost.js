@@ -45,6 +45,16 @@ function setCost(values) {
   showCost();
 }
 
+// Models that differ in the number of heads alone: their losses, a line for each seed.
+function showHeads() {
+  const { rows } = chapter.heads;
+  const losses = rows.flatMap(([, ...values]) => values).filter((value) => value !== null);
+  const seeds = rows[0].slice(1);
+  const lines = seeds.map((_, seed) => ({ name: `seed ${seed}`, colour: seed, points: rows.filter((row) => row[seed + 1] !== null).map((row) => [String(row[0]), row[seed + 1]]) }));
+  const [least, most] = [Math.min(...losses), Math.max(...losses)];
+  byId("heads-chart").replaceChildren(keyOf(lines), lineChart({ lines, x: { log: true, values: rows.map(([heads]) => String(heads)) }, y: [least - (most - least) / 4, most + (most - least) / 4], label: "Held-out loss by number of heads a layer", xName: "heads a layer", yName: "held-out loss" }));
+}
+
 section("cost", {
   build() {
     for (const name of ["d", "h", "kv", "dk", "T", "B"]) byId(`cost-${name}`).oninput = showCost;
@@ -57,6 +67,7 @@ section("cost", {
     };
     byId("cost-full").onclick = () => setCost({ ...own, dk: own.d });
     setCost(own);
+    showHeads();
   },
 });
 

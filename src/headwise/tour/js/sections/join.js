@@ -68,7 +68,7 @@ section("join", {
     byId("join-shuffle").onclick = () => {
       if (!current) return;
       const { order, both, alone, loss } = shuffleHeads(current.plain);
-      byId("join-shuffled").textContent = `New order ${order.join(" ")}. With W_O's columns: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${current.plain.loss.toFixed(2)} to ${loss.toFixed(2)}.`;
+      byId("join-shuffled").textContent = `New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${current.plain.loss.toFixed(2)} to ${loss.toFixed(2)}.`;
     };
   },
   draw(run) {
@@ -93,7 +93,7 @@ section("join", {
     };
     byId("join-before").replaceChildren(matrix("before W_O: slice by head", (h, s) => Number(h === s)), matrix("after W_O", (h, s) => energy[h][s]));
     byId("join-shares").replaceChildren(barList(shares.map((share, h) => [nameOfHead(state.layer, h), share, share.toFixed(2)])));
-    byId("join-said").textContent = `Layer ${state.layer}: how much of the output each head makes; the shares sum to 1.${cosine === null ? "" : ` Cosine between concatenation and output: ${cosine.toFixed(2)}.`}`;
+    byId("join-said").textContent = `Layer ${state.layer}: how much of the output each head makes; the shares sum to 1.${cosine === null ? "" : ` Cosine between concatenation and output: ${number(cosine, 2)}.`}`;
     byId("join-numbers").replaceChildren(numbersOf(["head", ...Array.from({ length: H }, (_, s) => `slice ${s}`)], energy.map((row, h) => [String(h), ...row.map((value) => value.toFixed(2))]), "Shares after W_O"));
   },
 });
@@ -103,7 +103,7 @@ claim("concat", (run) => {
   const { concat, weights, v, K } = run.layers[0];
   return largestDifference(concat, model.mix(weights, v, T, T, K, null)) === 0 ? "1.00" : "not 1";
 });
-claim("w-o", (run) => run.layers.map((seen, l) => mixingOf(l, seen, run.ids.length).cosine?.toFixed(2) ?? "\u2013").join(" "));
+claim("w-o", (run) => run.layers.map((seen, l) => number(mixingOf(l, seen, run.ids.length).cosine, 2)).join(" "));
 claim("w-o-only", (run) => tiny(Math.max(...run.layers.map((seen, l) => mixingOf(l, seen, run.ids.length).gap))));
 claim("order-of-heads", (run) => {
   const { both, alone, loss } = shuffleHeads(run);

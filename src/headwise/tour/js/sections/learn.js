@@ -58,13 +58,13 @@ section("learn", {
     induction.forEach(({ l, h, value }, n) => {
       const at = 30 + 30 * n;
       const now = scores[l][h];
-      if (first && first.l < l) svg.append("path").attr("class", isOff(first.l, first.h) ? "wire cut" : "wire").attr("d", `M170,${middle}C230,${middle} 235,${at} 292,${at}`);
+      if (first && first.l < l) svg.append("path").attr("class", isOff(first.l, first.h) ? "wire cut" : "wire").attr("d", `M188,${middle}C235,${middle} 240,${at} 292,${at}`);
       svg.append("text").attr("class", "big").attr("x", 300).attr("y", at + 4).text(nameOfHead(l, h));
       svg.append("rect").attr("class", "track").attr("x", 340).attr("y", at - 7).attr("width", 150).attr("height", 12).attr("rx", 3);
       svg.append("rect").attr("fill", "var(--role-1)").attr("x", 340).attr("y", at - 7).attr("width", Math.max(150 * now, 0)).attr("height", 12).attr("rx", 3);
       svg.append("text").attr("x", 498).attr("y", at + 4).text(`${now.toFixed(2)}${Math.abs(now - value) > 0.005 ? ` (was ${value.toFixed(2)})` : ""}`);
     });
-    if (first) svg.append("text").attr("class", "big").attr("x", 20).attr("y", middle + 4).text(`${nameOfHead(first.l, first.h)} looks one back`);
+    if (first) svg.append("text").attr("class", "big").attr("x", 180).attr("text-anchor", "end").attr("y", middle + 4).text(`${nameOfHead(first.l, first.h)} looks one back`);
     if (!induction.length) svg.append("text").attr("x", 20).attr("y", 30).text("No head of this model passes the threshold 0.4 of induction here.");
     byId("circuit").replaceChildren(svg.node());
   },

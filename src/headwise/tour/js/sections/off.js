@@ -11,11 +11,17 @@ section("off", {
       press: toggleHead,
     });
     byId("off-all").onclick = () => setOff(heads());
-    byId("off-one").onclick = () => setOff(heads().filter(([, h]) => h > 0));
+    byId("off-one").onclick = () => this.dearest();
     byId("off-none").onclick = () => setOff(heads(), false);
     byId("off-best").onclick = () => setOff([[2, 1]].filter(([l, h]) => l < model.L && h < model.H));
     byId("price").onclick = () => this.price();
     prices = null;
+  },
+  // Leaves the dearest head of each layer on, by the prices last computed.
+  dearest() {
+    if (!prices) return;
+    const best = prices.costs.map((row) => row.indexOf(Math.max(...row)));
+    change({ off: prices.costs.map((row, l) => row.map((_, h) => h !== best[l])) });
   },
   async price() {
     if (!current) return;

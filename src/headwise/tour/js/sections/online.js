@@ -45,7 +45,7 @@ section("online", {
     rows.forEach(({ score }, n) => svg.append("rect").attr("class", n === j ? "now" : n < j ? "mass" : "track").attr("x", n * wide + 0.5).attr("width", wide - 1).attr("y", y(score)).attr("height", Math.max(70 - y(score), 1)));
     svg.append("path").attr("class", "line").attr("stroke", "var(--ink)").attr("d", `M${rows.slice(0, j + 1).map(({ most }, n) => `${n * wide},${y(most)}H${(n + 1) * wide}`).join("L")}`);
     byId("online-row").replaceChildren(svg.node());
-    byId("online-out").replaceChildren(strip("now", "output so far, divided by the sum", [...now.out].map((value) => value / now.sum)), strip("end", "the whole row's output", [...rows.at(-1).out].map((value) => value / rows.at(-1).sum)));
+    byId("online-out").replaceChildren(strip("now", "so far, o / \u2113", [...now.out].map((value) => value / now.sum)), strip("end", "whole row", [...rows.at(-1).out].map((value) => value / rows.at(-1).sum)));
   },
   look(run) {
     this.draw(run);

@@ -38,7 +38,7 @@ section("order", {
     byId("order-mask").onclick = () => change({ causal: !state.causal });
     byId("order-positions").onclick = () => change({ rotary: !state.rotary });
     const { weights, most } = leak(4);
-    byId("leak").replaceChildren(el("div", { className: "scroll" }, tableOf(["query", "head", "key 0", "key 1", "key 2", "key 3"], [0, 1].flatMap((i) => weights[i].map((row, h) => [String(i), String(h), ...row.map((weight, j) => `${weight.toFixed(2)}${j > i && weight > 0 ? " leaks" : ""}`)])), `4 tokens, 4 heads: weights of queries 0 and 1. Most on a later key: ${most.toFixed(2)}`)));
+    byId("leak").replaceChildren(el("div", { className: "scroll" }, tableOf(["query", "head", "key 0", "key 1", "key 2", "key 3"], [0, 1].flatMap((i) => weights[i].map((row, h) => [String(i), String(h), ...row.map((weight, j) => `${weight.toFixed(2)}${j > i && weight > 0 ? " leaks" : ""}`)])), `4 tokens, 4 heads: queries 0 and 1. Of all four queries, the largest weight on a later key is ${most.toFixed(2)}.`)));
     byId("nan").textContent = `softmax of (\u2212\u221e, \u2212\u221e, \u2212\u221e) = (${textbookRow().map((value) => (Number.isNaN(value) ? "NaN" : value)).join(", ")})`;
     byId("permute").onclick = () => {
       if (!current) return;

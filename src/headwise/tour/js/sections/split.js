@@ -21,7 +21,7 @@ function drawBands() {
   context.putImageData(image, 0, 0);
   const count = N / model.D;
   byId("split-bands").replaceChildren(...Array.from({ length: count }, (_, h) => el("span", {}, `head ${h}`)));
-  byId("split-caption").textContent = `W_${split.which.toUpperCase()} of layer ${state.layer}: ${N} rows by ${K} columns, cut into ${count} bands of ${model.D} rows. Each band reads all ${K} columns.`;
+  byId("split-caption").textContent = `W_${split.which.toUpperCase()} of layer ${state.layer} as it is stored, transposed to the formula: ${N} rows by ${K} columns, cut into ${count} bands of ${model.D} rows. Each band reads all ${K} columns.`;
 }
 
 function drawStep(run) {
