@@ -1,5 +1,5 @@
-"""Every two rules of one small size joined by `&`, `|` and `~`, against what they say pair by pair; and what the joined
-mask answers about itself against that.
+"""Every two rules of one small size joined by `&`, `|` and `~`, against what they say pair by pair; what the joined mask
+answers about itself, and attention under it, against that.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 
 import headwise
 from headwise import Mask
-from headwise.ops.masks.tiles import tile_map, unpacked
+from headwise.ops.masks.tiles import ALL, tile_map, unpacked
 
 pytestmark = pytest.mark.unchecked
 B, H = 2, 2
 SIZES = ((3, 5), (5, 3))
 STARTS, STOPS, OFFSETS = torch.tensor([1, 0]), torch.tensor([3, 2]), torch.tensor([0, 2])
 IDS = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 1, 1, 1]])
+QUERY, KEY = torch.randn(2, B, H, 5, 4, generator=torch.Generator().manual_seed(5))
 SEEN = torch.rand(B, H, 5, 5, generator=torch.Generator().manual_seed(4)) > 0.4
 
 Cell = Callable[[int, int, int, int, int], bool]
@@ -44,6 +45,8 @@ RULES: dict[str, tuple[Callable[[int, int], Mask], Cell]] = {
     "window from 0": _band(2, 0, 0),
     "window both ways": _band(1, 1),
     "window and first": _band(2, 0, None, 1),
+    "window by row": _band(2, 1, OFFSETS),
+    "window by other rows": _band(3, 0, OFFSETS.flip(0)),
     "later": _band(1, None),
     "lengths": (lambda T, S: headwise.lengths(STOPS), lambda b, h, i, j, end: j < int(STOPS[b])),
     "lengths from": (
@@ -111,7 +114,19 @@ def _faults(mask: Mask, wanted: Tensor, T: int, S: int) -> list[str]:
     tiles = [unpacked(tile_map(rule, T, S), T, S) for rule in mask.parts]
     if not torch.equal(torch.stack([tile.expand(B, H, T, S) for tile in tiles]).all(0) if tiles else wanted, wanted):
         wrong.append("tiles")
+    for rule in mask.parts:
+        kinds, says = tile_map(rule, T, S).index.expand(B, H, 1, 1).flatten(2), _whole(Mask((rule,)), T, S).flatten(2)
+        if not torch.equal((kinds == ALL)[..., 0], says.all(-1)) or not torch.equal(kinds[..., 0] > 0, says.any(-1)):
+            wrong.append("kinds of tiles")
     return wrong
+
+
+def _far(mask: Mask, wanted: Tensor, T: int, S: int) -> float:
+    """How far attention under the mask is from attention under its pairs, in float64 and with nothing left out."""
+    query, key = QUERY[:, :, :T], KEY[:, :, :S]
+    scores = (query.double() @ key.double().mT / 2).masked_fill(~wanted, -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill(~wanted.any(-1, keepdim=True), 0.0)
+    return float((headwise.attention(query, key, key, mask=mask) - weights @ key.double()).abs().max())
 
 
 @pytest.mark.parametrize("one", RULES)
@@ -124,4 +139,6 @@ def test_a_rule_joined_with_every_other(one: str) -> None:
         made = {"and": (a & b, says & too), "or": (a | b, says | too), "and not": (a & ~b, says & ~too)}
         for how, (mask, wanted) in made.items():
             wrong += [(one, how, other, (T, S), fault) for fault in _faults(mask, wanted, T, S)]
+            if not _far(mask, wanted, T, S) < 1e-5:
+                wrong.append((one, how, other, (T, S), "attention"))
     assert not wrong, wrong[:8]
