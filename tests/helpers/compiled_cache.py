@@ -191,6 +191,21 @@ def test_latent_and_cross_attention() -> None:
     assert a.lengths == [9] * B
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_absorbed_latent_attention_is_two_graphs(kind: str) -> None:
+    mla = LatentAttention(M, 3, kv_lora_rank=6, nope_dim=5, rope_dim=2, value_dim=7).eval()
+    x, graphs = torch.randn(B, PROMPT + 15, M), CompileCounterWithBackend("eager")
+    ours, theirs = (make(kind, torch.float32, (1, 8, 6), shared=True) for _ in range(2))
+    compiled = torch.compile(mla, backend=graphs, fullgraph=True)
+
+    def one(run: Any) -> Callable[..., Tensor]:
+        return lambda x, cache: run(x, cache=cache, form="absorbed")[0]
+
+    assert_same_bits(decode(one(compiled), ours, x), decode(one(mla), theirs, x))
+    assert graphs.frame_count == 2
+
+
 def test_gradients_through_a_compiled_call() -> None:
     """A gradient ends the graph; it is that of the same call without a compiler."""
     model, x = Model(), torch.randn(B, PROMPT, M)

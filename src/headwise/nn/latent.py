@@ -149,7 +149,8 @@ class LatentAttention(nn.Module):
         for each pair (C, N, R, V: kv_lora_rank, nope_dim, rope_dim, value_dim). Without a cache T = S, so only the
         cost of a pair matters: the expanded form is cheaper unless kv_lora_rank is small. With a cache, the absorbed
         form is cheaper for a few tokens and the expanded form for a long prompt. For sizes 512, 128, 64, 128 and a
-        long cache, the absorbed form is cheaper up to T = 170.
+        long cache, the absorbed form is cheaper up to T = 170. Under torch.compile, "auto" ends the graph at a cache,
+        because its lengths decide; "absorbed" does not.
 
         Args:
             x: (B, T, M).
@@ -350,13 +351,13 @@ class LatentAttention(nn.Module):
             raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
         if cache is None:
             return (self.form(new) if form == "auto" and self._tells() else form) == "absorbed"
-        return self._absorbs_stored(new, cache, form, mask=mask, lengths=lengths)
+        return form == "absorbed" or self._absorbs_stored(new, cache, form, mask=mask, lengths=lengths)
 
     @outside_graphs
     def _absorbs_stored(self, new: int, cache: LatentCache, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """As `_absorbs`, of the latents in a cache, whose lengths a graph must not hold."""
         stored = list(cache.lengths)
-        if (self.form(new, stored) if form == "auto" else form) == "absorbed":
+        if form == "auto" and self.form(new, stored) == "absorbed":
             return True
         why = why_absorbed(cache, new, stored, masked=mask is not None, padded=lengths is not None)
         if why and self._up_weight() is None:
