@@ -12,7 +12,8 @@ from pathlib import Path
 
 from roles_page import on_a_picture, pattern
 
-from headwise.look.roles.catalog import ROLES, Role
+from headwise.look.roles.catalog import ROLES
+from headwise.look.roles.role import Role
 from headwise.look.views import palette, plain_words
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

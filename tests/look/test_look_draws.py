@@ -18,9 +18,10 @@ from headwise.look.collect.reduce import Uniform, add_roles, measure
 from headwise.look.collect.sums import LayerTally
 from headwise.look.records.axes import MIXED, NOWHERE, Axis
 from headwise.look.roles.call_tokens import CallTokens
-from headwise.look.roles.catalog import ROLES, Role
+from headwise.look.roles.catalog import ROLES
 from headwise.look.roles.controls import other_queries, shuffled
 from headwise.look.roles.measures import CallStatistics, Measure, OnLinks, ScoreSums
+from headwise.look.roles.role import Role
 from headwise.nn import AttentionCall
 
 BY_NAME = {role.name: role for role in ROLES}

@@ -18,85 +18,27 @@ A[i, j] below is the weight of query i on key j; means are over the queries that
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from ..records import axes
 from . import spatial_measures as placed
 from . import text_measures as links
 from .call_tokens import FIRST, SECOND
 from .choice_measures import Argmax
-from .measures import FAR, AtOffset, BandShare, Measure, OfRows, OnKeys, OnLinks
+from .measures import FAR, AtOffset, BandShare, OfRows, OnKeys, OnLinks
+from .name_measures import OnNames
+from .role import ALL, LINE, PATCHES, Role
 from .text_measures import CLARK_KEYS, FEW_KEYS
 
-TIMES_CHANCE = 2.0
-"""The factor of the control's value that a role must exceed, unless the role sets its own."""
-
-SEVERAL = 4
-"""The fewest queries of a role, unless it sets its own: a full stop at the end of a text has only its own query, and in
-a text of five tokens a sink on the first would pass for an offset of four."""
-
 NOTICED = 0.1
-"""The least share of a query's whole weight on the mention that it chooses, where the choice is among few words."""
+"""The mean weight on right choices that a role of a choice asks for beside the share of right choices."""
 
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
 """The kinds of input: texts, repeated random tokens, annotated sentences, texts with a needle."""
-
-WORDS = frozenset({axes.TEXT})
-LINE = WORDS | {axes.SOUND}
-"""Axes with one order of positions: tokens, and the frames of a sound."""
-
-PATCHES = frozenset({axes.PICTURE, axes.MIXED})
-ALL = frozenset(axes.KINDS)
 
 _CLARK = "Clark et al. 2019, arXiv 1906.04341"
 _IOI = "Wang et al. 2022, arXiv 2211.00593, appendix H"
 _VOITA = "Voita et al. 2019, arXiv 1905.09418"
 _OURS = "; the threshold is ours"
-
-
-@dataclass(frozen=True)
-class Role:
-    """The definition of one role.
-
-    Attributes:
-        name: the name in tables.
-        formula: the value as a formula of the attention matrix A.
-        threshold: the value that a head must exceed.
-        source: the source of the formula and threshold.
-        control: a description of the null.
-        measure: computes the value of a call.
-        reads: the kind of input: ``"text"``, ``"copies"``, ``"sentences"`` or ``"needles"``.
-        times: the factor of the null that the value must exceed.
-        plus: a margin added to that product.
-        least: the fewest queries that must have been scored.
-        state: whether it is a state of rest (a sink, broad attention), which most heads have beside their role.
-        over: the allowed kinds of the query and key axes: kinds of `headwise.look.Axis`. On an axis of text and
-            pictures, a role of text counts only the queries that are text.
-    """
-
-    name: str
-    formula: str
-    threshold: float
-    source: str
-    control: str
-    measure: Measure = field(compare=False)
-    reads: str = TEXT
-    times: float = TIMES_CHANCE
-    plus: float = 0.0
-    least: int = SEVERAL
-    state: bool = False
-    over: frozenset[str] = WORDS
-
-    def plays(self, value: float, null: float | None, count: int, low: float | None = None) -> bool:
-        """Return whether these numbers make a head play the role.
-
-        >>> induction = next(role for role in ROLES if role.name == "induction")
-        >>> induction.plays(0.6, null=0.02, count=99), induction.plays(0.6, null=0.4, count=99)
-        (True, False)
-        """
-        bar = self.times * (null or 0.0) + self.plus
-        above = value > self.threshold and value > bar and count >= self.least
-        return above and (low is None or null is None or low > null)
 
 
 _UNIFORM = "uniform attention under the same mask"
@@ -169,6 +111,19 @@ def _across(name: str, queries: str, keys: str) -> Role:
     )
 
 
+def _mover(name: str, formula: str, sign: int) -> Role:
+    return Role(
+        name,
+        formula,
+        0.3,
+        f"Wang et al. 2022, arXiv 2211.00593, sections 3.1 (attention, copying through W_OV) and 3.4{_OURS}",
+        f"{_UNIFORM}; the same head on the other name",
+        OnNames(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene), sign=sign),
+        reads=SENTENCES,
+        least=8,
+    )
+
+
 _RELATIONS = """
     nsubj nsubj:pass obj iobj obl nmod nmod:poss amod det case mark aux aux:pass cop advmod conj cc compound nummod acl
     acl:relcl advcl xcomp ccomp
@@ -189,6 +144,7 @@ def _relation(name: str, what: str) -> Role:
         times=1.0,
         plus=0.1,
         least=8,
+        mass=NOTICED,
     )
 
 
@@ -203,15 +159,22 @@ ROLES: tuple[Role, ...] = (
         OnLinks(links.copies("induction")),
         reads=COPIES,
     ),
-    Role(
+    _mover(
         "name mover",
-        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
-        0.3,
-        f"Wang et al. 2022, arXiv 2211.00593, section 3.1{_OURS}",
-        f"{_UNIFORM}; the same head on the other name",
-        OnLinks(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene)),
-        reads=SENTENCES,
-        least=8,
+        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next, where "
+        "W_O v_j raises its logit most of all names",
+        1,
+    ),
+    _mover(
+        "negative name mover",
+        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next, "
+        "where W_O v_j lowers its logit most of all names",
+        -1,
+    ),
+    _mover(
+        "name mover by attention",
+        "models without logits: sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
+        0,
     ),
     Role(
         "duplicate-token",
@@ -232,6 +195,7 @@ ROLES: tuple[Role, ...] = (
         reads=NEEDLES,
         plus=0.05,
         least=8,
+        mass=NOTICED,
     ),
     Role(
         "alignment",
@@ -267,12 +231,12 @@ ROLES: tuple[Role, ...] = (
     # language, read on chosen queries of annotated sentences
     Role(
         "coreference",
-        "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity, "
-        f"and holds at least {NOTICED:g} of all the weight",
+        "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity",
         0.5,
         f"{_CLARK}, section 4.3 (antecedent selection){_OURS}",
         "the nearest noun before; a mention at random",
-        Argmax("coreference", candidates="mentions", baseline="nearest noun", share=NOTICED),
+        Argmax("coreference", candidates="mentions", baseline="nearest noun"),
+        mass=NOTICED,
         reads=SENTENCES,
         times=1.0,
         plus=0.15,
