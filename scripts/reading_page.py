@@ -64,7 +64,8 @@ Relations of grammar are named by an arrow from the word that looks to the word 
 """
 
 ORDER = (
-    *("previous-token", "induction", "duplicate-token", "name mover", "coreference", "nsubj to head", "head to obj"),
+    *("previous-token", "induction", "duplicate-token", "name mover", "negative name mover"),
+    *("name suppressor", "coreference", "nsubj to head", "head to obj"),
     *("same word class", "retrieval", "self", "next-token", "offset-2", "local band", "delimiter", "punctuation"),
     *("special tokens", "alignment", "first to second", "left neighbour", "surroundings", "same row", "same column"),
     *("first-token sink", "sink elsewhere", "patch sink", "broad"),

@@ -55,6 +55,7 @@ BY_HAND = "\n## On a real model\n"
 MEANING = {
     "name mover": "The last token looks back at the name that should come next, and copies it.",
     "negative name mover": "The last token looks back at the name that should come next, and makes it less likely.",
+    "name suppressor": "The last token looks back at the name that should not come next, and makes it less likely.",
     "name mover by attention": "The last token looks at the name that should come next, in models without logits.",
     "induction": "Each token looks for itself in the earlier text and attends what came next there.",
     "duplicate-token": "Each token looks at its own earlier copies.",
@@ -129,6 +130,7 @@ def pattern(role: Role) -> tuple[Sequence[str], Sequence[Sequence[int]]] | None:
         **dict.fromkeys(
             ("name mover", "negative name mover", "name mover by attention"), (GIFT, [[], [], [], [], [], [], [1]])
         ),
+        "name suppressor": (GIFT, [[], [], [], [], [], [], [3, 5]]),
         "retrieval": (NEEDLE, [[], [], [], [], [], [], [3], []]),
     }
     return rows.get(role.name)

@@ -197,8 +197,9 @@ def _copying(model: nn.Module, passages: Sequence[Passage]) -> Copying | None:
     """Return what heads do to the logits of all names that passages link; None without such links."""
     named = [one for one in passages if "name mover" in one.links]
     links = [(one, one.links.get(link, ())) for one in named for link in ("name mover", "other name")]
-    ids = {int(one.ids[key]) for one, rows in links for keys in rows for key in keys}
-    return Copying.of(model, [int(i) for i in named[0].ids], ids) if ids else None
+    names = {int(one.ids[key]) for one, rows in links for keys in rows for key in keys}
+    among = {int(i) for one in passages for i in one.ids}
+    return Copying.of(model, [int(i) for i in named[0].ids], names, among) if names else None
 
 
 def _read_copies(reader: Reader, drawn: Sequence[Passage]) -> None:

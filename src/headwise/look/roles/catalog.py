@@ -111,17 +111,25 @@ def _across(name: str, queries: str, keys: str) -> Role:
     )
 
 
-def _mover(name: str, formula: str, sign: int) -> Role:
+def _mover(name: str, which: str, how: str, sign: int) -> Role:
+    """Return the role of attending, at the end of a sentence of two names and a gift, to one of the names."""
+    linked, other = ("other name", "name mover") if which == "does not come next" else ("name mover", "other name")
     return Role(
         name,
-        formula,
+        f"sentences of two names and a gift: mean of A[end, j] over the name j that {which}{how}",
         0.3,
-        f"Wang et al. 2022, arXiv 2211.00593, sections 3.1 (attention, copying through W_OV) and 3.4{_OURS}",
-        f"{_UNIFORM}; the same head on the other name",
-        OnNames(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene), sign=sign),
+        f"{_SUPPRESSION if linked == 'other name' else _MOVERS}{_OURS}",
+        f"{_UNIFORM}; the same head on the other of the two names",
+        OnNames(lambda scene: scene.links(linked), against=lambda _, scene: links.named(other, scene), sign=sign),
         reads=SENTENCES,
         least=8,
     )
+
+
+_MOVERS = "Wang et al. 2022, arXiv 2211.00593, section 3 (attention and copying through W_OV of name movers)"
+_SUPPRESSION = "McDougall et al. 2023, arXiv 2310.04625 (copy suppression), on the name that does not come next"
+_RAISES = ", where W_O v_j raises its logit to the highest 1 %"
+_LOWERS = ", where W_O v_j lowers its logit to the lowest 1 %"
 
 
 _RELATIONS = """
@@ -159,23 +167,10 @@ ROLES: tuple[Role, ...] = (
         OnLinks(links.copies("induction")),
         reads=COPIES,
     ),
-    _mover(
-        "name mover",
-        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next, where "
-        "W_O v_j raises its logit most of all names",
-        1,
-    ),
-    _mover(
-        "negative name mover",
-        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next, "
-        "where W_O v_j lowers its logit most of all names",
-        -1,
-    ),
-    _mover(
-        "name mover by attention",
-        "models without logits: sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
-        0,
-    ),
+    _mover("name mover", "comes next", _RAISES, 1),
+    _mover("negative name mover", "comes next", _LOWERS, -1),
+    _mover("name suppressor", "does not come next", _LOWERS, -1),
+    _mover("name mover by attention", "comes next", "; for models without logits", 0),
     Role(
         "duplicate-token",
         "random tokens repeated: mean_i sum of A[i, j] over earlier copies j of token i",

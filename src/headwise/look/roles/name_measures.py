@@ -12,10 +12,10 @@ from .measures import CallStatistics, OnLinks, ScoreSums
 
 @dataclass(frozen=True)
 class OnNames(OnLinks):
-    """Mean of the sum of A[i, j] over the names j that come next and whose values have a sign (`CallTokens.copying`).
+    """Mean of the sum of A[i, j] over the linked names j whose values have a sign (`CallTokens.copying`).
 
-    With a sign of 1 the name's own logit is the one that W_O v_j raises most of all names, with -1 the one that it
-    lowers most. With 0 all of these names count, in calls where the sign is not known, and only there.
+    With a sign of 1, W_O v_j raises the name's own logit to the highest, with -1 it lowers it to the lowest. With 0 all
+    linked names count, in calls where the sign is not known, and only there.
 
     Null: as for links, with the same head on names of the same sign in `against`.
     """
