@@ -138,6 +138,6 @@ def test_the_right_one_of_few_mentions_is_told_with_its_weight() -> None:
 @pytest.mark.parametrize("name", [role.name for role in ROLES if role.mass is not None])
 def test_a_role_of_a_choice_asks_for_right_choices_and_for_weight(name: str) -> None:
     role = next(role for role in ROLES if role.name == name)
-    assert role.mass == 0.1
+    assert role.mass == 0.2
     for value, mass, plays in ((0.9, 0.3, True), (0.9, 0.03, False), (0.05, 0.3, False), (0.9, None, False)):
         assert role.plays(value, 0.1 * value, 99, mass=mass) is plays

@@ -6,7 +6,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -113,6 +113,7 @@ def is_punctuation(token: str) -> bool:
     return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
 
 
+@runtime_checkable
 class NameSigns(Protocol):
     """What heads do to the logits of names."""
 
