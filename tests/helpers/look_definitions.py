@@ -181,7 +181,7 @@ def aligned(call: Call, shift: int) -> list[list[list[int]]]:
 
 
 def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> tuple[list[int], list[int]]:
-    """The key that each query attends most, of the candidates, or of all but its own and special tokens; else -1.
+    """The key that each query attends most, of the candidates, or of all but its own, the first and special ones; else -1.
 
     Behind it the queries that have two candidates at least.
     """
@@ -192,7 +192,7 @@ def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> tu
         if name == "coreference":
             among = [] if candidates is None else candidates[b][i]
         else:
-            among = [j for j in range(T) if j != i and call.keys[b][j] not in special]
+            among = [j for j in range(1, T) if j != i and call.keys[b][j] not in special]
         among = [j for j in among if call.seen[b, i, j]]
         best.append(max(sorted(among), key=lambda j: float(p[i, j]), default=-1))
         free += [i] if len(among) > 1 else []

@@ -34,14 +34,15 @@ def by_word(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
 
 
 def test_links_ahead_are_an_encoders() -> None:
-    passage = look.Passage([5, 6, 7], links={"det to head": [[1], [], []], "head to det": [[], [0], []]})
+    passage = look.Passage([5, 6, 7], links={"det to head": [[1], [], []], "head to det": [[], [], [0, 1]]})
     ids = torch.tensor([[5, 6, 7]])
     for ahead, wanted in ((False, None), (True, [[[1], [-1], [-1]]])):
         scene = CallTokens(ids, ids, ahead, Vocabulary(), (passage,))
         links = scene.links("det to head")
         assert (None if links is None else links.tolist()) in (wanted, [[[-1], [-1], [-1]]])
         back = scene.links("head to det")
-        assert back is not None and back.tolist() == [[[-1], [0], [-1]]]
+        assert back is not None and back[..., :1].tolist() == [[[-1], [-1], [1]]]  # never key 0, often a sink
+        assert back[..., 1:].eq(-1).all()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["decoder", "encoder"])
@@ -132,7 +133,7 @@ def test_the_right_one_of_few_mentions_is_told_with_its_weight() -> None:
     held = sum(float(p[i, best[i]]) for i in queries if i != 5)
     assert score.count == len(queries) and score.value == pytest.approx(1 - 1 / len(queries), abs=1e-6)
     assert score.mass == pytest.approx(held / len(queries), abs=1e-6)
-    assert f"{score.mass:.2f}" in str(score) and score.plays
+    assert score.mass < 0.2 and not score.plays
 
 
 @pytest.mark.parametrize("name", [role.name for role in ROLES if role.mass is not None])

@@ -80,7 +80,7 @@ def wanted(p: Tensor, signs: list[list[int]], passage: Passage, name: str, h: in
     count = others = 0
     order = ("other name", "name mover") if name == "name suppressor" else ("name mover", "other name")
     for i in range(len(passage.ids)):
-        keys, other = ([j for j in passage.links[of][i] if j <= i] for of in order)
+        keys, other = ([j for j in passage.links[of][i] if 0 < j <= i] for of in order)
         total += sum(float(p[h, i, j]) for j in keys if signs[h][j] == SIGNED[name])
         uniform += len(keys) / (i + 1)
         against += sum(float(p[h, i, j]) for j in other if signs[h][j] == SIGNED[name])

@@ -189,7 +189,10 @@ class CallTokens:
         return chosen
 
     def links(self, name: str) -> Tensor | None:
-        """Return the keys of each query by a link's name, (B, T, n) long, padded with -1; None without links."""
+        """Return the keys of each query by a link's name, (B, T, n) long, padded with -1; None without links.
+
+        Key 0 is left out: in a model without a special first token the first word is the sink of most heads.
+        """
         return self.once(("links", name), lambda: self._links(name))
 
     def _links(self, name: str) -> Tensor | None:
@@ -202,7 +205,7 @@ class CallTokens:
         out = torch.full((len(lists), T, width), -1, dtype=torch.long, device="cpu")
         for b, row in enumerate(lists):
             for i, keys in enumerate(row):
-                kept = [j + before for j in keys if j + before < S and (self.ahead is not False or j <= i)]
+                kept = [j + before for j in keys if 0 < j + before < S and (self.ahead is not False or j <= i)]
                 if i + behind < T and kept:
                     out[b, i + behind, : len(kept)] = torch.tensor(kept, device="cpu")
         return out

@@ -147,7 +147,8 @@ RELATIONS = tuple(_RELATIONS.split())
 def _relation(name: str, what: str) -> Role:
     return Role(
         name,
-        f"annotated sentences: share of {what} whose largest weight, own and special tokens aside, lies on the other",
+        f"annotated sentences: share of {what} whose largest weight, apart from own, first and special tokens, lies on "
+        "the other",
         0.4,
         f"{_CLARK}, section 4.2; {_VOITA}: 10 % above the positional baseline{_OURS}",
         "the best fixed offset; another query's choice",

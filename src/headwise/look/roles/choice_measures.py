@@ -19,8 +19,8 @@ from .measures import CallStatistics, Measure, ScoreSums, is_link
 class Argmax(Measure):
     """Share of the linked queries whose largest weight is on a link (Clark et al.'s accuracy).
 
-    The choice is among the candidates, links of that name; without a name, among all keys except the query's own and
-    special tokens. A query with one candidate has no choice and does not count. Null: the share that the baseline gets
+    The choice is among the candidates, links of that name; without a name, among all keys except the query's own, the
+    first and special tokens. A query with one candidate has no choice and does not count. Null: the share that the baseline gets
     right, links of that name with one key each; without a name, one fixed offset, the best over all texts that were
     read. Against: a random choice among the candidates; without candidates, the choice of another query, drawn from
     those that may attend to the link too, so that a head which attends to a word from everywhere gains nothing.
@@ -100,4 +100,5 @@ class Argmax(Measure):
             chosen = (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
             return keep(chosen[:, None].to(device))
         plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long, device="cpu"))
+        plain[:, :1] = False  # a sink if it is no special token
         return keep(plain[:, None, None].to(device)) & ~window(1)
