@@ -12,7 +12,8 @@ from pathlib import Path
 
 from roles_page import on_a_picture, pattern
 
-from headwise.look.roles.catalog import ROLES, Role
+from headwise.look.roles.catalog import ROLES
+from headwise.look.roles.role import Role
 from headwise.look.views import palette, plain_words
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -63,7 +64,8 @@ Relations of grammar are named by an arrow from the word that looks to the word 
 """
 
 ORDER = (
-    *("previous-token", "induction", "duplicate-token", "name mover", "coreference", "nsubj to head", "head to obj"),
+    *("previous-token", "induction", "duplicate-token", "name mover", "negative name mover"),
+    *("name suppressor", "coreference", "nsubj to head", "head to obj"),
     *("same word class", "retrieval", "self", "next-token", "offset-2", "local band", "delimiter", "punctuation"),
     *("special tokens", "alignment", "first to second", "left neighbour", "surroundings", "same row", "same column"),
     *("first-token sink", "sink elsewhere", "patch sink", "broad"),

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwise.look.roles.catalog import RELATIONS, ROLES, TEXT, Role
+from headwise.look.roles.catalog import RELATIONS, ROLES, TEXT
+from headwise.look.roles.role import Role
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "roles.md"
 PLAIN = ["<s>", "The", "cat", "sat", ".", "It", "slept", "."]
@@ -37,7 +38,8 @@ choice, such as the first token of a decoder, which attends itself alone, counts
 among words, and is never evidence: evidence is chosen among the pairs of query and key that the score counts.
 
 The patterns show a head that does nothing else: a row a query, `#` where its weight lies; or the patches of a picture,
-`o` the query. This page is written by `scripts/roles_page.py` from `headwise.look.ROLES`.
+`o` the query. All but the last section, [on a real model](#on-a-real-model), is written by `scripts/roles_page.py` from
+`headwise.look.ROLES`.
 
 | what is read | when |
 |---|---|
@@ -47,9 +49,14 @@ The patterns show a head that does nothing else: a row a query, `#` where its we
 | needles | the text with a needle in it, with `--needles` |
 """
 
+BY_HAND = "\n## On a real model\n"
+"""The title of the last section, which is not written by this script."""
 
 MEANING = {
-    "name mover": "The last token looks back at the name that should come next.",
+    "name mover": "The last token looks back at the name that should come next, and copies it.",
+    "negative name mover": "The last token looks back at the name that should come next, and makes it less likely.",
+    "name suppressor": "The last token looks back at the name that should not come next, and makes it less likely.",
+    "name mover by attention": "The last token looks at the name that should come next, in models without logits.",
     "induction": "Each token looks for itself in the earlier text and attends what came next there.",
     "duplicate-token": "Each token looks at its own earlier copies.",
     "retrieval": "A token of a repeated phrase looks at what followed it the first time, far back in the text.",
@@ -120,7 +127,10 @@ def pattern(role: Role) -> tuple[Sequence[str], Sequence[Sequence[int]]] | None:
         "nsubj to head": (SENTENCE, [[], [], [3], [], [], [], []]),
         "head to nsubj": (SENTENCE, [[], [], [], [2], [], [], []]),
         "coreference": (SENTENCE, [[], [], [], [], [2], [], []]),
-        "name mover": (GIFT, [[], [], [], [], [], [], [1]]),
+        **dict.fromkeys(
+            ("name mover", "negative name mover", "name mover by attention"), (GIFT, [[], [], [], [], [], [], [1]])
+        ),
+        "name suppressor": (GIFT, [[], [], [], [], [], [], [3, 5]]),
         "retrieval": (NEEDLE, [[], [], [], [], [], [], [3], []]),
     }
     return rows.get(role.name)
@@ -182,7 +192,8 @@ def read(role: Role) -> str:
 def section(title: str, role: Role) -> str:
     """One role."""
     bar = [f"above {role.threshold:.2f}", f"above {role.times:g} x null" + (f" + {role.plus:g}" if role.plus else "")]
-    least = f", over at least {role.least} queries" if role.least > 1 else ""
+    mass = "" if role.mass is None else f", with more than {role.mass:g} of the weight on right choices"
+    least = f"{mass}, over at least {role.least} queries" if role.least > 1 else ""
     state = " A state." if role.state else ""
     lines = [
         f"## {title}",
@@ -207,8 +218,9 @@ def section(title: str, role: Role) -> str:
 
 
 def page() -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *(section(title, role) for title, role in shown())])
+    """The whole page; its last section is taken from the file as it is."""
+    _, mark, by_hand = PAGE.read_text("utf8").partition(BY_HAND)
+    return "\n".join([HEAD, *(section(title, role) for title, role in shown())]) + mark + by_hand
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ class Found(NamedTuple):
     against: float | None = None
     shows: Sequence[tuple[int, int]] = ()
     detail: str = ""
+    mass: float | None = None
 
 
 def table(rows: list[list[list[int]]], width: int) -> torch.Tensor:
@@ -180,7 +181,7 @@ def aligned(call: Call, shift: int) -> list[list[list[int]]]:
 
 
 def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> tuple[list[int], list[int]]:
-    """The key that each query attends most, of the candidates, or of all but its own and special tokens; else -1.
+    """The key that each query attends most, of the candidates, or of all but its own, the first and special ones; else -1.
 
     Behind it the queries that have two candidates at least.
     """
@@ -191,7 +192,7 @@ def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> tu
         if name == "coreference":
             among = [] if candidates is None else candidates[b][i]
         else:
-            among = [j for j in range(T) if j != i and call.keys[b][j] not in special]
+            among = [j for j in range(1, T) if j != i and call.keys[b][j] not in special]
         among = [j for j in among if call.seen[b, i, j]]
         best.append(max(sorted(among), key=lambda j: float(p[i, j]), default=-1))
         free += [i] if len(among) > 1 else []
@@ -215,16 +216,17 @@ def argmax(call: Call, b: int, h: int, name: str, special: frozenset[int], every
     best, free = choice(call, b, h, name, special)
     rows = [i for i in free if links[b][i]]
     shows = [(i, best[i]) for i in rows if best[i] in links[b][i]]
+    mass = sum(float(call.p[b, h, i, j]) for i, j in shows)
     if name == "coreference":
-        shows = [(i, j) for i, j in shows if call.p[b, h, i, j] >= 0.1]
         nearest, mentions = call.linked("nearest noun"), call.linked("mentions")
         null = 0 if nearest is None else sum(any(j in links[b][i] for j in nearest[b][i]) for i in rows)
         by_chance = sum(len(links[b][i]) / max(len(mentions[b][i]) if mentions else 1, 1) for i in rows)
-        return Found(len(shows), len(rows), null, by_chance, shows)
+        return Found(len(shows), len(rows), null, by_chance, shows, mass=mass)
     usual = usual_distance(every, name, earlier=call.part == "decoder")
     null = sum(i - usual in links[b][i] for i in rows)
     others = other_queries(table(links, call.width(name)), call.scene)[b].tolist()
-    return Found(len(shows), len(rows), null, sum(best[others[i]] in links[b][i] for i in rows), shows)
+    elsewhere = sum(best[others[i]] in links[b][i] for i in rows)
+    return Found(len(shows), len(rows), null, elsewhere, shows, mass=mass)
 
 
 # --- all roles of a call ----------------------------------------------------------------------------------------------
@@ -272,16 +274,13 @@ def of_links(
     call: Call, words: Vocabulary, every: Sequence[Passage]
 ) -> Iterator[tuple[str, Callable[[int, int], Found | None]]]:
     """Roles that are read on annotated sentences and on needles."""
-    classes, movers = call.linked("same word class"), call.linked("name mover")
+    classes = call.linked("same word class")
     if classes is not None:
         again = [
             [[j for j in keys if call.keys[b][j] == call.queries[b][i]] for i, keys in enumerate(one)]
             for b, one in enumerate(classes)
         ]
         yield "same word class", lambda b, h: on_links(call, b, h, classes[b], again[b])
-    if movers is not None:
-        others = call.linked("other name") or [[[] for _ in one] for one in movers]
-        yield "name mover", lambda b, h: on_links(call, b, h, movers[b], others[b])
     for name in dict.fromkeys(name for passage in call.passages for name in passage.links):
         if " to " in name or name in ("retrieval", "coreference"):
             yield name, lambda b, h, name=name: argmax(call, b, h, name, words.special, every)  # type: ignore[misc]
@@ -315,6 +314,12 @@ class Sums:
             return None
         controls = [sum(getattr(one, name) or 0.0 for one in self.by_text.values()) for name in ("null", "against")]
         return max(controls) / max(self.count, 1)
+
+    @property
+    def mass(self) -> float | None:
+        """The mean weight on right choices; None for roles that are no choice."""
+        masses = [one.mass for one in self.by_text.values()]
+        return None if None in masses else sum(mass or 0.0 for mass in masses) / max(self.count, 1)
 
     def interval(self) -> tuple[float, float] | None:
         """The middle 95 % of the values of 400 samples, each of as many texts, drawn with replacement."""

@@ -44,7 +44,7 @@ class Call:
         )
 
     def linked(self, name: str) -> list[list[list[int]]] | None:
-        """Of each text and query the keys that the passages link it to; those ahead are none of a decoder's."""
+        """Of each text and query the keys that it is linked to: none ahead of a decoder's, and never the first."""
         if not any(any(passage.links.get(name, ())) for passage in self.passages):
             return None
         T, S = self.p.shape[2:]
@@ -54,7 +54,7 @@ class Call:
             for i, keys in enumerate(passage.links.get(name, ())):
                 behind = [j + self.moved[1] for j in keys if self.part != "decoder" or j <= i]
                 if i + self.moved[0] < T:
-                    rows[i + self.moved[0]] = [j for j in behind if j < S]
+                    rows[i + self.moved[0]] = [j for j in behind if 0 < j < S]
             out.append(rows)
         return out
 

@@ -18,9 +18,10 @@ from headwise.look.collect.reduce import Uniform, add_roles, measure
 from headwise.look.collect.sums import LayerTally
 from headwise.look.records.axes import MIXED, NOWHERE, Axis
 from headwise.look.roles.call_tokens import CallTokens
-from headwise.look.roles.catalog import ROLES, Role
+from headwise.look.roles.catalog import ROLES
 from headwise.look.roles.controls import other_queries, shuffled
 from headwise.look.roles.measures import CallStatistics, Measure, OnLinks, ScoreSums
+from headwise.look.roles.role import Role
 from headwise.nn import AttentionCall
 
 BY_NAME = {role.name: role for role in ROLES}
@@ -171,7 +172,7 @@ def test_the_control_of_links_is_a_mean_over_the_queries_that_may_attend_them(re
     T, draw = 29, torch.Generator().manual_seed(4)
     query, key = (3 * torch.randn(1, 2, T, 5, generator=draw) for _ in range(2))
     mask = headwise.causal() if reach is None else headwise.window(reach)
-    lists = [[j for j in (i - 1, i - 3) if j >= 0] if i % 4 else [] for i in range(T)]
+    lists = [[j for j in (i - 1, i - 3) if j > 0] if i % 4 else [] for i in range(T)]
     passage = Passage(list(range(T)), links={"name mover": lists})
     here = CallTokens(torch.arange(T)[None], torch.arange(T)[None], False, Vocabulary(), (passage,))
     one = OnLinks(lambda scene: scene.links("name mover"))

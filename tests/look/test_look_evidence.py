@@ -17,9 +17,10 @@ import headwise
 from headwise import look
 from headwise.look import Passage
 from headwise.look.collect import forward
-from headwise.look.roles.catalog import NEEDLES, SENTENCES, Role
+from headwise.look.roles.catalog import NEEDLES, SENTENCES
 from headwise.look.roles.choice_measures import Argmax
 from headwise.look.roles.measures import CallStatistics, OfRows
+from headwise.look.roles.role import Role
 from headwise.testing.constructed import constructed_pair, random_model
 from headwise.testing.pictures import JOBS, constructed_picture
 

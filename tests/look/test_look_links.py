@@ -16,7 +16,7 @@ import headwise
 from headwise import look
 from headwise.look import annotate
 from headwise.look.roles.call_tokens import CallTokens, Vocabulary
-from headwise.look.roles.catalog import SENTENCES
+from headwise.look.roles.catalog import ROLES, SENTENCES
 from headwise.look.roles.controls import shuffled
 from headwise.testing.constructed import random_model
 
@@ -34,14 +34,15 @@ def by_word(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
 
 
 def test_links_ahead_are_an_encoders() -> None:
-    passage = look.Passage([5, 6, 7], links={"det to head": [[1], [], []], "head to det": [[], [0], []]})
+    passage = look.Passage([5, 6, 7], links={"det to head": [[1], [], []], "head to det": [[], [], [0, 1]]})
     ids = torch.tensor([[5, 6, 7]])
     for ahead, wanted in ((False, None), (True, [[[1], [-1], [-1]]])):
         scene = CallTokens(ids, ids, ahead, Vocabulary(), (passage,))
         links = scene.links("det to head")
         assert (None if links is None else links.tolist()) in (wanted, [[[-1], [-1], [-1]]])
         back = scene.links("head to det")
-        assert back is not None and back.tolist() == [[[-1], [0], [-1]]]
+        assert back is not None and back[..., :1].tolist() == [[[-1], [-1], [1]]]  # never key 0, often a sink
+        assert back[..., 1:].eq(-1).all()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["decoder", "encoder"])
@@ -118,14 +119,26 @@ def test_readings_hold_lists_of_places(changed: dict[str, Any], message: str) ->
     assert str(caught.value).startswith("readings['sentences']: ")
 
 
-def test_the_right_one_of_few_mentions_counts_with_a_tenth_of_the_weight() -> None:
-    """A head that is right on every mention says nothing where it gives the mention almost no weight."""
+def test_the_right_one_of_few_mentions_is_told_with_its_weight() -> None:
+    """A head that is right on every mention says nothing where it gives the mentions almost no weight."""
     ids, model = text(31), Tiny(mask=headwise.causal())
     p = matrices(model, torch.tensor([ids]))[0][0, 0]
     pairs = [[i - 3, i - 2] if i >= 5 else [] for i in range(31)]
     best = [max(keys, key=lambda j, i=i: float(p[i, j]), default=-1) for i, keys in enumerate(pairs)]  # type: ignore[misc]
-    passage = look.Passage(ids, links={"mentions": pairs, "coreference": [[j] if j >= 0 else [] for j in best]})
+    links = {"mentions": pairs, "coreference": [[j] if j >= 0 and i % 3 else [] for i, j in enumerate(best)]}
+    links["coreference"][5] = [pairs[5][best[5] == pairs[5][0]]]  # the wrong one of the two
+    passage = look.Passage(ids, links=links)
     score = look.at(model, ids, readings={SENTENCES: [passage]}, repeats=None).heads[0].scores["coreference"]
-    held = [float(p[i, j]) for i, j in enumerate(best) if j >= 0]
-    assert 0 < sum(weight >= 0.1 for weight in held) < len(held)  # or this would show nothing
-    assert score.count == 26 and score.value == pytest.approx(sum(weight >= 0.1 for weight in held) / 26, abs=1e-6)
+    queries = [i for i, keys in enumerate(links["coreference"]) if keys]
+    held = sum(float(p[i, best[i]]) for i in queries if i != 5)
+    assert score.count == len(queries) and score.value == pytest.approx(1 - 1 / len(queries), abs=1e-6)
+    assert score.mass == pytest.approx(held / len(queries), abs=1e-6)
+    assert score.mass < 0.2 and not score.plays
+
+
+@pytest.mark.parametrize("name", [role.name for role in ROLES if role.mass is not None])
+def test_a_role_of_a_choice_asks_for_right_choices_and_for_weight(name: str) -> None:
+    role = next(role for role in ROLES if role.name == name)
+    assert role.mass == 0.2
+    for value, mass, plays in ((0.9, 0.3, True), (0.9, 0.03, False), (0.05, 0.3, False), (0.9, None, False)):
+        assert role.plays(value, 0.1 * value, 99, mass=mass) is plays

@@ -91,6 +91,7 @@ def test_every_detector_finds_its_head_and_no_other(layers: object, kind: str) -
             assert roles[name].value >= 0.99, (job, roles[name])
             assert all(0 < one.weight <= 1 for one in roles[name].evidence)
             assert roles[name].evidence or name == "broad"
+            assert roles[name].mass is None or f"{roles[name].mass:.2f}" in str(roles[name])
 
 
 def test_name_movers_are_found() -> None:

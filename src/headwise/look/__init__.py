@@ -24,7 +24,8 @@ from .records.images import Picture
 from .records.scores import Evidence, Score
 from .result import Look
 from .roles.call_tokens import Passage, Vocabulary
-from .roles.catalog import ROLES, Role
+from .roles.catalog import ROLES
+from .roles.role import Role
 from .views.figures import plot_formation, plot_importance
 from .walk import Walk, walk
 from .weights.attribution import HeadWrites

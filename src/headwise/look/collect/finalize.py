@@ -10,7 +10,7 @@ import numpy as np
 from ..records.axes import Axis
 from ..records.head import NO_ROLE, HeadRecord
 from ..records.scores import Evidence, Score
-from ..roles.catalog import Role
+from ..roles.role import Role
 from .sums import ON_PICTURE, Floats, LayerTally
 
 
@@ -86,15 +86,22 @@ def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
     ends = sums.interval()
     tops = rounded(values, 6)
     chance = rounded(nulls, 6) if sums.has_null else [None] * tally.heads
+    masses = [None] * tally.heads if role.mass is None else rounded(sums.masses(), 6)
     lows, highs = ([None] * tally.heads, [None] * tally.heads) if ends is None else (rounded(end, 6) for end in ends)
     for h, count in enumerate(counts.tolist()):
         if count == 0:
             continue
         value, null, low, high = tops[h], chance[h], lows[h], highs[h]
-        plays = role.plays(value, null, count, low)
+        mass = masses[h]
+        plays = role.plays(value, null, count, low, mass)
         evidence = [Evidence(t, i, j, -w) for w, t, i, j in tally.shown.get((role.name, h), ())] if plays else []
-        detail = tally.detail(role.name, h) if plays else ""
-        yield h, Score(role.name, value, null, role.threshold, count, low, high, plays, tuple(evidence), detail)
+        detail = _detail(role, tally, h, mass) if plays else ""
+        yield h, Score(role.name, value, null, role.threshold, count, low, high, plays, tuple(evidence), detail, mass)
+
+
+def _detail(role: Role, tally: LayerTally, h: int, mass: float | None) -> str:
+    """Return the free part of a role that a head plays: of a role of a choice, its weight."""
+    return tally.detail(role.name, h) if mass is None else f"{mass:.2f} of the weight"
 
 
 def _extras(tally: LayerTally, h: int) -> dict[str, float]:

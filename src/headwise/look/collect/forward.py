@@ -19,8 +19,9 @@ from ..records import axes
 from ..records.axes import MIXED, NOWHERE, Axis
 from ..records.head import HeadMap
 from ..records.vectors import Neurons, vectors_of
-from ..roles.call_tokens import CallTokens, Passage, Vocabulary
-from ..roles.catalog import TEXT, Role
+from ..roles.call_tokens import CallTokens, NameSigns, Passage, Vocabulary
+from ..roles.catalog import TEXT
+from ..roles.role import Role
 from ..roles.spatial_measures import only
 from .reduce import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
 from .sums import ON_PICTURE, LayerTally
@@ -67,6 +68,7 @@ class Reader:
         maps: the large maps of the last text.
         neurons: the queries, keys and values of its first tokens, kept with the large maps if the text is short.
         source: the input of the main pass, if that is more than one text.
+        copying: what heads do to the logits of the names in the annotated sentences, if that is known.
     """
 
     model: nn.Module
@@ -79,6 +81,7 @@ class Reader:
     maps: list[HeadMap] = field(default_factory=list)
     neurons: list[Neurons] = field(default_factory=list)
     source: Source | None = None
+    copying: NameSigns | None = None
 
     @property
     def kind(self) -> str:
@@ -115,7 +118,7 @@ class Reader:
             ahead = None if part == "cross" else looks_ahead(call)
             about = (view.over, ahead, view.moved, len(view.passages), view.passages[0].text)
             if about not in scenes:
-                scenes[about] = _scene(view, ahead, self.words, usual or {})
+                scenes[about] = replace(_scene(view, ahead, self.words, usual or {}), copying=self.copying)
             scene = scenes[about]
             pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
             here = [role for role in roles if scene.kinds & role.over]

@@ -14,8 +14,8 @@ from ...ops.statistics.api import RowStatistics, StatisticsOptions, attention_st
 from ..inputs.nonfinite import remedy
 from ..records.head import HeadMap
 from ..roles.call_tokens import CallTokens
-from ..roles.catalog import Role
 from ..roles.measures import FAR, OFFSETS, CallStatistics, StatisticsRequest, forbidden
+from ..roles.role import Role
 from .sums import MOST_SHOWN, LayerTally
 
 
@@ -128,7 +128,7 @@ def add_roles(got: CallStatistics, roles: Sequence[Role], tally: LayerTally) -> 
         if sums is None or not bool(sums.count.any()):
             continue
         total, count = (x.expand(-1, heads) for x in (sums.total, sums.count))
-        nulls = [None if x is None else x.expand(-1, heads) for x in (sums.null, sums.against)]
+        nulls = [None if x is None else x.expand(-1, heads) for x in (sums.null, sums.against, sums.mass)]
         tally.role(role.name).add([passage.text for passage in got.scene.passages], total, count, *nulls)
         above = total > role.threshold * count
         if bool(above.any()):

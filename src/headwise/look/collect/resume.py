@@ -15,7 +15,7 @@ import numpy as np
 from ...files.atomic_file import put
 from .sums import LayerTally, RoleSums
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally], done: int, length: int) -> None:

@@ -44,7 +44,7 @@ def _draws(number: int) -> Floats:
 
 @dataclass
 class RoleSums:
-    """The sums of one role in one layer, (4, GROUPS, H): total, count, and two controls."""
+    """The sums of one role in one layer, (5, GROUPS, H): total, count, two controls, weight on right choices."""
 
     ints: Ints
     has_null: bool = True
@@ -52,13 +52,13 @@ class RoleSums:
     @classmethod
     def empty(cls, heads: int) -> RoleSums:
         """Return sums of zero."""
-        return cls(np.zeros((4, GROUPS, heads), np.int64))
+        return cls(np.zeros((5, GROUPS, heads), np.int64))
 
-    def add(self, texts: Sequence[int], total: Any, count: Any, null: Any | None, against: Any | None = None) -> None:
-        """Add the sums of these texts, each (texts, H); `null` is None if the role has no chance level."""
+    def add(self, texts: Sequence[int], total: Any, count: Any, null: Any | None, *more: Any | None) -> None:
+        """Add the sums of these texts, each (texts, H), in the order of `ints`; None for those that the role lacks."""
         self.has_null &= null is not None
         groups = [text % GROUPS for text in texts]
-        for row, sums in enumerate((total, count, null, against)):
+        for row, sums in enumerate((total, count, null, *more)):
             if sums is not None:
                 np.add.at(self.ints[row], groups, units(sums))
 
@@ -69,9 +69,15 @@ class RoleSums:
 
     def means(self) -> tuple[Floats, Floats, Ints]:
         """Return value, null (the larger control) and count of each head, over all texts; 0 if nothing was counted."""
-        total, count, null, against = self.ints.sum(1)
+        total, count, null, against, _ = self.ints.sum(1)
         least = np.maximum(count, 1)
         return total / least, np.maximum(null, against) / least, count // UNIT
+
+    def masses(self) -> Floats:
+        """Return the mean weight of each head on right choices, over all texts; 0 if nothing was counted."""
+        _, count, *_, mass = self.ints.sum(1)
+        masses: Floats = mass / np.maximum(count, 1)
+        return masses
 
     def interval(self) -> tuple[Floats, Floats] | None:
         """Return the 95 % interval of each head's value, by a percentile bootstrap over groups; None for one group."""

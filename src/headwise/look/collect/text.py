@@ -20,6 +20,7 @@ from ..inputs.repeated_tokens import Repeats
 from ..result import Look
 from ..roles.call_tokens import Passage, usual_distances
 from ..roles.catalog import COPIES, ROLES, TEXT
+from ..weights.copying import Copying
 from .excerpts import around
 from .finalize import records
 from .forward import OnProgress, Reader, Steps, batches, numbered, random_copies
@@ -185,11 +186,20 @@ def read_more(
         if drawn and mine(drawn):
             _read_copies(reader, drawn)
     for reads, passages in readings.items():
-        usual = usual_distances(passages)
+        usual, reader.copying = usual_distances(passages), _copying(reader.model, passages)
         for batch in batches(numbered(passages), BATCH):
             if mine(batch):
                 reader.read(batch, reads, usual)
     return drawn
+
+
+def _copying(model: nn.Module, passages: Sequence[Passage]) -> Copying | None:
+    """Return what heads do to the logits of all names that passages link; None without such links."""
+    named = [one for one in passages if "name mover" in one.links]
+    links = [(one, one.links.get(link, ())) for one in named for link in ("name mover", "other name")]
+    names = {int(one.ids[key]) for one, rows in links for keys in rows for key in keys}
+    among = {int(i) for one in passages for i in one.ids}
+    return Copying.of(model, [int(i) for i in named[0].ids], names, among) if names else None
 
 
 def _read_copies(reader: Reader, drawn: Sequence[Passage]) -> None:

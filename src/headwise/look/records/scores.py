@@ -40,6 +40,8 @@ class Score:
         plays: whether the head plays the role: by value, null, interval and count.
         evidence: the queries with the clearest evidence, for the roles it plays.
         detail: the free part of the role, such as the offset; empty for most.
+        mass: for a role of a choice, such as coreference: the mean weight of a query on its right keys. The value is
+            the share of right choices, which may be high where this is almost nothing. None for other roles.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Score:
     plays: bool = False
     evidence: tuple[Evidence, ...] = ()
     detail: str = ""
+    mass: float | None = None
 
     def __str__(self) -> str:
         return f"{self.name}{f' ({self.detail})' if self.detail else ''} {self.value:.2f}"
@@ -59,16 +62,20 @@ class Score:
     def to_list(self) -> list[Any]:
         """Return the fields in order without the name, evidence as lists: short in JSON with thousands of scores."""
         row: list[Any] = [self.value, self.null, self.threshold, self.count, self.low, self.high, self.plays]
-        evidence = [[e.text, e.query, e.key, e.weight] for e in self.evidence]
-        return [*row, evidence, self.detail] if evidence or self.detail else row
+        more: list[Any] = [[[e.text, e.query, e.key, e.weight] for e in self.evidence], self.detail, self.mass]
+        while more and more[-1] in ([], "", None):
+            more.pop()
+        return row + more
 
     @classmethod
     def from_list(cls, name: str, row: list[Any]) -> Score:
         """Return the score from the output of `to_list`; raise ValueError if it is invalid."""
         with one_error("a score is", row, by="to_list"):
-            value, null, threshold, count, low, high, plays, evidence, detail = [*listed(row), (), ""][:9]
+            given = listed(row)
+            value, null, threshold, count, low, high, plays, *more = given[:10]
+            evidence, detail, mass = (*more, *((), "", None)[len(more) :])
             items = each("evidence", evidence, _evidence)
-            score = cls(name, value, null, threshold, count, low, high, plays, items, detail)
+            score = cls(name, value, null, threshold, count, low, high, plays, items, detail, mass)
             check_fields(cls, vars(score))
             return score
 

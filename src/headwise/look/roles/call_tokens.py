@@ -6,11 +6,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ...nn.hooks.probe import AttentionCall
 from ...shapes.arguments import shown, whole_numbers
 from ..inputs.repeated_tokens import Repeated
 from ..records.axes import TEXT, Axis
@@ -112,6 +113,14 @@ def is_punctuation(token: str) -> bool:
     return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
 
 
+@runtime_checkable
+class NameSigns(Protocol):
+    """What heads do to the logits of names."""
+
+    def signs(self, call: AttentionCall, keys: Tensor) -> Tensor | None:
+        """Return (B, H, S) for keys with these tokens: 1 where the value raises the name, -1 where it lowers it."""
+
+
 @dataclass(frozen=True)
 class CallTokens:
     """The tokens at the queries (B, T) and keys (B, S) of a call.
@@ -129,6 +138,7 @@ class CallTokens:
             (`usual_distances`).
         axes: the axes of the queries and keys.
         among: (B, T) bool, the queries that count; None for all of them.
+        copying: what heads do to the logits of the names in the passages; None if that is not known.
     """
 
     queries: Tensor
@@ -141,6 +151,7 @@ class CallTokens:
     usual: Mapping[str, int] = field(default_factory=dict)
     axes: tuple[Axis, Axis] = (TEXTS, TEXTS)
     among: Tensor | None = None
+    copying: NameSigns | None = None
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], T]) -> T:
@@ -178,7 +189,10 @@ class CallTokens:
         return chosen
 
     def links(self, name: str) -> Tensor | None:
-        """Return the keys of each query by a link's name, (B, T, n) long, padded with -1; None without links."""
+        """Return the keys of each query by a link's name, (B, T, n) long, padded with -1; None without links.
+
+        Key 0 is left out: in a model without a special first token the first word is the sink of most heads.
+        """
         return self.once(("links", name), lambda: self._links(name))
 
     def _links(self, name: str) -> Tensor | None:
@@ -191,7 +205,7 @@ class CallTokens:
         out = torch.full((len(lists), T, width), -1, dtype=torch.long, device="cpu")
         for b, row in enumerate(lists):
             for i, keys in enumerate(row):
-                kept = [j + before for j in keys if j + before < S and (self.ahead is not False or j <= i)]
+                kept = [j + before for j in keys if 0 < j + before < S and (self.ahead is not False or j <= i)]
                 if i + behind < T and kept:
                     out[b, i + behind, : len(kept)] = torch.tensor(kept, device="cpu")
         return out

@@ -18,85 +18,31 @@ A[i, j] below is the weight of query i on key j; means are over the queries that
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from ..records import axes
 from . import spatial_measures as placed
 from . import text_measures as links
 from .call_tokens import FIRST, SECOND
 from .choice_measures import Argmax
-from .measures import FAR, AtOffset, BandShare, Measure, OfRows, OnKeys, OnLinks
+from .measures import FAR, AtOffset, BandShare, OfRows, OnKeys, OnLinks
+from .name_measures import OnNames
+from .role import ALL, LINE, PATCHES, Role
 from .text_measures import CLARK_KEYS, FEW_KEYS
 
-TIMES_CHANCE = 2.0
-"""The factor of the control's value that a role must exceed, unless the role sets its own."""
+NOTICED = 0.2
+"""The mean weight on right choices that a role of a choice asks for beside the share of right choices: twice what
+uniform attention gives the right mention in the sentences of the package (0.10)."""
 
-SEVERAL = 4
-"""The fewest queries of a role, unless it sets its own: a full stop at the end of a text has only its own query, and in
-a text of five tokens a sink on the first would pass for an offset of four."""
-
-NOTICED = 0.1
-"""The least share of a query's whole weight on the mention that it chooses, where the choice is among few words."""
+RELATED = 16
+"""The fewest words of a relation: of 8, some of a few hundred heads choose 6 rightly by chance."""
 
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
 """The kinds of input: texts, repeated random tokens, annotated sentences, texts with a needle."""
-
-WORDS = frozenset({axes.TEXT})
-LINE = WORDS | {axes.SOUND}
-"""Axes with one order of positions: tokens, and the frames of a sound."""
-
-PATCHES = frozenset({axes.PICTURE, axes.MIXED})
-ALL = frozenset(axes.KINDS)
 
 _CLARK = "Clark et al. 2019, arXiv 1906.04341"
 _IOI = "Wang et al. 2022, arXiv 2211.00593, appendix H"
 _VOITA = "Voita et al. 2019, arXiv 1905.09418"
 _OURS = "; the threshold is ours"
-
-
-@dataclass(frozen=True)
-class Role:
-    """The definition of one role.
-
-    Attributes:
-        name: the name in tables.
-        formula: the value as a formula of the attention matrix A.
-        threshold: the value that a head must exceed.
-        source: the source of the formula and threshold.
-        control: a description of the null.
-        measure: computes the value of a call.
-        reads: the kind of input: ``"text"``, ``"copies"``, ``"sentences"`` or ``"needles"``.
-        times: the factor of the null that the value must exceed.
-        plus: a margin added to that product.
-        least: the fewest queries that must have been scored.
-        state: whether it is a state of rest (a sink, broad attention), which most heads have beside their role.
-        over: the allowed kinds of the query and key axes: kinds of `headwise.look.Axis`. On an axis of text and
-            pictures, a role of text counts only the queries that are text.
-    """
-
-    name: str
-    formula: str
-    threshold: float
-    source: str
-    control: str
-    measure: Measure = field(compare=False)
-    reads: str = TEXT
-    times: float = TIMES_CHANCE
-    plus: float = 0.0
-    least: int = SEVERAL
-    state: bool = False
-    over: frozenset[str] = WORDS
-
-    def plays(self, value: float, null: float | None, count: int, low: float | None = None) -> bool:
-        """Return whether these numbers make a head play the role.
-
-        >>> induction = next(role for role in ROLES if role.name == "induction")
-        >>> induction.plays(0.6, null=0.02, count=99), induction.plays(0.6, null=0.4, count=99)
-        (True, False)
-        """
-        bar = self.times * (null or 0.0) + self.plus
-        above = value > self.threshold and value > bar and count >= self.least
-        return above and (low is None or null is None or low > null)
 
 
 _UNIFORM = "uniform attention under the same mask"
@@ -169,6 +115,27 @@ def _across(name: str, queries: str, keys: str) -> Role:
     )
 
 
+def _mover(name: str, which: str, how: str, sign: int) -> Role:
+    """Return the role of attending, at the end of a sentence of two names and a gift, to one of the names."""
+    linked, other = ("other name", "name mover") if which == "does not come next" else ("name mover", "other name")
+    return Role(
+        name,
+        f"sentences of two names and a gift: mean of A[end, j] over the name j that {which}{how}",
+        0.3,
+        f"{_SUPPRESSION if linked == 'other name' else _MOVERS}{_OURS}",
+        f"{_UNIFORM}; the same head on the other of the two names",
+        OnNames(lambda scene: scene.links(linked), against=lambda _, scene: links.named(other, scene), sign=sign),
+        reads=SENTENCES,
+        least=8,
+    )
+
+
+_MOVERS = "Wang et al. 2022, arXiv 2211.00593, section 3 (attention and copying through W_OV of name movers)"
+_SUPPRESSION = "McDougall et al. 2023, arXiv 2310.04625 (copy suppression), on the name that does not come next"
+_RAISES = ", where W_O v_j raises its logit to the highest 1 %"
+_LOWERS = ", where W_O v_j lowers its logit to the lowest 1 %"
+
+
 _RELATIONS = """
     nsubj nsubj:pass obj iobj obl nmod nmod:poss amod det case mark aux aux:pass cop advmod conj cc compound nummod acl
     acl:relcl advcl xcomp ccomp
@@ -180,7 +147,8 @@ RELATIONS = tuple(_RELATIONS.split())
 def _relation(name: str, what: str) -> Role:
     return Role(
         name,
-        f"annotated sentences: share of {what} whose largest weight, own and special tokens aside, lies on the other",
+        f"annotated sentences: share of {what} whose largest weight, apart from own, first and special tokens, lies on "
+        "the other",
         0.4,
         f"{_CLARK}, section 4.2; {_VOITA}: 10 % above the positional baseline{_OURS}",
         "the best fixed offset; another query's choice",
@@ -188,7 +156,8 @@ def _relation(name: str, what: str) -> Role:
         reads=SENTENCES,
         times=1.0,
         plus=0.1,
-        least=8,
+        least=RELATED,
+        mass=NOTICED,
     )
 
 
@@ -203,16 +172,10 @@ ROLES: tuple[Role, ...] = (
         OnLinks(links.copies("induction")),
         reads=COPIES,
     ),
-    Role(
-        "name mover",
-        "sentences of two names and a gift: mean of A[end, j] over the name j that comes next",
-        0.3,
-        f"Wang et al. 2022, arXiv 2211.00593, section 3.1{_OURS}",
-        f"{_UNIFORM}; the same head on the other name",
-        OnLinks(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene)),
-        reads=SENTENCES,
-        least=8,
-    ),
+    _mover("name mover", "comes next", _RAISES, 1),
+    _mover("negative name mover", "comes next", _LOWERS, -1),
+    _mover("name suppressor", "does not come next", _LOWERS, -1),
+    _mover("name mover by attention", "comes next", "; for models without logits", 0),
     Role(
         "duplicate-token",
         "random tokens repeated: mean_i sum of A[i, j] over earlier copies j of token i",
@@ -232,6 +195,7 @@ ROLES: tuple[Role, ...] = (
         reads=NEEDLES,
         plus=0.05,
         least=8,
+        mass=NOTICED,
     ),
     Role(
         "alignment",
@@ -267,12 +231,12 @@ ROLES: tuple[Role, ...] = (
     # language, read on chosen queries of annotated sentences
     Role(
         "coreference",
-        "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity, "
-        f"and holds at least {NOTICED:g} of all the weight",
+        "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity",
         0.5,
         f"{_CLARK}, section 4.3 (antecedent selection){_OURS}",
         "the nearest noun before; a mention at random",
-        Argmax("coreference", candidates="mentions", baseline="nearest noun", share=NOTICED),
+        Argmax("coreference", candidates="mentions", baseline="nearest noun"),
+        mass=NOTICED,
         reads=SENTENCES,
         times=1.0,
         plus=0.15,

@@ -148,7 +148,8 @@ class ScoreSums:
     """Sums over queries, and the number of queries, by text and head; a width of 1 stands for all heads.
 
     `null` and `against` are the chance levels of two controls, of which the larger counts; None without a control.
-    `detail` returns the free part of the role for a text and a head.
+    `detail` returns the free part of the role for a text and a head. `mass` is the weight on right choices, for
+    measures of a choice.
     """
 
     total: Tensor
@@ -156,6 +157,7 @@ class ScoreSums:
     null: Tensor | None
     against: Tensor | None = None
     detail: Callable[[int, int], str] | None = None
+    mass: Tensor | None = None
 
 
 class Measure(ABC):

@@ -160,7 +160,7 @@ def same_token(links: Tensor, scene: CallTokens) -> Tensor:
     return torch.where((keys == scene.queries[..., None]) & (links >= 0), links, -1)
 
 
-def other(scene: CallTokens) -> Tensor:
-    """Return the links to the name that does not come next."""
-    links = scene.links("other name")
+def named(name: str, scene: CallTokens) -> Tensor:
+    """Return the links of this name, an empty one for each query if there are none."""
+    links = scene.links(name)
     return torch.full((*scene.queries.shape, 1), -1, device="cpu") if links is None else links

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...files.text import visible
-from ..roles.catalog import COPIES, NEEDLES, ROLES, SENTENCES, TEXT, Role
+from ..roles.catalog import COPIES, NEEDLES, ROLES, SENTENCES, TEXT
+from ..roles.role import Role
 from . import palette
 
 if TYPE_CHECKING:

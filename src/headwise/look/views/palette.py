@@ -54,6 +54,8 @@ _LOOKS = {
     "coreference": ("C", 10),
     "name mover": ("M", 11),
     "negative name mover": ("m", 11),
+    "name suppressor": ("x", 11),
+    "name mover by attention": ("n", 11),
     "copying": ("K", 11),
     "retrieval": ("T", 7),
     "alignment": ("A", 10),

@@ -47,6 +47,14 @@ _SAID = {
         "looks at the name that should come next, and makes it less likely",
         "at the end of “Mary met John. John thanked” it reads “Mary” and speaks against it",
     ),
+    "name suppressor": (
+        "looks at the name that should not come next, and makes it less likely",
+        "at the end of “Mary met John. John thanked” it reads “John” and speaks against it",
+    ),
+    "name mover by attention": (
+        "looks at the name that should come next; the model has no logits that tell whether it copies it",
+        "at the end of “Mary met John. John thanked” it reads “Mary”",
+    ),
     "retrieval": (
         "looks up what followed a key word far back in a long text",
         "at “code:” it reads the code",
