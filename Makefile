@@ -42,11 +42,11 @@ tour: $(VENV)/.native
 
 # Two by two what keeps one core busy; then pytest, which keeps both.
 test: $(VENV)/.test
-	@$(MAKE) -j 2 types docs lint mutants-sample
-	@$(MAKE) pytest
+	@$(MAKE) --no-print-directory -j 2 types docs lint mutants-sample
+	@$(MAKE) --no-print-directory pytest
 
 test-all:
-	@$(MAKE) test DRAW=1
+	@$(MAKE) --no-print-directory test DRAW=1
 
 # What most faults show in: the meaning in every backend, masks, errors, caches, the rooms' rules, the planner, the command line.
 CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers malformed \
