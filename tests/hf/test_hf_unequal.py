@@ -1,18 +1,21 @@
 """What transformers passes where two numbers that are often equal differ: packed queries and keys of unequal length,
-windows at the edges of pages.
+windows at the edges of pages, tokens of another dtype than those before, tensors of several axes.
 """
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from headwise.cache import RollingCache
 from headwise.hf.attention.function import headwise_attention
-from headwise.hf.decode.cache import SlidingLayer
+from headwise.hf.decode.cache import FullLayer, SlidingLayer
+from headwise.hf.files.folder import find_weights
 
 H, K, D, V = 4, 2, 6, 5
 
@@ -41,3 +44,18 @@ def test_a_layer_with_a_window_reserves_the_pages_of_that_window(window: int) ->
     layer.update(torch.randn(1, K, 4, D), torch.randn(1, K, 4, V))
     assert layer.nbytes == RollingCache(1, K, D, V, window=window).nbytes
     assert layer.get_max_length() == window
+
+
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_int8_keys_have_the_dtype_of_the_last_tokens(kind: str) -> None:
+    layer = FullLayer(kind, 20, torch.int8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        layer.update(torch.randn(1, K, 2, D, dtype=dtype), torch.randn(1, K, 2, V, dtype=dtype))
+        assert layer.keys is not None and layer.values is not None
+        assert layer.keys.dtype == layer.values.dtype == dtype
+
+
+def test_elements_of_a_folder_are_those_of_all_axes(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(2, 3, 4), "c": torch.zeros(7), "d": torch.zeros(())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert find_weights(tmp_path).numel == 15 + 24 + 7 + 1
