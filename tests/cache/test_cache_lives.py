@@ -158,3 +158,51 @@ def test_keys_of_int8_have_the_dtype_of_a_step() -> None:
     one = x[:, :, :1].bfloat16()
     assert cache.step(torch.randn(1, H, 1, D).bfloat16(), one, one) is not None
     assert cache.keys.dtype == torch.bfloat16
+
+
+@needs_native
+@torch.no_grad()
+def test_a_full_cache_takes_no_step() -> None:
+    """Nor does one whose page is shared while the pool has none left for a copy; with room for one token it does."""
+    shared = PagedCache(PagePool(1, K, D, V), 1)
+    full = {
+        "static": (StaticCache(2, K, D, V, capacity=3), 2),
+        "paged": (PagedCache(PagePool(2, K, D, V), 2), 127),
+        "shared": (shared.append(*tokens(1, 1)[1:]).fork(), 0),
+    }
+    for name, (cache, room) in full.items():
+        if room:
+            cache.append(*tokens(2, room)[1:])
+            assert cache.takes_steps(), name
+            assert cache.step(*tokens(2, 1)) is not None
+        before = list(cache.lengths)
+        assert not cache.takes_steps(), name
+        with pytest.raises(ValueError):
+            cache.append(*tokens(len(before), 1)[1:])
+        assert cache.lengths == before
+
+
+@needs_native
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_a_fork_leaves_the_other_as_it_is(kind: str) -> None:
+    cache, lists = made(kind, 2)
+    query, key, value = tokens(2, 5)
+    lists.append(key, value)
+    other = cache.append(key, value).fork()
+    for one in (other, other, cache.fork()):
+        assert one.takes_steps() and one.step(*tokens(2, 1)) is not None
+    assert (cache.lengths, other.lengths) == ([5, 5], [7, 7])
+    assert far(cache, lists, query) < 1e-5
+
+
+@torch.no_grad()
+def test_every_row_of_a_window_is_settled() -> None:
+    """At once what the next append does first: pages that no later token sees are free."""
+    cache, _ = made("rolling", 3)
+    for T in (100, 100, 100, 100, 40):
+        cache.append(*tokens(3, T)[1:])
+    before, free = list(cache.dropped), cache.pool.free
+    cache.settle()
+    assert before == [128, 128, 128] and cache.dropped == [256, 256, 256]
+    assert cache.pool.free == free + 3

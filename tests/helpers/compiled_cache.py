@@ -130,6 +130,53 @@ def test_masks_of_a_step(kind: str, name: str) -> None:
     assert graphs.frame_count <= (6 if name in held else 2)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 0.5},
+    "sinks": {"sinks": torch.linspace(-1, 2, H)},
+    "gate": {"gate": torch.linspace(-1, 2, H)},
+    "lse": {"return_lse": True},
+    "backend": {"backend": "reference"},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_attention_reach_the_operator(name: str) -> None:
+    ours, theirs = (make("static", torch.float32) for _ in range(2))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, cache: Any, **options: Any) -> Any:
+        return headwise.attention(q, cache.append(k, v), **options)
+
+    compiled, options = torch.compile(run, backend="eager", fullgraph=True), OPTIONS[name]
+    for T in (PROMPT, 1):
+        q, k, v = torch.randn(B, H, T, D), torch.randn(B, K, T, D), torch.randn(B, K, T, V)
+        got, want, without = compiled(q, k, v, ours, **options), run(q, k, v, theirs, **options), theirs.attend(q)
+        pairs = zip(got, want, strict=True) if name == "lse" else ((got, want),)
+        for one, other in pairs:
+            assert_same_bits(one, other)
+        assert name in ("lse", "backend") or not torch.allclose(got, without, rtol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_of_the_padding_and_autocast(side: Any) -> None:
+    """Under autocast a call is made outside of the graph, as without a compiler."""
+    counts = torch.tensor([5, 2, 4])
+    for half in (False, True):
+        torch.compiler.reset()
+        ours, theirs = (make("static", torch.bfloat16 if half else torch.float32) for _ in range(2))
+
+        def run(q: Tensor, k: Tensor, v: Tensor, cache: Any) -> Tensor:
+            return headwise.attention(q, cache.append(k, v, lengths=counts, side=side))
+
+        q, k, v = torch.randn(B, H, PROMPT, D), torch.randn(B, K, PROMPT, D), torch.randn(B, K, PROMPT, V)
+        k, v = (k.bfloat16(), v.bfloat16()) if half else (k, v)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            assert_same_bits(torch.compile(run, backend="aot_eager")(q, k, v, ours), run(q, k, v, theirs))
+        assert ours.lengths == theirs.lengths == [5, 2, 4]
+
+
 @torch.no_grad()
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)

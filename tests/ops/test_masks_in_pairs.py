@@ -1,5 +1,6 @@
-"""Every two rules of one small size joined by `&`, `|` and `~`, against what they say pair by pair; what the joined mask
-answers about itself, and attention under it, against that.
+"""Every two rules of one small size, joined by `&`, `|` and `~`, against what they say of each pair.
+
+What the joined mask answers about itself, and attention under it, is compared with that.
 """
 
 from __future__ import annotations
