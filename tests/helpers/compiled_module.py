@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.cache import StaticCache
-from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary, yarn_frequencies
+from headwise.nn import (
+    GatedMultiHeadAttention,
+    InnerAttention,
+    LatentAttention,
+    MultiHeadAttention,
+    Rotary,
+    yarn_frequencies,
+)
 
 pytestmark = [
     # torch's own tracer makes an instance of the fence's autograd function, against torch's own advice
@@ -55,6 +62,12 @@ def test_the_module_compiles_without_a_graph_break(mask: headwise.Mask | None) -
         compiled(x, mask=mask, positions=torch.arange(T) * 2, gate=gate),
         mha(x, mask=mask, positions=torch.arange(T) * 2, gate=gate),
     )
+
+
+def test_a_gated_module_compiles_without_a_graph_break() -> None:
+    gated, x = GatedMultiHeadAttention(M, H, num_kv_heads=K, head_dim=D, value_dim=V), torch.randn(B, T, M)
+    compiled = torch.compile(gated, fullgraph=True, backend="aot_eager")
+    assert like(compiled(x, mask=headwise.causal()), gated(x, mask=headwise.causal()))
 
 
 @torch.no_grad()

@@ -48,9 +48,10 @@ def build(kind: str, H: int, K: int) -> Any:
     memory = {"memory_dim": (11, 5)} if kind == "cross" else {"rotary": Rotary(4)}
     inner = InnerAttention(softcap=7.0, sinks=torch.randn(H)) if "plain" not in kind else None
     norm = None if kind == "bare" else nn.RMSNorm
-    return MultiHeadAttention(
-        M, H, num_kv_heads=K, head_dim=4, value_dim=3, bias=True, qk_norm=norm, inner=inner, **memory
-    )
+    gate = headwise.nn.headwise_gate if "headwise" in kind else headwise.nn.OutputGate
+    gated = functools.partial(headwise.nn.GatedMultiHeadAttention, gate=gate)
+    kind_of = gated if kind.startswith("gated") else MultiHeadAttention
+    return kind_of(M, H, num_kv_heads=K, head_dim=4, value_dim=3, bias=True, qk_norm=norm, inner=inner, **memory)
 
 
 def trained(module: Any, kind: str, form: str | None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -173,7 +174,7 @@ def answered_for() -> dict[str, Any]:
 def low_precision() -> dict[str, tuple[float, float]]:
     """bfloat16 against float64: the error of one process and of all."""
     errors = {}
-    for kind, H, K in (("mha plain", 12, 12), ("mha plain", 12, 1), ("mla", 12, 1)):
+    for kind, H, K in (("mha plain", 12, 12), ("mha plain", 12, 1), ("gated plain", 12, 2), ("mla", 12, 1)):
         x = torch.randn(2, 37, M, generator=torch.Generator().manual_seed(5))
         exact = build(kind, H, K).double()(x.double(), mask=headwise.causal())
         one = build(kind, H, K).bfloat16()

@@ -51,17 +51,19 @@ def test_memory_that_was_never_written_is_not_read(kind: type[KVCache], dtype: t
 def test_every_token_has_one_rank(ranks_: int, block: int) -> None:
     """By the definition, token by token."""
     n = 3 * ranks_ * block + 7
-    deals = [TokenOwnership(rank, ranks_, block) for rank in range(ranks_)]
-    for deal in deals:
-        own = [place for place in range(n) if (place // block) % ranks_ == deal.rank]
-        assert [place for place in range(n) if deal.owns(place)] == own
-        assert deal.place(torch.arange(len(own))).tolist() == own
+    ownerships = [TokenOwnership(rank, ranks_, block) for rank in range(ranks_)]
+    for ownership in ownerships:
+        own = [place for place in range(n) if (place // block) % ranks_ == ownership.rank]
+        assert [place for place in range(n) if ownership.owns(place)] == own
+        assert ownership.place(torch.arange(len(own))).tolist() == own
         counts = [sum(place < end for place in own) for end in range(n + 1)]
-        assert [deal.count(end) for end in range(n + 1)] == counts == deal.counts(torch.arange(n + 1)).tolist()
+        assert (
+            [ownership.count(end) for end in range(n + 1)] == counts == ownership.counts(torch.arange(n + 1)).tolist()
+        )
         for length in range(0, n - ranks_ * block, 3):
             spans = [counts[first + length] - counts[first] for first in range(n - length + 1)]
-            assert max(spans) <= deal.most(length)
-    assert max(deals[0].most(length) for length in range(5)) <= 5
+            assert max(spans) <= ownership.most(length)
+    assert max(ownerships[0].most(length) for length in range(5)) <= 5
 
 
 def test_what_a_window_does_not_see_is_not_sent_and_memory_is_shared() -> None:

@@ -35,7 +35,7 @@ class Steps(Rule):
 OWN = headwise.Mask((Steps(torch.arange(N.B)),))
 
 
-def job(mask: headwise.Mask, dropout: float = 0.0) -> ContextCall:
+def context_call(mask: headwise.Mask, dropout: float = 0.0) -> ContextCall:
     comm = object.__new__(Comm)  # of no group: nothing is sent here
     comm.rank, comm.world = 0, 1
     options = ScoreOptions(mask.sized(N.B, N.H), N.D**-0.5, dropout=dropout)
@@ -62,7 +62,10 @@ def in_parts(made: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks
 @pytest.mark.parametrize("name", (*NAMES, "own"))
 def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> None:
     query, key, value = tensors(dtype)
-    sinks, made = torch.randn(N.H, dtype=dtype).requires_grad_(), job(OWN if name == "own" else MASKS[name](N).mask)
+    sinks, made = (
+        torch.randn(N.H, dtype=dtype).requires_grad_(),
+        context_call(OWN if name == "own" else MASKS[name](N).mask),
+    )
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     out, lse = headwise.attention(*leaves, mask=made.mask, sinks=sinks, return_lse=True)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
@@ -95,7 +98,7 @@ def test_sinks_learn_from_rows_that_attend_something_and_from_all_their_digits()
 @pytest.mark.parametrize("cuts", [((0, 6),), ((0, 2), (2, 6))])
 def test_parts_of_a_row_may_come_with_different_heads(cuts: tuple[tuple[int, int], ...]) -> None:
     """All heads in one message, or a few in each, as their bytes go: one stretch of the keys unlike the next."""
-    (query, key, value), made = tensors(), job(MASKS["causal"](N).mask)
+    (query, key, value), made = tensors(), context_call(MASKS["causal"](N).mask)
     out, lse = headwise.attention(query, key, value, mask=made.mask, return_lse=True)
     merged, turns = Merged(query, N.V), (cuts, ((0, 4), (4, 6)))
     for n, (a, b) in enumerate(STRETCHES):
@@ -111,7 +114,7 @@ def test_parts_of_a_row_may_come_with_different_heads(cuts: tuple[tuple[int, int
 @pytest.mark.skipif(error_for() is not None, reason="the native kernel draws dropout")
 def test_dropout_in_parts_keeps_what_one_call_keeps() -> None:
     query, key, value = tensors()
-    made = job(headwise.causal(), dropout=0.4)
+    made = context_call(headwise.causal(), dropout=0.4)
     one = attend(made, Block((0, N.T), (0, N.S), (0, N.H)), query, key, value)
     torch.testing.assert_close(in_parts(made, query, key, value, None).out, one.out, atol=2e-6, rtol=0)
     heads, rows = slice(2, 4), slice(5, 19)

@@ -33,6 +33,7 @@ def test_split_modules_are_the_whole_ones(world: int) -> None:
     """More key-value heads than ranks, as many, fewer, and numbers that part groups."""
     cases = [("mha", 12, K) for K in (12, 6, 4, 3, 2, 1)] + [("cross", 12, 4), ("cross", 12, 1), ("bare", 12, 12)]
     cases = draw.drawn(cases, str(world)) + draw.drawn([("mla", 12, 1), ("mla low", 12, 1)], str(world))
+    cases += draw.drawn([("gated", 12, 4), ("gated headwise", 12, 1)], str(world))
     for answer in ranks.pool(world).run(tp_cases.modules, cases):
         assert answer == {}
 
@@ -40,7 +41,7 @@ def test_split_modules_are_the_whole_ones(world: int) -> None:
 @every_world
 def test_what_torch_splits_is_right(world: int) -> None:
     cases = [("cut", "mha plain", 12, 12), ("gathered", "mha", 12, 3), ("gathered", "mha", 12, 1)]
-    cases += [("whole", "mha", 12, 2), ("cut", "mla", 12, 1)]
+    cases += [("whole", "mha", 12, 2), ("cut", "mla", 12, 1), ("whole", "gated", 12, 3)]
     for answer in ranks.pool(world).run(tp_cases.torch_plans, draw.drawn(cases, str(world))):
         assert answer == {}
 

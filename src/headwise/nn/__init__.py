@@ -1,6 +1,7 @@
 """The attention modules, which compose the operations of `headwise.ops`."""
 
 from .drop_in import replace
+from .gated import GatedMultiHeadAttention, OutputGate, headwise_gate
 from .head_views import Head
 from .hooks.output_projections import output_projections
 from .hooks.probe import AttentionCall, Probe, probe
@@ -15,17 +16,20 @@ from .yarn import yarn_frequencies, yarn_scale
 
 __all__ = [
     "AttentionCall",
+    "GatedMultiHeadAttention",
     "Head",
     "Inner",
     "InnerAttention",
     "LatentAttention",
     "LatentCache",
     "MultiHeadAttention",
+    "OutputGate",
     "Probe",
     "Rotary",
     "Stage",
     "Trace",
     "from_torch",
+    "headwise_gate",
     "mask_from_torch",
     "mask_to_torch",
     "output_projections",

@@ -73,6 +73,8 @@ class MultiHeadAttention(nn.Module):
         torch.Size([2, 5, 12])
     """
 
+    takes_steps = True  # of this class alone: a derived class may compute something else
+
     def __init__(
         self,
         d_model: int,
@@ -145,13 +147,14 @@ class MultiHeadAttention(nn.Module):
         """
         if more or others:
             refuse_inputs(more, others)
-        if cache is not None and type(self) is MultiHeadAttention and memory is positions is gate is lengths is None:
+        if cache is not None and "takes_steps" in vars(type(self)) and memory is positions is gate is lengths is None:
             heads = multihead_step(self, x, cache, mask)
             if heads is not None:
                 return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.q_proj)
         check_mode(self.inner, cache)
         lengths = check_cache(x, cache, lengths)
+        gate = self._gate(x, gate)
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
             return self.o_proj(join_heads(heads_BHTV)), cache
@@ -198,6 +201,10 @@ class MultiHeadAttention(nn.Module):
     def _project_queries(self, x: Tensor) -> Tensor:
         """Compute queries (B, H, T, D)."""
         return split_heads(self.q_proj(x), self.num_heads, self.head_dim)
+
+    def _gate(self, x: Tensor, gate: Tensor | None) -> Tensor | None:
+        """Return the factor on the heads of `x`: the gate of the call. Classes with a gate of their own override it."""
+        return gate
 
     def _attend(self, query: Tensor, key: Any, value: Tensor | None, **options: Any) -> Tensor:
         """Call the inner part with a mask, and a gate if there is one."""

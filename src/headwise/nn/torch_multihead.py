@@ -17,6 +17,7 @@ from ..ops.masks.constructors import bias, keep
 from ..ops.masks.mask import Mask
 from ..shapes import MASK_RULE, describe
 from ..shapes.arguments import check_counts, check_tensor
+from .gated import GatedMultiHeadAttention
 from .hooks.projections import has_hooks, weight_of
 from .inner_attention import InnerAttention
 from .multihead import MultiHeadAttention
@@ -260,6 +261,7 @@ def _check_fits_torch(mha: MultiHeadAttention) -> None:
     lacks = {
         "a rotary part": mha.rotary is not None,
         "q_norm and k_norm": mha.q_norm is not None,
+        "an output gate": isinstance(mha, GatedMultiHeadAttention),
         f"heads with H * D = {H * D} != d_model = {mha.d_model}": mha.d_model != H * D,
         f"value_dim = {mha.value_dim} != head_dim = {D}": mha.value_dim != D,
         f"the inner part {type(mha.inner).__name__}": not isinstance(mha.inner, InnerAttention),

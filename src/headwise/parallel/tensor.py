@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from ..nn.gated import GatedMultiHeadAttention, OutputGate
 from ..nn.hooks.projections import HOOKS
 from ..nn.inner_attention import InnerAttention
 from ..nn.latent import LatentAttention
@@ -113,10 +114,15 @@ def _shards_of_torch(module: MultiHeadAttention | LatentAttention, mesh: DeviceM
     return shards
 
 
+KNOWN_PARTS: dict[str, type[nn.Module]] = {"inner": InnerAttention, "gate": OutputGate}
+
+
 def _check_parts(module: nn.Module) -> None:
     """Raise, before any change, if a part of the module cannot be split."""
-    for name, part in module.named_children():
-        if name.endswith("_proj") or name == "kv_a_proj_with_mqa":
+    gate = module.gate if isinstance(module, GatedMultiHeadAttention) else None
+    inside_gate = [("gate.proj", gate.proj)] if type(gate) is OutputGate else []
+    for name, part in [*module.named_children(), *inside_gate]:
+        if name.endswith(("_proj", ".proj")) or name == "kv_a_proj_with_mqa":
             if type(part) is not nn.Linear:
                 raise TypeError(
                     f"tensor_parallel splits plain torch.nn.Linear projections; {name} is {type(part).__name__}; merge "
@@ -127,12 +133,12 @@ def _check_parts(module: nn.Module) -> None:
                 f"tensor_parallel replaces the torch.nn.RMSNorm of latent attention; {name} is {type(part).__name__}, "
                 "which may compute something else"
             )
-        elif name == "inner" and not isinstance(part, InnerAttention) and next(part.parameters(), None) is not None:
+        elif name in KNOWN_PARTS and not isinstance(part, KNOWN_PARTS[name]) and any(True for _ in part.parameters()):
             raise TypeError(
-                f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head is "
-                "not known; tensor_parallel knows those of headwise.nn.InnerAttention"
+                f"the {name} part {type(part).__name__} has parameters of its own, and which belong to which head is "
+                f"not known; tensor_parallel knows those of headwise.nn.{KNOWN_PARTS[name].__name__}"
             )
-        replaced = name.endswith(("_proj", "_proj_with_mqa", "_layernorm"))
+        replaced = name.endswith(("_proj", ".proj", "_proj_with_mqa", "_layernorm"))
         if (replaced and any(getattr(part, hooks) for hooks in HOOKS)) or any(map(_has_hooks, part.parameters())):
             raise ValueError(
                 f"{name} or a parameter of it has hooks, which would be lost: parts and parameters are replaced; "
@@ -170,6 +176,8 @@ def _split_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
     mha.k_proj = _rows(mha.k_proj, group, keys, mha.head_dim)
     mha.v_proj = _rows(mha.v_proj, group, keys, mha.value_dim)
     mha.o_proj = _columns(mha.o_proj, group)
+    if isinstance(mha, GatedMultiHeadAttention) and isinstance(mha.gate, OutputGate):
+        mha.gate.proj = _rows(mha.gate.proj, group, None, mha.gate.value_dim or 1)
     for norm in (mha.q_norm, mha.k_norm):
         if norm is not None:
             _replicate(norm, group)

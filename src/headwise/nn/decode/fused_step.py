@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...ops.masks.mask import Mask
 from ...ops.native.decode_step import RotaryStep
+from ...shapes import check_gate
 from ..attention_mode import current_mode
 from ..hooks.projections import is_unmodified, plain_weight
 from ..inner_attention import InnerAttention
@@ -79,6 +80,8 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
         return None
     if mha.rotary is not None and mha.rotary.head_dim != mha.head_dim:
         return None
+    if parts.get("gate") is not None and x.dtype != torch.float32:
+        return None  # the kernel's own gate multiplies before the result is rounded to 16 bits
     key = heads_of(projected(parts["k_proj"], x), mha.num_kv_heads, mha.head_dim)
     value = heads_of(projected(parts["v_proj"], x), mha.num_kv_heads, mha.value_dim)
     query = heads_of(projected(parts["q_proj"], x), mha.num_heads, mha.head_dim)
@@ -90,7 +93,12 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
     inner = parts["inner"]
     options = {"mask": mask, "scale": inner.scale, "softcap": inner.softcap, "sinks": inner.sinks}
     out = cache.step(query, key, value, turn=turn, **options)
-    return None if out is None else out.view(x.shape[0], 1, -1)
+    if out is None:
+        return None
+    gate = mha._gate(x, None)
+    if gate is not None:
+        out = out * check_gate(gate, out.shape, out.device).to(out.dtype)
+    return out.view(x.shape[0], 1, -1)
 
 
 def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, form: str) -> Tensor | None:

@@ -14,8 +14,10 @@ from ...ops.masks.mask import Mask
 from ...ops.statistics.weights import weighted_values, weights
 from ...plan import AttentionShape, parameter_count
 from ...plan.shape import BiasOption
+from ...shapes import check_gate
 from ...shapes.arguments import check_counts, check_flags
 from ..checks import check_input
+from ..gated import GatedMultiHeadAttention
 from ..head_views import join_heads, split_heads
 from ..inner_attention import Inner
 from ..multihead import MultiHeadAttention
@@ -203,6 +205,13 @@ def trace(
     alone = "each head on its own"
     unknown = f"the inner part {type(mha.inner).__name__} does not show its scores and weights"
     stages.append(Stage("heads", "head_i = P_i V_i", heads_BHTV, unknown if options is None else alone))
+    if isinstance(mha, GatedMultiHeadAttention):
+        gate = mha.gate(x)
+        heads_BHTV = heads_BHTV * check_gate(gate, heads_BHTV.shape, x.device).to(heads_BHTV.dtype)
+        stages += [
+            Stage("gate", "G_i = gate(X)", gate, "computed from the input"),
+            Stage("gated_heads", "G_i * head_i", heads_BHTV, "multiplied number by number"),
+        ]
     joined = join_heads(heads_BHTV)
     V = mha.value_dim
     stages.append(

@@ -35,7 +35,7 @@ class KeyIntervals(Rule):
         return self.low, self.high
 
 
-def shard_mask(deal: TokenOwnership, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
+def shard_mask(ownership: TokenOwnership, mask: Mask, T: int, S: int, columns: list[int]) -> Mask:
     """Return the mask for the tokens of one rank: row b has columns[b] of them, in the order of positions.
 
     `mask` is the mask of T queries and the S tokens of all ranks, on the CPU. Most rules allow an interval of keys,
@@ -43,7 +43,7 @@ def shard_mask(deal: TokenOwnership, mask: Mask, T: int, S: int, columns: list[i
     """
     C = max(columns)
     ends = mask.bounds(T, S, CPU)
-    places = deal.place(torch.arange(C, device="cpu")).clamp(max=max(S - 1, 0))
+    places = ownership.place(torch.arange(C, device="cpu")).clamp(max=max(S - 1, 0))
     added = mask.added(T, S, cols=places, device=CPU)
     weights = EVERYTHING if added is None else bias(added)
     if ends is None:
@@ -51,7 +51,7 @@ def shard_mask(deal: TokenOwnership, mask: Mask, T: int, S: int, columns: list[i
         assert allowed is not None  # a mask that restricts nothing has bounds
         return keep(allowed) & lengths(torch.tensor(columns, device="cpu")) & weights
     most = torch.tensor(columns, device="cpu")[:, None]
-    low, high = (torch.minimum(deal.counts(end), most) for end in ends)
+    low, high = (torch.minimum(ownership.counts(end), most) for end in ends)
     if T == 1:
         if not bool(low.any()) and bool((high == C).all()):
             return weights

@@ -93,28 +93,28 @@ def context_parallel(
         RankError: a rank has ended, hangs, or has raised.
     """
     comm = Comm.of(group, timeout)
-    call, ranks = _agreed(comm, query, key, value, mask, layout, order, expansion, return_lse, options)
-    query, key, value = call.tensors
+    args, ranks = _agreed(comm, query, key, value, mask, layout, order, expansion, return_lse, options)
+    query, key, value = args.tensors
     queries = held_places([one["T"] for one in ranks], order, "context_parallel", "queries")
     keys = held_places([one["S"] for one in ranks], order, "context_parallel", "keys")
     T, S = (sum(one[name] for one in ranks) for name in ("T", "S"))
-    job = call.job(comm, queries, keys, T, S, ranks[0]["seed"])
-    chosen = fastest_layout(job, query) if layout == "auto" else layout
+    call = args.context_call(comm, queries, keys, T, S, ranks[0]["seed"])
+    chosen = fastest_layout(call, query) if layout == "auto" else layout
     if chosen == "ulysses":
-        out, lse = ulysses(job, query, key, value, call.sinks, return_lse)
+        out, lse = ulysses(call, query, key, value, args.sinks, return_lse)
     else:
-        leaves = leaves_of(job.mask)
+        leaves = leaves_of(call.mask)
         run = RING if chosen == "ring" else GATHER
-        out, lse = KeyExchange.apply(run, job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
-    out = out if call.gate is None else out * call.gate.to(out.dtype)
+        out, lse = KeyExchange.apply(run, call, query, key, value, args.sinks, len(leaves), *leaves, *call.read)
+    out = out if args.gate is None else out * args.gate.to(out.dtype)
     return (out, lse) if return_lse else out
 
 
 def _agreed(comm: Comm, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[_Arguments, Any]:
     """Return this rank's checked arguments and the own values of each rank; if any rank's are wrong, all raise."""
     with comm.before("context_parallel"):
-        call = _Arguments(*in_autocast_dtype(query, key, value), *rest)
-    return call, comm.agree("context_parallel", call.same, call.own)
+        args = _Arguments(*in_autocast_dtype(query, key, value), *rest)
+    return args, comm.agree("context_parallel", args.same, args.own)
 
 
 class _Arguments:
@@ -181,7 +181,7 @@ class _Arguments:
             seed = drawn() if self.some is None else self.some.seed()
         self.own = {"T": T, "S": key.shape[2], "seed": seed}
 
-    def job(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> ContextCall:
+    def context_call(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> ContextCall:
         """Return the call over all ranks."""
         self.mask.check(self.query.shape[0], self.heads, T, S, self.query.device)
         with torch.enable_grad():

@@ -66,43 +66,43 @@ def is_native(query: Tensor, mask: Mask) -> bool:
     return serves and error_for() is None and trouble_with(mask) is None
 
 
-def options_of(job: ContextCall, at: Block, sinks: Tensor | None = None) -> ScoreOptions:
+def options_of(call: ContextCall, at: Block, sinks: Tensor | None = None) -> ScoreOptions:
     """Return the options of a call for a block, with its part of the mask and these sinks."""
-    if at not in job.of_blocks:  # The backward pass uses it again: rules without a kernel form have their maps then.
-        options = job.options._replace(mask=job.mask.part(at.rows, at.cols, job.T, job.S, heads=at.heads))
-        job.of_blocks[at] = options.trimmed(at.rows[1] - at.rows[0], at.cols[1] - at.cols[0])
-    return job.of_blocks[at]._replace(sinks=sinks)
+    if at not in call.of_blocks:  # The backward pass uses it again: rules without a kernel form have their maps then.
+        options = call.options._replace(mask=call.mask.part(at.rows, at.cols, call.T, call.S, heads=at.heads))
+        call.of_blocks[at] = options.trimmed(at.rows[1] - at.rows[0], at.cols[1] - at.cols[0])
+    return call.of_blocks[at]._replace(sinks=sinks)
 
 
-def seed_of(job: ContextCall, at: Block) -> Tensor | None:
+def seed_of(call: ContextCall, at: Block) -> Tensor | None:
     """Return the dropout seed of a block, so that the kernel keeps the same weights as one process, or None."""
-    if not job.options.dropout:
+    if not call.options.dropout:
         return None
-    total, first = job.some or (job.heads, 0)
-    return seed_of_part(job.seed, total, first + at.heads[0], at.rows[0], at.cols[0])
+    total, first = call.some or (call.heads, 0)
+    return seed_of_part(call.seed, total, first + at.heads[0], at.rows[0], at.cols[0])
 
 
 def attend(
-    job: ContextCall, at: Block, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    call: ContextCall, at: Block, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
 ) -> Partial:
     """Compute the partial result of a block, without an autograd graph."""
     with torch.no_grad():
-        options = options_of(job, at, sinks)
+        options = options_of(call, at, sinks)
         if is_native(query, options.mask):
             rules = lowered(options, query.shape[2], key.shape[2])
-            more = (job.options.dropout, seed_of(job, at))
+            more = (call.options.dropout, seed_of(call, at))
             return Partial(*torch.ops.headwise.attend_kept.default(query, key, value, *rules, *more))
-        out, lse = merge_blocks(job, at, options, query, key, value)
+        out, lse = merge_blocks(call, at, options, query, key, value)
         return Partial(out, lse, None)
 
 
-def merge_blocks(job: ContextCall, at: Block, options: ScoreOptions, query: Tensor, key: Tensor, value: Tensor) -> Any:
+def merge_blocks(call: ContextCall, at: Block, options: ScoreOptions, query: Tensor, key: Tensor, value: Tensor) -> Any:
     """Compute out and lse of a block by `headwise.attention`, with the dropout of the whole call."""
-    return attention_of_part(query, key, value, seed=seed_of(job, at), return_lse=True, **options._asdict())
+    return attention_of_part(query, key, value, seed=seed_of(call, at), return_lse=True, **options._asdict())
 
 
 def gradient(
-    job: ContextCall,
+    call: ContextCall,
     at: Block,
     tensors: tuple[Tensor, Tensor, Tensor],
     whole: Partial,
@@ -116,25 +116,25 @@ def gradient(
     """Compute the block's share of the gradient, where `whole` is the result of its queries over all keys.
 
     Args:
-        job: the call over all ranks.
+        call: the call over all ranks.
         at: the block.
         tensors: query, key and value of the block.
         whole: the result of these queries over all keys.
         grad_out: the gradient of out.
         grad_lse: the gradient of lse, or None.
-        leaves: the tensors of the job's mask that get a gradient; the block's mask is computed from them.
+        leaves: the tensors of the call's mask that get a gradient; the block's mask is computed from them.
         has_all: the block has all keys that its queries attend to, so the kernel can compute as in one process.
         sinks: the sinks of the forward pass, used only with `has_all`.
     """
     with torch.enable_grad():
-        options = options_of(job, at)
+        options = options_of(call, at)
     if whole.ends is None:
         return _by_autograd(options, tensors, whole, grad_out, grad_lse, leaves)
     query, key, value = tensors
     sinks = sinks if has_all else None
     with torch.enable_grad():
         rules = lowered(options._replace(sinks=sinks), query.shape[2], key.shape[2])
-    more = (job.options.dropout, seed_of(job, at))
+    more = (call.options.dropout, seed_of(call, at))
     wanted = bool(leaves)
     run = torch.ops.headwise.attend_backward if has_all else torch.ops.headwise.attend_part_backward
     with torch.no_grad():

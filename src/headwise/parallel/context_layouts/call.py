@@ -115,7 +115,7 @@ class ContextCall:
         raise ValueError(f"{part} is no part of {stretches}")
 
     def with_leaves(self, query: Tensor, leaves: Sequence[Tensor]) -> ContextCall:
-        """Return the job with other tensors in its mask, in the order of `leaves_of` and the query's compute dtype."""
+        """Return the call with other tensors in its mask, in the order of `leaves_of` and the query's compute dtype."""
         mask = self.mask
         if leaves:
             mask = pytree.tree_unflatten(list(leaves), pytree.tree_flatten(mask)[1])

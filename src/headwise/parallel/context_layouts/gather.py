@@ -31,31 +31,31 @@ SPLIT = 1024
 
 
 class Stages:
-    """The gather of keys and values, head by head, for one rank of a job."""
+    """The gather of keys and values, head by head, for one rank of a call."""
 
-    def __init__(self, job: ContextCall, shards: KVTensors) -> None:
-        self.job, self.shards = job, shards
+    def __init__(self, call: ContextCall, shards: KVTensors) -> None:
+        self.call, self.shards = call, shards
         self.widths, self.batch = [x.shape[3] for x in shards], shards[0].shape[0]
-        self.others = [rank for rank in range(job.comm.world) if rank != job.comm.rank]
-        self.strips = max(map(len, job.keys))  # the most stretches of a rank; each message has one
-        self.spans = queries_with_keys(job, self._span)
+        self.others = [rank for rank in range(call.comm.world) if rank != call.comm.rank]
+        self.strips = max(map(len, call.keys))  # the most stretches of a rank; each message has one
+        self.spans = queries_with_keys(call, self._span)
 
     def _span(self, rows: Stretch) -> Stretch | None:
         """Return the keys that these queries are computed with."""
-        span = self.job.reach(rows, (0, self.job.S))
+        span = self.call.reach(rows, (0, self.call.S))
         return None if span is None else (span[0] // SPLIT * SPLIT, span[1])
 
-    def coming(self) -> Iterator[ReceivedKeys]:
+    def receive_all(self) -> Iterator[ReceivedKeys]:
         """Yield all keys, head by head, while the next head is received. The caller must clear each head's list."""
         following = self.bring(0)
-        for stage in range(self.job.kv_heads):
-            came, following = following, self.bring(stage + 1)
-            yield self.taken(stage, came)
+        for stage in range(self.call.kv_heads):
+            received, following = following, self.bring(stage + 1)
+            yield self.taken(stage, received)
 
-    def taken(self, stage: int, came: list[Any]) -> ReceivedKeys:
+    def taken(self, stage: int, received: list[Any]) -> ReceivedKeys:
         """Return a head when it has arrived; empties the list from `bring`, so no other reference remains."""
-        whole, pending = came
-        came.clear()
+        whole, pending = received
+        received.clear()
         for one in pending:
             one.wait()
         return ReceivedKeys(
@@ -64,18 +64,18 @@ class Stages:
 
     def bring(self, stage: int) -> list[Any]:
         """Start the messages of a head into one tensor (S, B, widths), where the keys of a stretch are contiguous."""
-        if stage >= self.job.kv_heads:
+        if stage >= self.call.kv_heads:
             return []
-        whole, keys = self.shards[0].new_empty((self.job.S, self.batch, sum(self.widths))), self.job.keys
-        for (a, b), at in self.job.local(keys[self.job.comm.rank]):
+        whole, keys = self.shards[0].new_empty((self.call.S, self.batch, sum(self.widths))), self.call.keys
+        for (a, b), at in self.call.local(keys[self.call.comm.rank]):
             for part, x in zip(whole[a:b].split(self.widths, dim=2), self.shards, strict=True):
                 part.copy_(x[:, stage, at].transpose(0, 1))
         pending: list[Pending] = []
         for n in range(self.strips):
             parts = {rank: whole[slice(*own[n])] for rank, own in enumerate(keys) if n < len(own)}
-            mine = parts.pop(self.job.comm.rank, None)
+            mine = parts.pop(self.call.comm.rank, None)
             sends = {} if mine is None else dict.fromkeys(self.others, mine)
-            pending.append(self.job.comm.exchange("gather", sends, parts, step=stage * self.strips + n))
+            pending.append(self.call.comm.exchange("gather", sends, parts, step=stage * self.strips + n))
         return [whole, pending]
 
     def reduce(self, stage: int, low: int, grads: KVTensors, total: KVTensors) -> None:
@@ -84,13 +84,13 @@ class Stages:
         The messages go to one rank after another, and the next one is sent during the addition. So a rank holds the
         parts of two other ranks, not of all.
         """
-        comm, me, N = self.job.comm, self.job.comm.rank, self.job.comm.world
-        own = self.job.local(self.job.keys[me])
+        comm, me, N = self.call.comm, self.call.comm.rank, self.call.comm.world
+        own = self.call.local(self.call.keys[me])
         to = [x[:, stage : stage + 1, at] for x in total for _, at in own]
-        counts, step = [x.numel() for x in to], self.strips * self.job.kv_heads + stage
+        counts, step = [x.numel() for x in to], self.strips * self.call.kv_heads + stage
 
         def share(rank: int) -> KVTensors:
-            return [_from(x, a - low, b - low) for x in grads for a, b in self.job.keys[rank]]
+            return [_from(x, a - low, b - low) for x in grads for a, b in self.call.keys[rank]]
 
         def start(away: int) -> tuple[int, Pending | None]:
             if away == N:
@@ -121,32 +121,32 @@ def _from(x: Tensor, start: int, stop: int) -> Tensor:
     return keys
 
 
-def _forward(job: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
+def _forward(call: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
     B, H, T, _ = query.shape
-    out = query.new_zeros((B, T, H, job.value_dim)).transpose(1, 2)
+    out = query.new_zeros((B, T, H, call.value_dim)).transpose(1, 2)
     lse = query.new_full((B, H, T), -torch.inf, dtype=compute_dtype(query))
     ends = torch.stack([lse, torch.zeros_like(lse)])
-    stages, native = Stages(job, shards), True
-    for came in stages.coming():
-        for heads, rows, part in attended(job, query, came, stages.spans, sinks):
+    stages, native = Stages(call, shards), True
+    for received in stages.receive_all():
+        for heads, rows, part in attended(call, query, received, stages.spans, sinks):
             out[:, heads, rows], lse[:, heads, rows] = part.out, part.lse
             native = native and part.ends is not None
             if part.ends is not None:
                 ends[:, :, heads, rows] = part.ends
-        came.keys.clear()
+        received.keys.clear()
     return Partial(out, lse, ends if native else None)
 
 
 def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
-    stages = Stages(sums.job, shards)
+    stages = Stages(sums.call, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
-    for stage in range(sums.job.kv_heads):
+    for stage in range(sums.call.kv_heads):
         # No head is received in advance: it would need memory in addition to the gradients of this one.
-        came = stages.taken(stage, stages.bring(stage))
-        low, grads = 0, [x[:, :, :0].to(sums.wide) for x in came.keys]
+        received = stages.taken(stage, stages.bring(stage))
+        low, grads = 0, [x[:, :, :0].to(sums.wide) for x in received.keys]
         if stages.spans:
-            low, grads = sums.of_keys(came, stages.spans)
-        came.keys.clear()
+            low, grads = sums.of_keys(received, stages.spans)
+        received.keys.clear()
         stages.reduce(stage, low, grads, total)
     return total
 

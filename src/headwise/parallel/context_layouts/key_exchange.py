@@ -62,16 +62,16 @@ class KeyExchange(torch.autograd.Function):
     """The autograd function of attention between this rank's queries and the keys of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Route, job: ContextCall, *tensors: Any) -> Any:
+    def forward(ctx: Any, layout: Route, call: ContextCall, *tensors: Any) -> Any:
         """Return out and lse."""
         query, key, value, sinks, n, *rest = tensors
-        with job.comm.telling():
-            here = job.with_leaves(query, [x.detach() for x in rest[:n]])
+        with call.comm.telling():
+            here = call.with_leaves(query, [x.detach() for x in rest[:n]])
             logits = None if sinks is None else sinks.detach()
             whole = layout.forward(here, query, [key] if value is None else [key, value], logits)
-        ctx.job, ctx.layout, ctx.n, ctx.casting = job, layout, n, _casting(query.device.type)
+        ctx.call, ctx.layout, ctx.n, ctx.casting = call, layout, n, _casting(query.device.type)
         # The backward pass evaluates the mask again; saving its tensors lets autograd detect changes in between.
-        again = [x for x in pytree.tree_leaves(job.mask) if not x.is_inference()]
+        again = [x for x in pytree.tree_leaves(call.mask) if not x.is_inference()]
         ctx.again = len(again)
         ctx.save_for_backward(*again, query, key, value, sinks, *whole, *rest)
         ctx.set_materialize_grads(False)
@@ -82,12 +82,12 @@ class KeyExchange(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         """Return the gradients of the arguments of `forward`."""
         query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors[ctx.again :]
-        job: ContextCall = ctx.job
-        with job.comm.telling(), ctx.casting():
-            job.comm.agree(f"backward of {job.name}", {})
+        call: ContextCall = ctx.call
+        with call.comm.telling(), ctx.casting():
+            call.comm.agree(f"backward of {call.name}", {})
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             sums = GradientSums(
-                ctx.layout, job, query, rest[: ctx.n], sinks, (Partial(out, lse, ends), grad_out, grad_lse)
+                ctx.layout, call, query, rest[: ctx.n], sinks, (Partial(out, lse, ends), grad_out, grad_lse)
             )
             grads = ctx.layout.backward(sums, [key] if value is None else [key, value])
             dk, dv = [*(x.to(key.dtype) for x in grads), None][:2]
@@ -101,34 +101,34 @@ def _casting(device: str) -> Callable[[], torch.autocast]:
     return partial(torch.autocast, device, dtype, on, cache_enabled=torch.is_autocast_cache_enabled())
 
 
-def queries_with_keys(job: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[QueryBlock]:
+def queries_with_keys(call: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[QueryBlock]:
     """Return this rank's queries, one stretch at a time, with the keys that they may attend to; most keys first."""
-    spans = [(rows, at, span_of(rows)) for rows, at in job.local(job.queries[job.comm.rank])]
+    spans = [(rows, at, span_of(rows)) for rows, at in call.local(call.queries[call.comm.rank])]
     pairs = [QueryBlock(rows, at, span) for rows, at, span in spans if span is not None]
     return sorted(pairs, key=lambda one: one.span[0] - one.span[1])
 
 
 def attended(
-    job: ContextCall, query: Tensor, came: ReceivedKeys, spans: Sequence[QueryBlock], sinks: Tensor | None = None
+    call: ContextCall, query: Tensor, received: ReceivedKeys, spans: Sequence[QueryBlock], sinks: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Partial]]:
     """Yield heads, rows and the partial result of this rank's queries over the received keys."""
-    for heads in groups(job, came):
-        k, v = expanded(job, came.keys, heads)
+    for heads in groups(call, received):
+        k, v = expanded(call, received.keys, heads)
         few = slice(*heads)
         for rows, at, span in spans:
-            keys = slice(span[0] - came.first, span[1] - came.first)
+            keys = slice(span[0] - received.first, span[1] - received.first)
             logits = None if sinks is None else sinks[few]
             place = Block(rows, span, heads)
-            yield few, at, attend(job, place, query[:, few, at], k[:, :, keys], v[:, :, keys], logits)
+            yield few, at, attend(call, place, query[:, few, at], k[:, :, keys], v[:, :, keys], logits)
 
 
-def groups(job: ContextCall, came: ReceivedKeys) -> list[Stretch]:
+def groups(call: ContextCall, received: ReceivedKeys) -> list[Stretch]:
     """Return the query heads to compute together: those of the received heads, or a few at a time with an expansion."""
-    if job.expansion is None:
-        G = job.heads // job.kv_heads
-        return [(came.heads[0] * G, came.heads[1] * G)]
-    few = max(1, came.keys[0].shape[3] // job.value_dim)
-    return [(h, min(h + few, job.heads)) for h in range(0, job.heads, few)]
+    if call.expansion is None:
+        G = call.heads // call.kv_heads
+        return [(received.heads[0] * G, received.heads[1] * G)]
+    few = max(1, received.keys[0].shape[3] // call.value_dim)
+    return [(h, min(h + few, call.heads)) for h in range(0, call.heads, few)]
 
 
 class GradientSums:
@@ -137,7 +137,7 @@ class GradientSums:
     def __init__(
         self,
         layout: Route,
-        job: ContextCall,
+        call: ContextCall,
         query: Tensor,
         leaves: Sequence[Tensor],
         sinks: Tensor | None,
@@ -145,7 +145,7 @@ class GradientSums:
     ) -> None:
         self.leaves = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
         with torch.enable_grad():
-            self.job = job.with_leaves(query, self.leaves)
+            self.call = call.with_leaves(query, self.leaves)
         self.whole, self.grad_out, self.grad_lse = results
         self.has_all, self.inputs, self.wide = layout.has_all, query, compute_dtype(query)
         self.sinks = sinks.detach() if sinks is not None and layout.has_all else None
@@ -153,7 +153,7 @@ class GradientSums:
         self.learning = [x for x in self.leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
 
-    def of_keys(self, came: ReceivedKeys, spans: Sequence[QueryBlock]) -> tuple[int, KVTensors]:
+    def of_keys(self, received: ReceivedKeys, spans: Sequence[QueryBlock]) -> tuple[int, KVTensors]:
         """Compute this rank's share of the gradient of received keys, in float32, for the keys that its queries use.
 
         Returns:
@@ -161,8 +161,10 @@ class GradientSums:
         """
         low, high = (end(one.span[side] for one in spans) for side, end in ((0, min), (1, max)))
         total: KVTensors | None = None
-        for heads in groups(self.job, came):
-            unfolded = ExpandedKeys(self.job, [x[:, :, low - came.first : high - came.first] for x in came.keys], heads)
+        for heads in groups(self.call, received):
+            unfolded = ExpandedKeys(
+                self.call, [x[:, :, low - received.first : high - received.first] for x in received.keys], heads
+            )
             pair: KVTensors | None = None
             for one in spans:
                 keys = slice(one.span[0] - low, one.span[1] - low)
@@ -170,7 +172,7 @@ class GradientSums:
                 pair = _added(pair, some, keys.start, high - low, self.wide)
             assert pair is not None
             grads, of_read = unfolded.folded(pair)
-            self.add(self.job.read, of_read)
+            self.add(self.call.read, of_read)
             total = grads if total is None else [x.add_(grad) for x, grad in zip(total, grads, strict=True)]
         assert total is not None
         return low, total
@@ -178,7 +180,7 @@ class GradientSums:
     def _of_rectangle(self, one: QueryBlock, heads: Stretch, pair: KVTensors) -> KVTensors:
         few, at = slice(*heads), one.at
         some = gradient(
-            self.job,
+            self.call,
             Block(one.rows, one.span, heads),
             (self.inputs[:, few, at], pair[0], pair[1]),
             self.whole.of(at, few),
@@ -200,7 +202,7 @@ class GradientSums:
 
     def of_tensors(self) -> list[Tensor | None]:
         """Return the gradients of the tensors of the mask and then of the expansion, in their order."""
-        return [self.sums.get(id(x)) for x in (*self.leaves, *self.job.read)]
+        return [self.sums.get(id(x)) for x in (*self.leaves, *self.call.read)]
 
 
 def _added(total: KVTensors | None, some: KVTensors, at: int, size: int, wide: torch.dtype) -> KVTensors:
@@ -218,8 +220,8 @@ def _added(total: KVTensors | None, some: KVTensors, at: int, size: int, wide: t
 class ExpandedKeys:
     """Keys and values from received tensors, with an autograd graph if an expansion computes them."""
 
-    def __init__(self, job: ContextCall, part: KVTensors, heads: Stretch) -> None:
-        self.expansion, self.read = job.expansion, job.read
+    def __init__(self, call: ContextCall, part: KVTensors, heads: Stretch) -> None:
+        self.expansion, self.read = call.expansion, call.read
         if self.expansion is None:
             self.pair = part
             return
@@ -239,9 +241,9 @@ class ExpandedKeys:
         return [back[0].to(pair[0].dtype)], [of.get(id(x)) for x in self.read]
 
 
-def expanded(job: ContextCall, part: KVTensors, heads: Stretch) -> KVTensors:
+def expanded(call: ContextCall, part: KVTensors, heads: Stretch) -> KVTensors:
     """Return keys and values from received tensors, without an autograd graph."""
-    if job.expansion is None:
+    if call.expansion is None:
         return part
     with torch.no_grad():
-        return list(job.expansion.function(part[0], *heads))
+        return list(call.expansion.function(part[0], *heads))

@@ -15,7 +15,7 @@ from ...shapes import check_attention
 from .call import ContextCall
 
 
-def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
+def mesh_call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
     """Return the call for the cost model: causal, window, chunks or full; another mask becomes one that contains it."""
     lefts: list[int] = []
     rights: list[int] = []
@@ -44,28 +44,28 @@ def _is_at_the_end(offset: int | Tensor | None, T: int, S: int) -> bool:
     return offset in (None, S - T)
 
 
-def fastest_layout(job: ContextCall, query: Tensor) -> str:
+def fastest_layout(call: ContextCall, query: Tensor) -> str:
     """Return the layout with the fewest bytes sent by the busiest rank, in the token order that the planner chooses."""
-    T, S = job.T, job.S
+    T, S = call.T, call.S
     if not 0 < T <= S:
         return "ring"
     latent = None
     head_dim = query.shape[3]
-    if job.expansion is not None:
-        latent = int(job.expansion.width)
-    call = call_of(
-        job.mask,
+    if call.expansion is not None:
+        latent = int(call.expansion.width)
+    mesh_call = mesh_call_of(
+        call.mask,
         T,
         S,
-        heads=job.heads,
-        kv_heads=job.heads if latent else job.kv_heads,
+        heads=call.heads,
+        kv_heads=call.heads if latent else call.kv_heads,
         head_dim=head_dim,
-        value_dim=job.value_dim,
+        value_dim=call.value_dim,
         number_bytes=query.itemsize,
         batch=query.shape[0] or 1,
         latent=latent,
     )
-    return _fewest_bytes(call, job.comm.world)
+    return _fewest_bytes(mesh_call, call.comm.world)
 
 
 def _fewest_bytes(call: MeshCall, ranks: int) -> str:
@@ -140,6 +140,6 @@ def explain(
     check_attention(query, key, value)
     (B, H, T, D), (K, S), V = query.shape, key.shape[1:3], value.shape[3]
     sizes = {"heads": H, "kv_heads": K, "head_dim": D, "value_dim": V, "number_bytes": query.itemsize, "batch": B}
-    call = call_of(as_mask(mask), T, S, **sizes)
-    costs = layout_costs(call, ranks, link=link, flop_rate=flop_rate, backward=backward)
-    return LayoutCosts(ranks, costs, _fewest_bytes(call, ranks))
+    mesh_call = mesh_call_of(as_mask(mask), T, S, **sizes)
+    costs = layout_costs(mesh_call, ranks, link=link, flop_rate=flop_rate, backward=backward)
+    return LayoutCosts(ranks, costs, _fewest_bytes(mesh_call, ranks))

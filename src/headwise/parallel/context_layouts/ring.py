@@ -46,26 +46,26 @@ class Exchange(NamedTuple):
 
 
 class RingMessages:
-    """The messages of one rank of a job: the keys, the ranks and the order."""
+    """The messages of one rank of a call: the keys, the ranks and the order."""
 
-    def __init__(self, job: ContextCall, shards: KVTensors) -> None:
-        self.job, self.shards = job, shards
+    def __init__(self, call: ContextCall, shards: KVTensors) -> None:
+        self.call, self.shards = call, shards
         self.widths, self.batch, self.dtype = [x.shape[3] for x in shards], shards[0].shape[0], shards[0].dtype
         self.device = shards[0].device
-        me, N = job.comm.rank, job.comm.world
-        self.mine = self.pieces(job.needed(me, me))
+        me, N = call.comm.rank, call.comm.world
+        self.mine = self.pieces(call.needed(me, me))
         # Without tags, messages are matched in the order in which ranks start them, so all ranks need equal turns.
-        least = 0 if messages.has_tags(self.device) else job.kv_heads
+        least = 0 if messages.has_tags(self.device) else call.kv_heads
         self.turns: list[Exchange] = []
         for step in range(1, N):
             source, target = (me - step) % N, (me + step) % N
-            parts = self.pieces(job.needed(me, source)), self.pieces(job.needed(target, me))
+            parts = self.pieces(call.needed(me, source)), self.pieces(call.needed(target, me))
             both = zip_longest(*parts, [None] * least)
             self.turns += [Exchange(n, source, target, comes, goes) for n, (comes, goes, *_) in enumerate(both)]
 
     def pieces(self, parts: list[Stretch]) -> list[MessagePart]:
         """Return the messages for these keys; the result is the same on the sending and on the receiving rank."""
-        K, all_parts = self.job.kv_heads, tuple(parts)
+        K, all_parts = self.call.kv_heads, tuple(parts)
         few = heads_at_once(K, self.numbers(MessagePart(all_parts, (0, 1))) * self.dtype.itemsize)
         return [MessagePart(all_parts, (h, min(h + few, K))) for h in range(0, K, few)] if parts else []
 
@@ -76,10 +76,10 @@ class RingMessages:
 
     def own(self, piece: MessagePart, tensors: KVTensors) -> list[KVTensors]:
         """Return a piece of this rank's tensors, stretch by stretch."""
-        stretches = self.job.keys[self.job.comm.rank]
-        return [[x[:, slice(*piece.heads), self.job.mine(stretches, part)] for x in tensors] for part in piece.parts]
+        stretches = self.call.keys[self.call.comm.rank]
+        return [[x[:, slice(*piece.heads), self.call.mine(stretches, part)] for x in tensors] for part in piece.parts]
 
-    def coming(self) -> Iterator[tuple[Exchange | None, MessagePart | None, list[KVTensors]]]:
+    def receive_all(self) -> Iterator[tuple[Exchange | None, MessagePart | None, list[KVTensors]]]:
         """Yield this rank's own keys, then those of other ranks, turn by turn, while the next ones are received.
 
         The caller must empty the list to release the keys before the turn after the next one starts.
@@ -90,9 +90,9 @@ class RingMessages:
         for n, turn in enumerate(self.turns):
             pending, following = following, self._bring(n + 1)
             assert pending is not None
-            came = self.cut(pending.wait(), turn.source, turn.comes)
-            pending = None  # Only `came` may hold a reference to the received keys.
-            yield turn, turn.comes, came
+            received = self.cut(pending.wait(), turn.source, turn.comes)
+            pending = None  # Only `received` may hold a reference to the received keys.
+            yield turn, turn.comes, received
 
     def _bring(self, number: int) -> Pending | None:
         """Start the messages of a turn: receive its keys and send own ones."""
@@ -105,7 +105,7 @@ class RingMessages:
             if turn.comes is None
             else {turn.source: ReceiveBuffer((self.numbers(turn.comes),), self.dtype, self.device)}
         )
-        return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
+        return self.call.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
     def home(self, turn: Exchange, grads: list[KVTensors], wide: torch.dtype) -> Pending:
         """Start to send the gradients of a turn's keys to their owner and to receive those of own keys."""
@@ -113,7 +113,7 @@ class RingMessages:
         receives = (
             {} if turn.goes is None else {turn.target: ReceiveBuffer((self.numbers(turn.goes),), wide, self.device)}
         )
-        return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
+        return self.call.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
     def cut(self, heard: dict[int, Tensor], rank: int, piece: MessagePart | None) -> list[KVTensors]:
         """Split a received message into the tensors of its piece."""
@@ -130,27 +130,30 @@ def _row(parts: list[KVTensors]) -> Tensor:
 
 
 def _received(
-    job: ContextCall, piece: MessagePart | None, keys: list[KVTensors]
+    call: ContextCall, piece: MessagePart | None, keys: list[KVTensors]
 ) -> Iterator[tuple[ReceivedKeys, list[QueryBlock]]]:
     """Yield the received keys stretch by stretch with the queries that use them; used keys are released."""
     if piece is not None:
         for cols in piece.parts:
-            yield ReceivedKeys(keys.pop(0), piece.heads, cols[0]), queries_with_keys(job, partial(job.reach, cols=cols))
+            yield (
+                ReceivedKeys(keys.pop(0), piece.heads, cols[0]),
+                queries_with_keys(call, partial(call.reach, cols=cols)),
+            )
 
 
-def _forward(job: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
-    merged = Merged(query, job.value_dim)
-    for _, piece, keys in RingMessages(job, shards).coming():
-        for came, spans in _received(job, piece, keys):
-            for heads, rows, part in attended(job, query, came, spans):
+def _forward(call: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
+    merged = Merged(query, call.value_dim)
+    for _, piece, keys in RingMessages(call, shards).receive_all():
+        for received, spans in _received(call, piece, keys):
+            for heads, rows, part in attended(call, query, received, spans):
                 merged.add(rows, part, heads)
-            came.keys.clear()
+            received.keys.clear()
     merged.finish(sinks)
     return merged.result(query.dtype)
 
 
 def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
-    traffic = RingMessages(sums.job, shards)
+    traffic = RingMessages(sums.call, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     # Only the previous turn is pending; with more turns a rank would hold all sums in memory.
     home: tuple[MessagePart | None, int, Pending] | None = None
@@ -163,15 +166,15 @@ def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     def take_home() -> None:
         if home is not None:
             piece, source, pending = home
-            came = traffic.cut(pending.wait(), source, piece)
+            received = traffic.cut(pending.wait(), source, piece)
             if piece is not None:
-                add(piece, came)
+                add(piece, received)
 
-    for turn, piece, keys in traffic.coming():
+    for turn, piece, keys in traffic.receive_all():
         grads: list[KVTensors] = []
-        for came, spans in _received(sums.job, piece, keys):
-            grads.append(sums.of_keys(came, spans)[1])
-            came.keys.clear()
+        for received, spans in _received(sums.call, piece, keys):
+            grads.append(sums.of_keys(received, spans)[1])
+            received.keys.clear()
         if turn is None:
             assert piece is not None
             add(piece, grads)

@@ -30,17 +30,17 @@ class HeadShares:
 
     def __init__(
         self,
-        job: ContextCall,
+        call: ContextCall,
         stretches: tuple[tuple[Stretch, ...], ...],
         heads: HeadRanges,
         total: int,
         *,
         shared: bool = False,
     ) -> None:
-        self.job, self.stretches, self.heads, self.total = job, stretches, heads, total
+        self.call, self.stretches, self.heads, self.total = call, stretches, heads, total
         self.shared = shared  # Several ranks may have the same head, and its gradient is then a sum.
         self.lengths = [sum(b - a for a, b in own) for own in stretches]
-        me = job.comm.rank
+        me = call.comm.rank
         self.own, self.mine = self.lengths[me], heads[me]
 
     def to_heads(self, x: Tensor) -> Move:
@@ -60,7 +60,7 @@ class HeadShares:
         B, h, _, width = parts[0].shape
         whole = parts[0].new_empty((B, h, sum(self.lengths), width))
         for own, part in zip(self.stretches, parts, strict=True):
-            for (a, b), at in self.job.local(own):
+            for (a, b), at in self.call.local(own):
                 whole[:, :, a:b] = part[:, :, at]
         return whole
 
@@ -73,12 +73,12 @@ class HeadShares:
         return whole
 
 
-def swap(job: ContextCall, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list[Tensor]]:
+def swap(call: ContextCall, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list[Tensor]]:
     """Run the all-to-all of several tensors and yield, for each, the parts from every rank.
 
     The next tensor is sent meanwhile, but only one: a rank holds two tensors twice, not all of them.
     """
-    comm = job.comm
+    comm = call.comm
 
     def post(n: int) -> tuple[list[Tensor], Pending | None]:
         if n == len(moves):
@@ -109,22 +109,22 @@ class ToHeads(torch.autograd.Function):
     """The exchange from own tokens of all heads to own heads of all tokens, for each tensor by its `HeadShares`."""
 
     @staticmethod
-    def forward(ctx: Any, job: ContextCall, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: ContextCall, splits: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Return each tensor after the exchange."""
-        ctx.job, ctx.deals = job, deals
-        moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
-        received = swap(job, "ulysses", 0, moves)
-        return tuple(deal.all_tokens(x) for deal, x in zip(deals, received, strict=True))
+        ctx.call, ctx.splits = call, splits
+        moves = [split.to_heads(x) for split, x in zip(splits, tensors, strict=True)]
+        received = swap(call, "ulysses", 0, moves)
+        return tuple(split.all_tokens(x) for split, x in zip(splits, received, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients back."""
-        job, deals = ctx.job, ctx.deals
-        wide = [compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)]
-        moves = [deal.to_tokens(x, w) for deal, x, w in zip(deals, grads, wide, strict=True)]
-        received = swap(job, "ulysses backward", 2, moves)
-        back = [deal.all_heads(x, w).to(g.dtype) for deal, x, w, g in zip(deals, received, wide, grads, strict=True)]
+        call, splits = ctx.call, ctx.splits
+        wide = [compute_dtype(x) if split.shared else x.dtype for split, x in zip(splits, grads, strict=True)]
+        moves = [split.to_tokens(x, w) for split, x, w in zip(splits, grads, wide, strict=True)]
+        received = swap(call, "ulysses backward", 2, moves)
+        back = [split.all_heads(x, w).to(g.dtype) for split, x, w, g in zip(splits, received, wide, grads, strict=True)]
         return None, None, *back
 
 
@@ -132,64 +132,64 @@ class ToTokens(torch.autograd.Function):
     """The exchange from own heads of all tokens to own tokens of all heads."""
 
     @staticmethod
-    def forward(ctx: Any, job: ContextCall, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: ContextCall, splits: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Return each tensor after the exchange."""
-        ctx.job, ctx.deals = job, deals
-        moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
-        received = swap(job, "ulysses", 1, moves)
-        return tuple(deal.all_heads(x, x[0].dtype) for deal, x in zip(deals, received, strict=True))
+        ctx.call, ctx.splits = call, splits
+        moves = [split.to_tokens(x, x.dtype) for split, x in zip(splits, tensors, strict=True)]
+        received = swap(call, "ulysses", 1, moves)
+        return tuple(split.all_heads(x, x[0].dtype) for split, x in zip(splits, received, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients back."""
-        job, deals = ctx.job, ctx.deals
-        job.comm.agree(f"backward of {job.name}", {})
-        moves = [deal.to_heads(x) for deal, x in zip(deals, grads, strict=True)]
-        received = swap(job, "ulysses backward", 1, moves)
-        return None, None, *(deal.all_tokens(x) for deal, x in zip(deals, received, strict=True))
+        call, splits = ctx.call, ctx.splits
+        call.comm.agree(f"backward of {call.name}", {})
+        moves = [split.to_heads(x) for split, x in zip(splits, grads, strict=True)]
+        received = swap(call, "ulysses backward", 1, moves)
+        return None, None, *(split.all_tokens(x) for split, x in zip(splits, received, strict=True))
 
 
 def ulysses(
-    job: ContextCall, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None, return_lse: bool
+    call: ContextCall, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return out and, if requested, lse of this rank's queries over the keys of all ranks."""
-    world = job.comm.world
-    groups = job.heads if job.expansion is not None else job.kv_heads
-    shares = head_shares(job.heads, groups, world)
-    deal = HeadShares(job, job.queries, tuple(share.query for share in shares), job.heads)
-    if job.expansion is None:
+    world = call.comm.world
+    groups = call.heads if call.expansion is not None else call.kv_heads
+    shares = head_shares(call.heads, groups, world)
+    of_queries = HeadShares(call, call.queries, tuple(share.query for share in shares), call.heads)
+    if call.expansion is None:
         assert value is not None
-        shared = world > job.kv_heads
-        of_keys = HeadShares(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
-        q, k, v = ToHeads.apply(job, [deal, of_keys, of_keys], query, key, value)
+        shared = world > call.kv_heads
+        of_keys = HeadShares(call, call.keys, tuple(share.kv for share in shares), call.kv_heads, shared=shared)
+        q, k, v = ToHeads.apply(call, [of_queries, of_keys, of_keys], query, key, value)
     else:  # The vectors of the expansion go to every rank that has a head.
         every: HeadRanges = tuple((0, 1 if share.heads else 0) for share in shares)
-        q, k = ToHeads.apply(job, [deal, HeadShares(job, job.keys, every, 1, shared=world > 1)], query, key)
+        q, k = ToHeads.apply(call, [of_queries, HeadShares(call, call.keys, every, 1, shared=world > 1)], query, key)
         v = None
-    with job.comm.telling():
-        out, lse = _own_heads(job, shares[job.comm.rank], q, k, v, sinks)
+    with call.comm.telling():
+        out, lse = _own_heads(call, shares[call.comm.rank], q, k, v, sinks)
     if not return_lse:
-        return ToTokens.apply(job, [deal], out)[0], None
-    out, lse = ToTokens.apply(job, [deal, deal], out, lse[..., None])
+        return ToTokens.apply(call, [of_queries], out)[0], None
+    out, lse = ToTokens.apply(call, [of_queries, of_queries], out, lse[..., None])
     return out, lse[..., 0]
 
 
 def _own_heads(
-    job: ContextCall, share: HeadShare, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
+    call: ContextCall, share: HeadShare, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention of some heads over all tokens, with its autograd graph."""
     first, last = share.query
     if not share.heads:  # A rank without heads still needs a graph, because it takes part in the backward exchange.
-        ways = [x for x in (query, key, value, sinks, *leaves_of(job.mask)) if x is not None and x.is_floating_point()]
+        ways = [x for x in (query, key, value, sinks, *leaves_of(call.mask)) if x is not None and x.is_floating_point()]
         nothing = torch.stack([x.sum().to(query.dtype) for x in ways]).sum()
-        out = query.new_zeros((query.shape[0], 0, query.shape[2], job.value_dim)) + nothing
+        out = query.new_zeros((query.shape[0], 0, query.shape[2], call.value_dim)) + nothing
         return out, out[..., 0].to(compute_dtype(query))
-    if job.expansion is not None:
-        key, value = job.expansion.function(key, first, last)
+    if call.expansion is not None:
+        key, value = call.expansion.function(key, first, last)
     assert value is not None
-    at = Block((0, job.T), (0, job.S), (first, last))
-    job = job.with_leaves(query, [])
-    options = options_of(job, at, None if sinks is None else sinks[first:last])
-    out, lse = merge_blocks(job, at, options, query, key, value)
+    at = Block((0, call.T), (0, call.S), (first, last))
+    call = call.with_leaves(query, [])
+    options = options_of(call, at, None if sinks is None else sinks[first:last])
+    out, lse = merge_blocks(call, at, options, query, key, value)
     return out, lse

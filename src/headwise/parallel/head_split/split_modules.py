@@ -12,9 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...nn.attention_mode import current_mode
+from ...nn.gated import GatedMultiHeadAttention, OutputGate
 from ...nn.hooks.probe import observed
 from ...nn.latent import LatentAttention
 from ...nn.multihead import MultiHeadAttention
+from ...shapes import check_gate
 from .shards import HeadShards
 
 
@@ -45,11 +47,23 @@ class SplitMultiHeadAttention(MultiHeadAttention):
         call = self.shards.call
         return call(self.q_norm, query).to(query.dtype), call(self.k_norm, key).to(key.dtype)
 
+    def _gate(self, x: Tensor, gate: Tensor | None) -> Tensor | None:
+        """Return the gate of the call, and the module's own, for the heads of this rank."""
+        gate = self.shards.gate(gate)
+        if not isinstance(self, GatedMultiHeadAttention):
+            return gate
+        projection = self.gate.proj if isinstance(self.gate, OutputGate) else self.gate
+        own: Tensor | None = self.gate(*self.shards.shared_inputs(projection, x))
+        if own is not None and own.shape[1] == self.num_heads:  # torch's plan did not split the gate
+            own = self.shards.gate(own)
+        if gate is None or own is None:
+            return own
+        out_shape = (x.shape[0], self.shards.share.count, x.shape[1], self.value_dim)
+        return check_gate(own, out_shape, x.device) * check_gate(gate, out_shape, x.device)
+
     def _attend(self, query: Tensor, key: Any, value: Tensor | None, **options: Any) -> Tensor:
-        """Call the inner part with the mask and the gate for the heads of this rank."""
+        """Call the inner part with the mask for the heads of this rank."""
         shards = self.shards
-        if "gate" in options:
-            options["gate"] = shards.gate(options["gate"])
         heads: Tensor = shards.call(self.inner, query, key, value, **options | {"mask": shards.mask(options["mask"])})
         return heads
 
@@ -127,5 +141,9 @@ def _(
     call |= dict(zip(names, shards.gather_heads(*(call[name] for name in names)), strict=True))
     if call.get("sinks") is not None:
         call["sinks"] = shards.group.gathered(call["sinks"], 0)
-    call |= {"mask": keywords.get("mask"), "gate": keywords.get("gate")}
+    own = isinstance(module, GatedMultiHeadAttention)
+    call |= {
+        "mask": keywords.get("mask"),
+        "gate": shards.group.gathered(call["gate"], 1) if own else keywords.get("gate"),
+    }
     return call, lambda answer: shards.group.parted(answer, 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...nn.gated import GatedMultiHeadAttention, OutputGate
 from ...nn.hooks.projections import weight_of
 from ...nn.inner_attention import InnerAttention
 from ...nn.multihead import MultiHeadAttention
@@ -86,7 +87,7 @@ def _prune_ours(modules: Mapping[str, MultiHeadAttention], heads: Mapping[Any, I
             raise ValueError(f"no attention module {shown(name)}; there are {', '.join(map(repr, modules))}")
         mha = modules[name]
         sizes = Sizes(mha.num_heads, mha.num_kv_heads, mha.head_dim, mha.value_dim)
-        _check_inner(name, mha)
+        _check_parts(name, mha)
         _check_projections(mha)
         layer = Layer(name or "of the module", "self", 0, "", sizes, {})
         wanted.append((mha, sizes, _checked(layer, whole_numbers("heads", gone))))
@@ -94,23 +95,31 @@ def _prune_ours(modules: Mapping[str, MultiHeadAttention], heads: Mapping[Any, I
         for projection, text in OURS.items():
             _cut(getattr(mha, projection), form(f"{text} M").keep, form(text).keep, sizes, kept)
         _cut(mha.o_proj, OUT.keep, None, sizes, kept)
+        if isinstance(mha, GatedMultiHeadAttention) and isinstance(mha.gate, OutputGate):
+            text = "H" if mha.gate.value_dim is None else "(H o)"
+            _cut(mha.gate.proj, form(f"{text} M").keep, form(text).keep, sizes, kept)
         inner = mha.inner
         if isinstance(inner, InnerAttention) and inner.sinks is not None:
             inner.sinks = _parameter(form("H").keep(inner.sinks.detach(), sizes, kept), inner.sinks)
         mha.num_heads, mha.num_kv_heads = len(kept.query), len(kept.kv)
 
 
-def _check_inner(name: str, mha: MultiHeadAttention) -> None:
-    if not isinstance(mha.inner, InnerAttention) and any(True for _ in mha.inner.parameters()):
-        raise ValueError(
-            f"the inner part {type(mha.inner).__name__} of module {name!r} has weights of its own, and which of them "
-            "belong to a head is not known; prune a module with headwise.nn.InnerAttention"
-        )
+def _check_parts(name: str, mha: MultiHeadAttention) -> None:
+    known: list[tuple[str, nn.Module, type[nn.Module]]] = [("inner", mha.inner, InnerAttention)]
+    if isinstance(mha, GatedMultiHeadAttention):
+        known.append(("gate", mha.gate, OutputGate))
+    for role, part, kind in known:
+        if not isinstance(part, kind) and any(True for _ in part.parameters()):
+            raise ValueError(
+                f"the {role} part {type(part).__name__} of module {name!r} has weights of its own, and which of them "
+                f"belong to a head is not known; prune a module with headwise.nn.{kind.__name__}"
+            )
 
 
 def _check_projections(mha: MultiHeadAttention) -> None:
-    for name in (*OURS, "o_proj"):
-        weight = weight_of(name, getattr(mha, name), "prune_module()")
+    gate = ["gate.proj"] if isinstance(mha, GatedMultiHeadAttention) and isinstance(mha.gate, OutputGate) else []
+    for name in (*OURS, "o_proj", *gate):
+        weight = weight_of(name, mha.get_submodule(name), "prune_module()")
         if not isinstance(weight, nn.Parameter):
             raise TypeError(
                 f"prune_module() cuts parameters, and the weight of {name} is computed from others "
