@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pretend_cuda import NO_LAUNCH, load_guard
+from pretend_cuda import NO_LAUNCH, card_of, load_guard
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,8 +70,8 @@ def _own_bytes(x: Tensor) -> int:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Callable[[], Cost]]:
-    """Make fake tensors on CUDA inside; the value, called, gives a context that counts."""
+def fake_cuda(major: int = 9) -> Iterator[Callable[[], Cost]]:
+    """Make fake tensors on a CUDA card of this capability; the value, called, gives a context that counts."""
     load_guard()
     running: list[Cost] = []
 
@@ -101,7 +101,7 @@ def fake_cuda() -> Iterator[Callable[[], Cost]]:
     stand_ins = (
         mock.patch.object(sdpa, "scaled_dot_product_attention", attend_sdpa),
         mock.patch.object(flex, "_compiled", lambda: attend_flex),
-        mock.patch("torch.cuda._lazy_init", lambda: None),
+        *card_of(major),
     )
     with ExitStack() as stack:
         for change in (*stand_ins, torch.no_grad(), FakeTensorMode()):

@@ -231,13 +231,21 @@ def _listed(counts: Tensor, indices: Tensor, size: tuple[int, int], T: int, S: i
     return hit.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :T, :S]
 
 
+def card_of(major: int = 9) -> tuple[Any, ...]:
+    """Changes that let torch believe in a card of this compute capability."""
+    card = types.SimpleNamespace(major=major, minor=0, name="no card")
+    return (
+        mock.patch("torch.cuda._lazy_init", lambda: None),
+        mock.patch("torch.cuda.get_device_properties", lambda *_: card),
+    )
+
+
 @contextmanager
 def pretend_cuda() -> Iterator[Counts]:
     """Make `device="cuda"` work inside, and count; a mode of Python, so it is off again at the end."""
     load_guard()
     COUNTS.clear()
     changes = (
-        mock.patch("torch.cuda._lazy_init", lambda: None),
         # `module.to("cuda")` makes new parameters: memory of another kind cannot be put into the old ones.
         mock.patch("torch.__future__._overwrite_module_params_on_conversion", True),
         mock.patch.object(flex, "_compiled", lambda: _flex),
@@ -246,6 +254,6 @@ def pretend_cuda() -> Iterator[Counts]:
         _Factories(),
     )
     with ExitStack() as stack:
-        for change in changes:
+        for change in (*changes, *card_of()):
             stack.enter_context(change)
         yield COUNTS

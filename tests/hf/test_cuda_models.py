@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_places import assert_close, everywhere, on_cuda
 from hf_models import BY_NAME, PAD, inputs
+from pretend_cuda import pretend_cuda
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -67,3 +68,15 @@ def test_look(name: str, cuda: Any) -> None:
         for a, b in zip(x.scores.values(), y.scores.values(), strict=True):
             assert a.value == pytest.approx(b.value, abs=1e-5)
         assert (x.entropy, x.largest, x.distance) == pytest.approx((y.entropy, y.largest, y.distance), abs=1e-5)
+
+
+def test_what_a_look_costs() -> None:
+    """Waits and launches of each layer; most launches are those of the pooled maps, bin by bin."""
+    model = model_of("Llama GQA")
+    ids = torch.randint(3, 50, (61,), generator=torch.Generator().manual_seed(1))
+    with pretend_cuda() as counts:
+        model.to("cuda")
+        counts.clear()
+        look.at(model, ids, repeats=None)
+    layers = model.config.num_hidden_layers
+    assert counts.waits() <= 20 * layers and counts.launches.total() <= 1060 * layers

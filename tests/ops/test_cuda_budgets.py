@@ -187,6 +187,13 @@ def test_sdpa_refuses_what_only_its_matrix_would_serve(case: Any) -> None:
                 headwise.attention(q, k, v, mask=mask, backend="sdpa")
 
 
+def test_sdpa_has_no_groups_on_old_cards() -> None:
+    with fake_cuda(major=7):
+        q, k, v = qkv(300, 300)
+        assert "from compute capability 8.0" in headwise.explain(q, k, v).others["sdpa"]
+        assert headwise.explain(q[:, :K], k, v).backend == "sdpa"
+
+
 def test_a_padding_mask_of_groups_comes_in_strips() -> None:
     """For groups it is MATH that takes a mask: one row of the mask for all queries would make T x S of it."""
     with fake_cuda() as counted:

@@ -27,6 +27,7 @@ FOLD_ROWS = 16
 
 # The largest head dim of FlashAttention; its backward pass has less on some cards (compute capability 8.6, 8.9, 12.0).
 FLASH_HEAD_DIM, FLASH_HEAD_DIM_BACKWARD = 256, 192
+FLASH_CAPABILITY = 8  # the least compute capability of FlashAttention
 
 # On the CPU each thread's scratch memory is not 16-byte aligned if the number of query rows is no multiple of 4, and
 # MKL then rounds differently per thread. Zero rows pad the query; from 32 rows on, the kernel's tile is aligned.
@@ -47,6 +48,11 @@ LIMITS = (
         lambda c: _has_groups_on_cuda(c) and c.query.dtype == torch.float32,
         "on CUDA, torch's fused kernels take groups of query heads only in bfloat16 and float16, and torch would build "
         "the T x S matrix",
+    ),
+    Limit(
+        lambda c: _has_groups_on_cuda(c) and torch.cuda.get_device_properties(c.query.device).major < FLASH_CAPABILITY,
+        f"on CUDA, torch's fused kernels take groups of query heads from compute capability {FLASH_CAPABILITY}.0 on, "
+        "and torch would build the T x S matrix",
     ),
     Limit(
         lambda c: (
