@@ -222,11 +222,12 @@ def test_heads_that_attend_the_next_name_are_movers_where_copying_is_not_known(m
 
 def test_the_baseline_of_a_model_that_looks_back_knows_no_later_key() -> None:
     """Most objects follow their verbs; of those that do not, most lie three places before."""
-    rows = [[1], [2], [3], [0], [1], []]
+    rows = [[], [2], [3], [4], [1], [2], []]
+    ids = [1, 5, 6, 7, 8, 9, 10]
     links = {"obj to head": rows}
     [mover], other = (
-        look.over(constructed([["idle"]], kind=kind)[0], [[1, 5, 6, 7, 8, 9]], repeats=None,
-                  readings={"sentences": [look.Passage([1, 5, 6, 7, 8, 9], links=links)]}).heads
+        look.over(constructed([["idle"]], kind=kind)[0], [ids], repeats=None,
+                  readings={"sentences": [look.Passage(ids, links=links)]}).heads
         for kind in ("decoder", "encoder")
     )  # fmt: skip
     assert (mover.scores["obj to head"].null, mover.scores["obj to head"].count) == (1.0, 2)
