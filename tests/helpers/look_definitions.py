@@ -181,7 +181,7 @@ def aligned(call: Call, shift: int) -> list[list[list[int]]]:
 
 
 def choice(call: Call, b: int, h: int, name: str, special: frozenset[int]) -> tuple[list[int], list[int]]:
-    """The key that each query attends most, of the candidates, or of all but its own, the first and special ones; else -1.
+    """The key that each query attends most, of the candidates, or of all but its own, first and special ones; else -1.
 
     Behind it the queries that have two candidates at least.
     """

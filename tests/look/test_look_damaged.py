@@ -55,6 +55,8 @@ def _leads(error: ValueError, at: tuple[Any, ...]) -> bool:
         return True  # a head that plays and has lost its score
     if at == ("heads",) and fault.place == "maps":
         return True  # one map a head
+    if at[:1] + at[2:] == ("heads", "scores") and any(name in fault.place for name in (".role", ".states")):
+        return True  # a head that has lost the scores of the roles that it plays
     if at[0] == "heads" and "scores" in at:
         return fault.place.startswith("".join(map(under, at[:4])).removeprefix("."))
     return bool(fault.place) and (place.startswith(fault.place) or fault.place.startswith(place))

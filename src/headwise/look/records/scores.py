@@ -72,8 +72,9 @@ class Score:
         """Return the score from the output of `to_list`; raise ValueError if it is invalid."""
         with one_error("a score is", row, by="to_list"):
             given = listed(row)
-            value, null, threshold, count, low, high, plays, *more = given[:10]
-            evidence, detail, mass = (*more, *((), "", None)[len(more) :])
+            value, null, threshold, count, low, high, plays = given[:7]
+            more: list[Any] = [*given[7:10], *((), "", None)[len(given) - 7 :]]
+            evidence, detail, mass = more
             items = each("evidence", evidence, _evidence)
             score = cls(name, value, null, threshold, count, low, high, plays, items, detail, mass)
             check_fields(cls, vars(score))

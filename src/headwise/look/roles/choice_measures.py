@@ -20,10 +20,11 @@ class Argmax(Measure):
     """Share of the linked queries whose largest weight is on a link (Clark et al.'s accuracy).
 
     The choice is among the candidates, links of that name; without a name, among all keys except the query's own, the
-    first and special tokens. A query with one candidate has no choice and does not count. Null: the share that the baseline gets
-    right, links of that name with one key each; without a name, one fixed offset, the best over all texts that were
-    read. Against: a random choice among the candidates; without candidates, the choice of another query, drawn from
-    those that may attend to the link too, so that a head which attends to a word from everywhere gains nothing.
+    first and special tokens. A query with one candidate has no choice and does not count. Null: the share that the
+    baseline gets right, links of that name with one key each; without a name, one fixed offset, the best over all texts
+    that were read. Against: a random choice among the candidates; without candidates, the choice of another query,
+    drawn from those that may attend to the link too, so that a head which attends to a word from everywhere gains
+    nothing.
 
     The mass is the weight of the query on its choice, where that is right: which of a few candidates is largest says
     little about a head that gives all of them together next to nothing.
