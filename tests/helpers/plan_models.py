@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import drawn_2026
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from headwise.plan.model.model import Model, model_of
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
 OWN_CACHE = "minimax"  # takes no fixed cache
 KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
+LAST_TOKEN_ONLY = ("gemma4_text",)  # asked for the last logits, its last layers read the last token only, as a note says
 IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 ROUTING: dict[str, int] = dict(n_group=1, topk_group=1)  # which experts a token may choose from, not how many
 SINGLE = [name for name, about in architectures().items() if "text" not in about]
@@ -53,7 +55,7 @@ def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict
         config["parallel_attn"] = config["parallel_attn"] or config["new_decoder_architecture"]
         config["num_ln_in_parallel_attn"] = None if config["new_decoder_architecture"] else 1
         config["num_kv_heads"] = sizes["kv_heads"] if config["new_decoder_architecture"] else None
-    return config
+    return drawn_2026.possible(name, about, config, dice)
 
 
 MAY_BE_ABSENT = (
@@ -76,12 +78,15 @@ def _value(
         "attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]],
         "no_rope_layers": None,
         "mlp_only_layers": [dice.randint(0, 3)],
+        **drawn_2026.values(field, about, sizes, dice),
         "num_experts_per_tok": about.get("must", {}).get("num_experts_per_tok", dice.randint(1, 2)),
     }
     if field == "num_heads" and "head_dim" in about.get("names", {}):
         return heads
     if usual in exact:
         return exact[usual]
+    if field in exact:
+        return exact[field]
     if field == "type_vocab_size":  # without any where that is the class's own default
         return dice.choice([default and 1, 2, 3])
     if field in CHOICES:
@@ -92,6 +97,7 @@ def _value(
         word = about.get("windows", {}).get("word", "sliding_attention")
         word = about.get("states", {}).get("word", word)
         kinds = ["full_attention", word] if {"windows", "states"} & set(about) else ["full_attention"]
+        kinds = [about["layer_word"]] if "layer_word" in about else kinds
         return dice.choice([None, [dice.choice(kinds) for _ in range(layers - 1)] + kinds[:1]])
     if field == "mamba_n_heads":
         return dice.choice([heads for heads in (2, 4) if width % heads == 0])
@@ -305,6 +311,7 @@ def bytes_held(cache: Any) -> int:
     for layer in cache.layers:
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
             tensors += states.values()
+        tensors.append(getattr(layer, "indexer_keys", None))
     tensors += getattr(cache, "linear_cache", [])
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -351,6 +358,7 @@ def as_run(name: str, ours: Model, config: Any) -> Model:
 def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[int, int]:
     """FLOPs of reading `TOKENS` tokens without a mask's savings, as planned and as counted."""
     last_only = "logits_to_keep" in inspect.signature(real.forward).parameters and not ours.is_encoder
+    last_only &= name not in LAST_TOKEN_ONLY
     inputs = inputs_of(name, config, TOKENS, batch=BATCH)
     with counted(real if ours.states else None) as seen:
         real(**inputs, **({"logits_to_keep": 1} if last_only else {}))
@@ -360,7 +368,8 @@ def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[in
         assert last_only
         return with_parameters(cost, ours, BATCH * TOKENS), seen.flops
     all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
-    return cost.projections + cost.dense + cost.rest + all_logits, seen.flops
+    index = sum(layer.index_macs(TOKENS, TOKENS, masked=False) for layer in ours.layers)
+    return cost.projections + cost.dense + cost.rest + 2 * BATCH * index + all_logits, seen.flops
 
 
 def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int, int]:

@@ -214,7 +214,8 @@ def _cache_bytes(model: Any, inputs: dict[str, Any]) -> int | None:
     cache = next(iter(_cache_of(model(inputs["input_ids"][:1], use_cache=True)).values()))
     if cache is None:  # An encoder with a language-model head has no cache.
         return None
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(x.nbytes for x in kept if x is not None)  # a recurrent layer, or one without attention, has neither
 
 
 def _cache_of(out: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from ..config.fields import Fields
 from ..shape import check_heads, short
 from .layer import AttentionLayer
 from .parts import BIASES, Part, linear, table, vector
-from .single_stack import biases, feed_forward, norm_size
+from .feed_forward import feed_forward
+from .single_stack import biases, norm_size
 
 STACKS = ("encoder", "decoder")
 
