@@ -13,7 +13,7 @@ def values(field: str, about: dict[str, Any], sizes: dict[str, int], dice: rando
     layers, heads = sizes["layers"], sizes["heads"]
     drawn: dict[str, Any] = {
         "layers_block_type": lambda: dice.sample(
-            ["full_attention"] + dice.choices(["full_attention", "linear_attention", "mlp", "moe"], k=3), k=4
+            ["full_attention", *dice.choices(["full_attention", "linear_attention", "mlp", "moe"], k=3)], k=4
         ),
         "mlp_layer_types": lambda: dice.choice([None, dice.choices(["dense", "sparse"], k=layers)]),
         "indexer_types": lambda: dice.choice([None, ["full", *dice.choices(["full", "shared"], k=layers - 1)]]),

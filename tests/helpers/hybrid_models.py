@@ -1,4 +1,4 @@
-"""Tiny random hybrid models, with attention in some layers and states in others, or both in one; sizes are mostly prime."""
+"""Tiny random hybrid models: attention in some layers and states in others, or both in one; most sizes are prime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _MAMBA: dict[str, Any] = dict(
 )
 _EXPERTS: dict[str, Any] = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=11)
 _MIXED: dict[str, Any] = _LM | dict(
-    hidden_size=24, intermediate_size=17, num_hidden_layers=3, num_key_value_heads=2, layer_types=[_LINEAR, _FULL, _LINEAR]
+    hidden_size=24,
+    intermediate_size=17,
+    num_hidden_layers=3,
+    num_key_value_heads=2,
+    layer_types=[_LINEAR, _FULL, _LINEAR],
 )
 _HEADS: dict[str, Any] = _MIXED | dict(head_dim=6)
 
@@ -46,9 +50,7 @@ HYBRIDS: tuple[Row, ...] = (
         shared_expert_intermediate_size=13,
     ),
     _row("OLMo hybrid", "OlmoHybridForCausalLM", "OlmoHybridConfig", **_MIXED | _DELTA),
-    _row(
-        "LFM2", "Lfm2ForCausalLM", "Lfm2Config", **_MIXED | dict(layer_types=["conv", _FULL, "conv"], conv_L_cache=3)
-    ),
+    _row("LFM2", "Lfm2ForCausalLM", "Lfm2Config", **_MIXED | dict(layer_types=["conv", _FULL, "conv"], conv_L_cache=3)),
     _row(
         "LFM2 MoE",
         "Lfm2MoeForCausalLM",

@@ -22,7 +22,7 @@ from headwise.plan.model.model import Model, model_of
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
 OWN_CACHE = "minimax"  # takes no fixed cache
 KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
-LAST_TOKEN_ONLY = ("gemma4_text",)  # asked for the last logits, its last layers read the last token only, as a note says
+LAST_TOKEN_ONLY = ("gemma4_text",)  # its layers without keys, where only the last logits are asked for
 IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 ROUTING: dict[str, int] = dict(n_group=1, topk_group=1)  # which experts a token may choose from, not how many
 SINGLE = [name for name, about in architectures().items() if "text" not in about]

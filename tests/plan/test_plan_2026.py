@@ -114,7 +114,10 @@ def test_an_indexer_has_its_own_cost() -> None:
 
 
 def test_a_layer_that_shares_the_chosen_keys_has_no_indexer() -> None:
-    fields = random_config("glm_moe_dsa", random.Random(7), runs=True) | {"num_hidden_layers": 3, "mlp_layer_types": None}
+    fields = random_config("glm_moe_dsa", random.Random(7), runs=True) | {
+        "num_hidden_layers": 3,
+        "mlp_layer_types": None,
+    }
     sizes = [
         model_of({**fields, "indexer_types": kinds, "model_type": "glm_moe_dsa"})
         for kinds in (["full"] * 3, ["full", "shared", "full"])
@@ -157,7 +160,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
         "changes the model in a way that is not supported",
     ),
-    "letters": ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*X"}, "hybrid_override_pattern has the letters"),
+    "letters": (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*X"},
+        "hybrid_override_pattern has the letters",
+    ),
     "no attention": ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M"}, "no layer has attention"),
     "a layer twice": (
         {

@@ -105,7 +105,13 @@ def test_every_field_of_the_config_class_is_counted_neutral_or_refused(name: str
 
 
 CANNOT_BE_BUILT = ("ministral", "nemotron", "hunyuan_v1_dense")  # transformers' own defaults leave a size None
-REFUSED_DEFAULTS = ("glm4_moe", "deepseek_v2", "bamba", "granitemoehybrid", "lfm2_moe")  # 4096 / 96 heads; null experts a token; no attention layer
+REFUSED_DEFAULTS = (
+    "glm4_moe",
+    "deepseek_v2",
+    "bamba",
+    "granitemoehybrid",
+    "lfm2_moe",
+)  # 4096 / 96 heads; null experts a token; no attention layer
 
 
 @pytest.mark.sweep(4)

@@ -72,7 +72,8 @@ def test_one_rank_is_one_machine(name: str) -> None:
         return
     assert one.decode is not None and one.decode.compute == pytest.approx(token.total / 1e12)
     assert (
-        one.decode.memory == pytest.approx((costs.weight_bytes_read(model, batch) + expected) / 1e9) and one.decode.link == 0
+        one.decode.memory == pytest.approx((costs.weight_bytes_read(model, batch) + expected) / 1e9)
+        and one.decode.link == 0
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import inspect
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from ...nn.hooks.unwrap import unwrap
 from ..errors import ModelError
+from ..models.architectures import CACHE
 from ..models.support import NAME, caches_memory, require_interface, title
 from .cache_layers import FullLayer, SlidingLayer
 from .hybrid_layers import HYBRID, STATES, hybrid_layer, state_bytes
@@ -66,11 +68,11 @@ def make_cache(
     Before transformers 5.24, the argument is called `past_key_values`.
 
     The model's config determines which layers keep all tokens and which keep a sliding window. A layer with a window
-    never stores more than its window, for texts of any length. In a hybrid model, the layers with attention are stored by
-    headwise, and the states of recurrent layers and convolutions by transformers, in the same cache. Memory is reserved at the first token, for the batch,
-    heads and sizes of the tokens. One cache serves one text or batch of texts; `cache.reset()` prepares it for another.
-    It is for inference: int8 has no gradient for keys and values, and a static cache cannot be differentiated over more
-    than one update.
+    never stores more than its window, for texts of any length. In a hybrid model, the layers with attention are
+    stored by headwise, and the states of recurrent layers and convolutions by transformers, in the same cache. Memory
+    is reserved at the first token, for the batch, heads and sizes of the tokens. One cache serves one text or batch
+    of texts; `cache.reset()` prepares it for another. It is for inference: int8 has no gradient for keys and values,
+    and a static cache cannot be differentiated over more than one update.
 
     Args:
         model: any transformers model that generates with a `DynamicCache`, or a wrapper of one, such as PEFT's.
@@ -131,14 +133,29 @@ def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -
 
 
 def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
+    own = _own_class(model)
+    if own is not None:
+        raise ModelError(
+            f"{title(model)}: it takes a cache of its own class, {own}, which keeps more than headwise's caches do; "
+            "call generate without a cache, and it makes one"
+        )
     # The exact class is compared, because subclasses store more than keys and values.
     other = [(at, type(layer).__name__) for at, layer in enumerate(layers) if type(layer) not in KEPT]
     if other:
         at, name = other[0]
         raise ModelError(
             f"{title(model)}: layer {at} keeps a {name}, and headwise's caches keep keys and values of full and of "
-            "sliding-window attention, beside the states of recurrent layers; use transformers.DynamicCache(config=model.config)"
+            "sliding-window attention, beside the states of recurrent layers; use "
+            "transformers.DynamicCache(config=model.config)"
         )
+
+
+def _own_class(model: PreTrainedModel) -> str | None:
+    """Return the name of the cache class that the model's own file defines and its forward declares, or None."""
+    taken = inspect.signature(type(model.get_decoder()).forward).parameters.get(CACHE)
+    declared = () if taken is None else get_args(taken.annotation)
+    own = [one for one in declared if isinstance(one, type) and issubclass(one, Cache)]
+    return next((one.__name__ for one in own if one.__module__ != Cache.__module__), None)
 
 
 def _max_length(model: PreTrainedModel, max_length: int | None) -> int:

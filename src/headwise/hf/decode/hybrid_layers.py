@@ -65,13 +65,12 @@ class HybridSlidingLayer(_StatesBeside, SlidingLayer):
 
     keeper = SlidingLayer
 
-    def __init__(
-        self, sliding_window: int, max_length: int, dtype: torch.dtype | None, number_of_states: int
-    ) -> None:
+    def __init__(self, sliding_window: int, max_length: int, dtype: torch.dtype | None, number_of_states: int) -> None:
         SlidingLayer.__init__(self, sliding_window, max_length, dtype)
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def activate_past_recording(self) -> None:
+        """Let `crop` remove tokens over several updates from now on."""
         SlidingLayer.activate_past_recording(self)
 
 

@@ -67,6 +67,17 @@ def harmless(value: Any) -> Any:
     }
 
 
+def with_numbers(value: Any) -> Any:
+    """Return a JSON value with the numbers, such as infinity, that transformers writes as ``{"__float__": ...}``."""
+    if isinstance(value, list):
+        return [with_numbers(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and next(iter(value.items())) in MARKS[1:]:
+        return float(value["__float__"])
+    return {key: with_numbers(item) for key, item in value.items()}
+
+
 def taken(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Return config.json with only the keys that its config class uses; raise ModelError for sizes out of bounds."""
     return _sizes(raw, class_of_config(raw["model_type"], where), where) | _words(raw, where)

@@ -79,7 +79,11 @@ def _build(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     from safetensors.torch import load_file
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[source["config"]["model_type"]].from_dict(dict(source["config"]))
+    def number(entry: dict[str, Any]) -> Any:  # Infinity, as transformers writes it
+        return float(entry["__float__"]) if set(entry) == {"__float__"} else entry
+
+    plain = json.loads(json.dumps(source["config"]), object_hook=number)
+    config = CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
     state = {name: tensor for file in source["weights"] for name, tensor in load_file(file).items()}
     options = {"config": config, "state_dict": state, "dtype": torch.float32, "output_loading_info": True}
     torch.manual_seed(SEED)

@@ -68,7 +68,7 @@ def _inner(fields: Fields, index: int) -> int | None:
         return None
     if isinstance(fields.raw("intermediate_size")[1], list) and about.get("inner_by_layer"):
         listed = fields.numbers("intermediate_size", length=fields.layer_count())
-        if listed is None or not 1 <= listed[index]:
+        if listed is None or not listed[index] >= 1:
             raise ValueError(f"{called} is at least 1 in every layer; got {short(listed)}")
         return listed[index]
     inner = fields.optional("intermediate_size")

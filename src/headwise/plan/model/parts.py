@@ -42,7 +42,9 @@ class Part:
         """Return how many of its `stored` bytes a step of `batch` tokens reads, with the expected number of experts."""
         if self.used == self.copies or batch == 1:
             return stored * self.active // self.parameters
-        return round(stored * self.active / self.parameters * distinct_experts(self.copies, self.used, batch) / self.used)
+        return round(
+            stored * self.active / self.parameters * distinct_experts(self.copies, self.used, batch) / self.used
+        )
 
 
 def distinct_experts(experts: int, used: int, tokens: int) -> float:

@@ -74,7 +74,7 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
 
 
 def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Return True for the layers with attention: every n-th, or the last one if there are fewer and the rule says so."""
+    """Return True for the layers with attention: every n-th, or the last if there are fewer and the rule says so."""
     every = fields.size(about["every"]) if isinstance(about["every"], str) else about["every"]
     attention = [(i + 1) % every == 0 for i in range(layers)]
     if about.get("last") and not any(attention):

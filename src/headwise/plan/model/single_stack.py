@@ -9,9 +9,9 @@ from typing import Any, get_args
 from ..config.fields import Fields, heads_of
 from ..config.windows import chunks, windows_of
 from ..shape import check_heads, short
-from .layer import AttentionLayer, Biases, Indexer, Latent, LayerRole, PositionTerms, QkNorm
 from .feed_forward import feed_forward_parts
 from .key_sharing import owners_of_keys
+from .layer import AttentionLayer, Biases, Indexer, Latent, LayerRole, PositionTerms, QkNorm
 from .layer_inputs import layer_input_parts, model_input_parts
 from .parts import BIASES, Part, linear, repeated, table, vector
 from .recurrent import layer_kinds
@@ -68,7 +68,7 @@ def _full_layer(fields: Fields, one: AttentionLayer) -> AttentionLayer:
         if any(window is not None and entry for entry, window in zip(own, windows, strict=True)) or any(
             entry != alike[0] or not isinstance(entry, Mapping) or not set(entry) <= known for entry in alike
         ):
-            raise ValueError(f"per_layer_config gives all layers without a window the same heads; got {short(overrides)}")
+            raise ValueError(f"per_layer_config gives all layers without a window the same heads; got {short(own)}")
         inner = Fields({**fields.config, **(alike[0] if alike else {})}, fields.architecture)
         dim = inner.size("head_dim")
         kv_heads = inner.size("num_key_value_heads")

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..config.fields import Fields
 from ..shape import short
+from .feed_forward import feed_forward
 from .layer import AttentionLayer
 from .parts import Part, linear, parameters, repeated, table, vector
-from .feed_forward import feed_forward
 from .single_stack import norm_size, plain_layer
 
 STREAM = "tower"  # The tokens of the text do not use these parts.

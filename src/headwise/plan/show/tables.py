@@ -105,8 +105,8 @@ def remarks(plan: PlanData) -> str:
         lines.append(f"card: {plan.card}")
     if any(part.copies > 1 for part in plan.model.others):
         lines.append(
-            "experts read: the different ones that a batch is expected to use in a layer if the router chooses uniformly, "
-            "E (1 - (1 - k / E)^batch); \"used by one token\" counts those of one token"
+            "experts read: the different ones that a batch is expected to use in a layer if the router chooses "
+            'uniformly, E (1 - (1 - k / E)^batch); "used by one token" counts those of one token'
         )
     return "\n".join(lines)
 

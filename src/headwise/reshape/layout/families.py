@@ -184,8 +184,9 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
             odd = sorted(set(numbered) ^ set(expected))[0]
             what = "missing" if odd in expected else "one too many"
             raise ValueError(
-                f"config.json counts {len(expected)} layers, and the weights hold {len(numbered)} at {path}: number {odd} is "
-                f"{what}; further layers (that predict several tokens, say) would keep heads that the config denies"
+                f"config.json counts {len(expected)} layers, and the weights hold {len(numbered)} at {path}: number "
+                f"{odd} is {what}; further layers (that predict several tokens, say) would keep heads that the config "
+                "denies"
             )
         alone = len(way["layers"]) == 1
         sizes = sizes_of(fields, role)
