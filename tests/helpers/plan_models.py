@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import drawn_2026
+import plan_draws
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,7 +55,7 @@ def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict
         config["parallel_attn"] = config["parallel_attn"] or config["new_decoder_architecture"]
         config["num_ln_in_parallel_attn"] = None if config["new_decoder_architecture"] else 1
         config["num_kv_heads"] = sizes["kv_heads"] if config["new_decoder_architecture"] else None
-    return drawn_2026.possible(name, about, config, dice)
+    return plan_draws.possible(name, about, config, dice)
 
 
 MAY_BE_ABSENT = (
@@ -78,7 +78,7 @@ def _value(
         "attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]],
         "no_rope_layers": None,
         "mlp_only_layers": [dice.randint(0, 3)],
-        **drawn_2026.values(field, about, sizes, dice),
+        **plan_draws.values(field, about, sizes, dice),
         "num_experts_per_tok": about.get("must", {}).get("num_experts_per_tok", dice.randint(1, 2)),
     }
     if field == "num_heads" and "head_dim" in about.get("names", {}):
@@ -117,7 +117,7 @@ def _value(
         return width // heads if about.get("square_o") else sizes["step"] * dice.randint(1, 5)
     if usual in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"):
         return 2 * dice.randint(1, 5)
-    least, most = RANGES.get(usual, (2, 30))
+    least, most = plan_draws.RANGES.get(usual, (2, 30))
     return dice.randint(least, most)
 
 
@@ -142,26 +142,6 @@ CHOICES: dict[str, list[Any]] = {
     "linear_num_value_heads": [2, 4],
     "block_multiple_of": [1, 4],
     "block_ffn_dim_multiplier": [1.0, 0.8, 2],
-}
-RANGES = {
-    "vocab_size": (30, 99),
-    "max_position_embeddings": (24, 40),
-    "max_target_positions": (24, 40),
-    "encoder_layers": (1, 3),
-    "decoder_layers": (1, 3),
-    "n_routed_experts": (2, 6),
-    "num_experts": (2, 6),
-    "num_local_experts": (2, 6),
-    "relative_attention_num_buckets": (32, 40),
-    "first_k_dense_replace": (0, 3),
-    "decoder_sparse_step": (1, 3),
-    "sliding_window_pattern": (2, 4),
-    "global_attn_every_n_layers": (2, 4),
-    "sliding_window": (2, 9),
-    "attention_chunk_size": (2, 9),
-    "interleave_moe_layer_step": (1, 3),
-    "no_rope_layer_interval": (2, 4),
-    "local_attention": (2, 9),
 }
 
 

@@ -32,24 +32,24 @@ class _StatesBeside(LinearAttentionLayer):
     @override
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
         if keys_and_values:
-            self.keeper.lazy_initialization(self, *keys_and_values)  # type: ignore[arg-type]
+            self.keeper.lazy_initialization(self, *keys_and_values)
         else:
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
-        self.keeper.reset(self)  # type: ignore[arg-type]
+        self.keeper.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
-        self.keeper.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        self.keeper.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         LinearAttentionLayer.crop(self, tokens_to_remove)
-        self.keeper.crop(self, tokens_to_remove)  # type: ignore[arg-type]
+        self.keeper.crop(self, tokens_to_remove)
 
     def get_max_length(self) -> int:
-        return int(self.keeper.get_max_length(self))  # type: ignore[arg-type]
+        return int(self.keeper.get_max_length(self))
 
 
 class HybridFullLayer(_StatesBeside, FullLayer):

@@ -13,13 +13,7 @@ from ..shape import check_heads, short
 LARGEST = 10_000_000
 LARGEST_OF = {"num_hidden_layers": 10_000, "encoder_layers": 10_000, "decoder_layers": 10_000, "hidden_size": 1_000_000}
 HEADS_AT_MOST = 10_000
-FULL, INDEXED = "full_attention", "indexed_attention"
-# Older names of kinds of layers, which transformers reads as the newer ones:
-OLD_WORDS = {
-    "mamba": "linear_attention",
-    "attention": FULL,
-    "deepseek_sparse_attention": INDEXED,
-}
+FULL = "full_attention"
 BLOCKS = ("linear_attention", FULL, "mlp", "moe")
 
 
@@ -34,14 +28,17 @@ def architectures() -> dict[str, dict[str, Any]]:
 
     - ``stack``: a decoder if absent, ``encoder``, or ``pair`` for both; ``text`` describes the text model inside;
     - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head kv_heads_when gated latent
-      windows disentangled`` and ``relative_buckets``;
-    - feed-forward: ``mlp`` (gated if absent, or plain), ``mlp_bias wide activation_numbers moe``;
+      windows disentangled`` and ``relative_buckets``; ``indexer`` and ``layer_word`` of sparse attention;
+      ``full_layers`` (other heads where there is no window), ``last_without_keys``;
+    - feed-forward: ``mlp`` (gated if absent, or plain), ``mlp_bias wide activation_numbers moe inner_by_layer wider_without_keys``;
     - norms: ``norm`` (rms if absent, layer, none), ``norm_bias layer_norms one_norm side_by_side first_norm
       final_norm``;
     - inputs and head: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler
-      head_transform head_bias own_head_when``;
+      head_transform head_bias own_head_when never_tied``;
     - special cases of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
     - ``heads_by_layer``: `headwise.hf` has classes in which each layer has its own number of heads;
+    - inputs of layers: ``layer_inputs`` (an embedding for each), ``streams`` (parallel residual streams);
+    - ``blocks``: each layer is one part alone, of the kinds in a list or a text of letters;
     - other layers: ``further`` (the number of layers that predict further tokens), ``states``, ``towers``,
       ``connector``;
     - checks and notes: ``must``, ``must_in`` and ``must_equal`` (required values), ``neutral`` (fields that change no
@@ -177,7 +174,7 @@ class Fields:
             return None
         if not isinstance(words, list) or (layers is not None and len(words) != layers) or not words:
             raise ValueError(f"{called} is a list of {'' if layers is None else layers} names; got {short(words)}")
-        words = [OLD_WORDS.get(word, word) if isinstance(word, str) else word for word in words]
+        words = [everywhere()["old_words"].get(word, word) if isinstance(word, str) else word for word in words]
         for word in words:
             if word not in known:
                 raise ValueError(f"{called} has {short(word)}; only {' and '.join(known)} are supported")

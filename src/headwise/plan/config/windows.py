@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..shape import short
-from .fields import FULL, OLD_WORDS, Fields
+from .fields import FULL, Fields, everywhere
 
 SLIDING = "sliding_attention"
 
@@ -30,7 +30,7 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
         alike = [fields.architecture.get("layer_word", FULL)] * layers
         kinds = fields.config.get("layer_types")
         if isinstance(kinds, list):
-            kinds = [OLD_WORDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+            kinds = [everywhere()["old_words"].get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         for name, wrong in (
             ("layer_types", kinds not in (None, alike)),
             ("sliding_window", fields.config.get("sliding_window") is not None),

@@ -1,4 +1,4 @@
-"""What the random configs of models with indexers, shared keys, blocks and layer inputs draw."""
+"""What random configs draw: ranges of sizes, and the fields of indexers, shared keys, blocks and layer inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ import random
 from typing import Any
 
 NO_DEFAULT = ("granitemoehybrid", "lfm2_moe")  # without a list of kinds no layer has attention
+
+RANGES = {
+    "vocab_size": (30, 99),
+    "max_position_embeddings": (24, 40),
+    "max_target_positions": (24, 40),
+    "encoder_layers": (1, 3),
+    "decoder_layers": (1, 3),
+    "n_routed_experts": (2, 6),
+    "num_experts": (2, 6),
+    "num_local_experts": (2, 6),
+    "relative_attention_num_buckets": (32, 40),
+    "first_k_dense_replace": (0, 3),
+    "decoder_sparse_step": (1, 3),
+    "sliding_window_pattern": (2, 4),
+    "global_attn_every_n_layers": (2, 4),
+    "sliding_window": (2, 9),
+    "attention_chunk_size": (2, 9),
+    "interleave_moe_layer_step": (1, 3),
+    "no_rope_layer_interval": (2, 4),
+    "local_attention": (2, 9),
+}
 
 
 def values(field: str, about: dict[str, Any], sizes: dict[str, int], dice: random.Random) -> dict[str, Any]:
