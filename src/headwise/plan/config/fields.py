@@ -30,7 +30,8 @@ def architectures() -> dict[str, dict[str, Any]]:
     - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head kv_heads_when gated latent
       windows disentangled`` and ``relative_buckets``; ``indexer`` and ``layer_word`` of sparse attention;
       ``full_layers`` (other heads where there is no window), ``last_without_keys``;
-    - feed-forward: ``mlp`` (gated if absent, or plain), ``mlp_bias wide activation_numbers moe inner_by_layer wider_without_keys``;
+    - feed-forward: ``mlp`` (gated if absent, or plain), ``mlp_bias wide activation_numbers moe inner_by_layer``
+      and ``wider_without_keys``;
     - norms: ``norm`` (rms if absent, layer, none), ``norm_bias layer_norms one_norm side_by_side first_norm
       final_norm``;
     - inputs and head: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler
