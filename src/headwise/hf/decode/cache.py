@@ -139,6 +139,11 @@ def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
             f"{title(model)}: it takes a cache of its own class, {own}, which keeps more than headwise's caches do; "
             "call generate without a cache, and it makes one"
         )
+    if layers and not any(isinstance(layer, DynamicLayer) for layer in layers):
+        raise ModelError(
+            f"{title(model)}: layer 0 keeps a {type(layers[0]).__name__}, and no layer has keys and values for "
+            "headwise to keep; use transformers.DynamicCache(config=model.config)"
+        )
     # The exact class is compared, because subclasses store more than keys and values.
     other = [(at, type(layer).__name__) for at, layer in enumerate(layers) if type(layer) not in KEPT]
     if other:
