@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import plan_draws
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from headwise.plan.model.model import Model, model_of
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
 OWN_CACHE = "minimax"  # takes no fixed cache
 KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
+LAST_TOKEN_ONLY = ("gemma4_text",)  # its layers without keys, where only the last logits are asked for
 IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 ROUTING: dict[str, int] = dict(n_group=1, topk_group=1)  # which experts a token may choose from, not how many
 SINGLE = [name for name, about in architectures().items() if "text" not in about]
@@ -53,7 +55,7 @@ def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict
         config["parallel_attn"] = config["parallel_attn"] or config["new_decoder_architecture"]
         config["num_ln_in_parallel_attn"] = None if config["new_decoder_architecture"] else 1
         config["num_kv_heads"] = sizes["kv_heads"] if config["new_decoder_architecture"] else None
-    return config
+    return plan_draws.possible(name, about, config, dice)
 
 
 MAY_BE_ABSENT = (
@@ -76,12 +78,15 @@ def _value(
         "attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]],
         "no_rope_layers": None,
         "mlp_only_layers": [dice.randint(0, 3)],
+        **plan_draws.values(field, about, sizes, dice),
         "num_experts_per_tok": about.get("must", {}).get("num_experts_per_tok", dice.randint(1, 2)),
     }
     if field == "num_heads" and "head_dim" in about.get("names", {}):
         return heads
     if usual in exact:
         return exact[usual]
+    if field in exact:
+        return exact[field]
     if field == "type_vocab_size":  # without any where that is the class's own default
         return dice.choice([default and 1, 2, 3])
     if field in CHOICES:
@@ -92,6 +97,7 @@ def _value(
         word = about.get("windows", {}).get("word", "sliding_attention")
         word = about.get("states", {}).get("word", word)
         kinds = ["full_attention", word] if {"windows", "states"} & set(about) else ["full_attention"]
+        kinds = [about["layer_word"]] if "layer_word" in about else kinds
         return dice.choice([None, [dice.choice(kinds) for _ in range(layers - 1)] + kinds[:1]])
     if field == "mamba_n_heads":
         return dice.choice([heads for heads in (2, 4) if width % heads == 0])
@@ -111,7 +117,7 @@ def _value(
         return width // heads if about.get("square_o") else sizes["step"] * dice.randint(1, 5)
     if usual in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"):
         return 2 * dice.randint(1, 5)
-    least, most = RANGES.get(usual, (2, 30))
+    least, most = plan_draws.RANGES.get(usual, (2, 30))
     return dice.randint(least, most)
 
 
@@ -136,26 +142,6 @@ CHOICES: dict[str, list[Any]] = {
     "linear_num_value_heads": [2, 4],
     "block_multiple_of": [1, 4],
     "block_ffn_dim_multiplier": [1.0, 0.8, 2],
-}
-RANGES = {
-    "vocab_size": (30, 99),
-    "max_position_embeddings": (24, 40),
-    "max_target_positions": (24, 40),
-    "encoder_layers": (1, 3),
-    "decoder_layers": (1, 3),
-    "n_routed_experts": (2, 6),
-    "num_experts": (2, 6),
-    "num_local_experts": (2, 6),
-    "relative_attention_num_buckets": (32, 40),
-    "first_k_dense_replace": (0, 3),
-    "decoder_sparse_step": (1, 3),
-    "sliding_window_pattern": (2, 4),
-    "global_attn_every_n_layers": (2, 4),
-    "sliding_window": (2, 9),
-    "attention_chunk_size": (2, 9),
-    "interleave_moe_layer_step": (1, 3),
-    "no_rope_layer_interval": (2, 4),
-    "local_attention": (2, 9),
 }
 
 
@@ -305,6 +291,7 @@ def bytes_held(cache: Any) -> int:
     for layer in cache.layers:
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
             tensors += states.values()
+        tensors.append(getattr(layer, "indexer_keys", None))
     tensors += getattr(cache, "linear_cache", [])
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -351,6 +338,7 @@ def as_run(name: str, ours: Model, config: Any) -> Model:
 def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[int, int]:
     """FLOPs of reading `TOKENS` tokens without a mask's savings, as planned and as counted."""
     last_only = "logits_to_keep" in inspect.signature(real.forward).parameters and not ours.is_encoder
+    last_only &= name not in LAST_TOKEN_ONLY
     inputs = inputs_of(name, config, TOKENS, batch=BATCH)
     with counted(real if ours.states else None) as seen:
         real(**inputs, **({"logits_to_keep": 1} if last_only else {}))
@@ -360,7 +348,8 @@ def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[in
         assert last_only
         return with_parameters(cost, ours, BATCH * TOKENS), seen.flops
     all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
-    return cost.projections + cost.dense + cost.rest + all_logits, seen.flops
+    index = sum(layer.index_macs(TOKENS, TOKENS, masked=False) for layer in ours.layers)
+    return cost.projections + cost.dense + cost.rest + 2 * BATCH * index + all_logits, seen.flops
 
 
 def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from plan_models import random_config
 from headwise.plan.config.fields import architectures
 from headwise.plan.model.towers import known_towers
 
-COMPOSITE = [name for name, about in architectures().items() if "text" in about]
+COMPOSITE = [name for name, about in architectures().items() if "text" in about and about["towers"]]
 TEXTS = ["llama", "qwen2", "mistral"]  # of models that take any
 
 
@@ -32,6 +32,8 @@ def random_composite(name: str, dice: random.Random) -> dict[str, Any]:
         else:
             text = {key: value for key, value in text.items() if "window" not in key}
     config: dict[str, Any] = {spec["key"]: {**text, "model_type": kind, "pad_token_id": 0}}
+    for key in about.get("uncounted", {}):
+        config[key] = None
     for key, tower in about["towers"].items():
         config[key] = random_tower(tower["type"], dice)
     for field, default in about["defaults"].items():
@@ -55,8 +57,11 @@ def random_tower(kind: str, dice: random.Random) -> dict[str, Any]:
         usual = standard.get(field, field)
         exact = {"hidden_size": heads * 4 * dice.randint(1, 3), "num_attention_heads": heads, "patch_size": 4}
         exact |= {"image_size": 4 * dice.randint(2, 5), "num_hidden_layers": dice.randint(1, 3), "mlp_ratio": 2}
+        exact |= {"head_dim": 8, "num_key_value_heads": heads}
         if isinstance(default, bool):
             config[field] = dice.random() < 0.5
+        elif field == "merge_kernel_size":
+            config[field] = [dice.randint(1, 3), dice.randint(1, 3)]
         elif isinstance(default, list):
             config[field] = sorted({0, dice.randint(0, 2)})
         else:

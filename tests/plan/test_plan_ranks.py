@@ -72,7 +72,8 @@ def test_one_rank_is_one_machine(name: str) -> None:
         return
     assert one.decode is not None and one.decode.compute == pytest.approx(token.total / 1e12)
     assert (
-        one.decode.memory == pytest.approx((costs.weight_bytes_read(model) + expected) / 1e9) and one.decode.link == 0
+        one.decode.memory == pytest.approx((costs.weight_bytes_read(model, batch) + expected) / 1e9)
+        and one.decode.link == 0
     )
 
 
@@ -282,7 +283,7 @@ def test_a_floor_reads_states_and_scales() -> None:
     kept = costs.cache_bytes(model, 50, 1, scale_bytes=4) + costs.state_bytes(model)
     assert costs.state_bytes(model) > 0
     for floor in costs.floors(model, 50, 1, scale_bytes=4):
-        assert floor.bytes == costs.weight_bytes_read(model) + floor.batch * kept
+        assert floor.bytes == costs.weight_bytes_read(model, floor.batch) + floor.batch * kept
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -33,7 +33,8 @@ CHOOSES = ("_implementation", "_map", "_plan", "_path", "_file", "kernels", "ker
 WORD = re.compile(r"[A-Za-z0-9_.+-]{1,80}")
 SPECIAL = re.compile(r"[a-z_]{1,40}_token_id")
 LABELS = ("id2label", "label2id")  # Users choose the keys of these tables.
-ADDED_TOKEN = ("__type", "AddedToken")  # Without this mark of a special token, transformers refuses tokenizer settings.
+MARKS = (("__type", "AddedToken"), ("__float__", "Infinity"), ("__float__", "-Infinity"), ("__float__", "NaN"))
+"""Pairs that transformers writes and needs: the mark of a special token, and numbers that JSON does not have."""
 
 
 def known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
@@ -62,8 +63,19 @@ def harmless(value: Any) -> Any:
     return {
         key: item if key in LABELS else harmless(item)
         for key, item in value.items()
-        if key in LABELS or not chooses(key) or (key, item) == ADDED_TOKEN
+        if key in LABELS or not chooses(key) or (key, item) in MARKS
     }
+
+
+def with_numbers(value: Any) -> Any:
+    """Return a JSON value with the numbers, such as infinity, that transformers writes as ``{"__float__": ...}``."""
+    if isinstance(value, list):
+        return [with_numbers(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and next(iter(value.items())) in MARKS[1:]:
+        return float(value["__float__"])
+    return {key: with_numbers(item) for key, item in value.items()}
 
 
 def taken(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ...files.text import one_line
 from ...plan.model.heads_by_layer import CLASS_PREFIX, base_type
 from ...shapes.arguments import check_counts, check_texts, shown
 from ..errors import ModelError
-from ..files.config_fields import class_of_config, known_keys, taken
+from ..files.config_fields import class_of_config, known_keys, taken, with_numbers
 from ..files.folder import Weights, check_numbers, find_weights, folder_config
 from ..files.hub import find_folder
 from ..models import heads_by_layer
@@ -210,7 +210,7 @@ def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig
     config_class = class_of_config(model_type, where)
     if any_input:
         try:
-            config = config_class.from_dict(taken(raw, where))
+            config = config_class.from_dict(with_numbers(taken(raw, where)))
         except ModelError:
             raise
         except Exception as error:  # The validation raises many types, as below.
@@ -222,7 +222,7 @@ def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig
         raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
     check_numbers(raw, config_class.attribute_map, where)
     try:
-        config = config_class(**{key: raw[key] for key in known_keys(config_class) & raw.keys()})
+        config = config_class(**with_numbers({key: raw[key] for key in known_keys(config_class) & raw.keys()}))
     except Exception as error:  # transformers' validation raises many types of exceptions.
         raise _no_config(where, config_class, error) from None
     cls = _class_of(raw, config)
@@ -293,7 +293,7 @@ def build(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> PreTr
     Raises:
         ModelError: transformers has no such text model, or tensors are missing or have the wrong size.
     """
-    made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(with_numbers(dict(config)))
     return _fill(_class_of(dict(config), made), made, dict(state), torch.float32, "the changed model").eval()
 
 

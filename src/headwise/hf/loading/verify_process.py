@@ -79,7 +79,11 @@ def _build(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     from safetensors.torch import load_file
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[source["config"]["model_type"]].from_dict(dict(source["config"]))
+    def number(entry: dict[str, Any]) -> Any:  # Infinity, as transformers writes it
+        return float(entry["__float__"]) if set(entry) == {"__float__"} else entry
+
+    plain = json.loads(json.dumps(source["config"]), object_hook=number)
+    config = CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
     state = {name: tensor for file in source["weights"] for name, tensor in load_file(file).items()}
     options = {"config": config, "state_dict": state, "dtype": torch.float32, "output_loading_info": True}
     torch.manual_seed(SEED)
@@ -214,7 +218,8 @@ def _cache_bytes(model: Any, inputs: dict[str, Any]) -> int | None:
     cache = next(iter(_cache_of(model(inputs["input_ids"][:1], use_cache=True)).values()))
     if cache is None:  # An encoder with a language-model head has no cache.
         return None
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(x.nbytes for x in kept if x is not None)  # a recurrent layer, or one without attention, has neither
 
 
 def _cache_of(out: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ LARGEST = 10_000_000
 LARGEST_OF = {"num_hidden_layers": 10_000, "encoder_layers": 10_000, "decoder_layers": 10_000, "hidden_size": 1_000_000}
 HEADS_AT_MOST = 10_000
 FULL = "full_attention"
+BLOCKS = ("linear_attention", FULL, "mlp", "moe")
 
 
 @functools.cache
@@ -27,14 +28,18 @@ def architectures() -> dict[str, dict[str, Any]]:
 
     - ``stack``: a decoder if absent, ``encoder``, or ``pair`` for both; ``text`` describes the text model inside;
     - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head kv_heads_when gated latent
-      windows disentangled`` and ``relative_buckets``;
-    - feed-forward: ``mlp`` (gated if absent, or plain), ``mlp_bias wide activation_numbers moe``;
+      windows disentangled`` and ``relative_buckets``; ``indexer`` and ``layer_word`` of sparse attention;
+      ``full_layers`` (other heads where there is no window), ``last_without_keys``;
+    - feed-forward: ``mlp`` (gated if absent, or plain), ``mlp_bias wide activation_numbers moe inner_by_layer``
+      and ``wider_without_keys``;
     - norms: ``norm`` (rms if absent, layer, none), ``norm_bias layer_norms one_norm side_by_side first_norm
       final_norm``;
     - inputs and head: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler
-      head_transform head_bias own_head_when``;
+      head_transform head_bias own_head_when never_tied``;
     - special cases of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
     - ``heads_by_layer``: `headwise.hf` has classes in which each layer has its own number of heads;
+    - inputs of layers: ``layer_inputs`` (an embedding for each), ``streams`` (parallel residual streams);
+    - ``blocks``: each layer is one part alone, of the kinds in a list or a text of letters;
     - other layers: ``further`` (the number of layers that predict further tokens), ``states``, ``towers``,
       ``connector``;
     - checks and notes: ``must``, ``must_in`` and ``must_equal`` (required values), ``neutral`` (fields that change no
@@ -73,7 +78,7 @@ class Fields:
     def _check_supported(self) -> None:
         must: dict[str, Any] = {name: [value] for name, value in self.architecture.get("must", {}).items()}
         for name, allowed in {**everywhere()["must"], **must}.items():
-            actual = self.config.get(name)
+            actual = None if name in self.architecture.get("read", ()) else self.config.get(name)
             if actual is not None and not any(type(actual) is type(value) and actual == value for value in allowed):
                 raise ValueError(f"{name} = {short(actual)} changes the model in a way that is not supported")
         for inside, fixed in self.architecture.get("must_in", {}).items():
@@ -160,21 +165,48 @@ class Fields:
 
     def layer_types(self, layers: int, word: str) -> list[bool] | None:
         """Return for each layer whether ``layer_types`` names it `word` (and not full attention); None without it."""
-        types = self.raw("layer_types")[1] if "layer_types" in self.defaults else None
-        if types is None:
+        types = self.words("layer_types", layers, (FULL, word)) if "layer_types" in self.defaults else None
+        return None if types is None else [kind == word for kind in types]
+
+    def words(self, name: str, layers: int | None, known: Sequence[str]) -> list[str] | None:
+        """Return the list of one name per layer, each of them `known`, under its newer name; None if it is null."""
+        called, words = self.raw(name)
+        if words is None:
             return None
-        if not isinstance(types, list) or len(types) != layers:
-            raise ValueError(f"layer_types is a list of {layers} names; got {short(types)}")
-        for kind in types:
-            if kind not in (FULL, word):
-                raise ValueError(f"layer_types has {short(kind)}; only {FULL} and {word} are supported")
-        return [kind == word for kind in types]
+        if not isinstance(words, list) or (layers is not None and len(words) != layers) or not words:
+            raise ValueError(f"{called} is a list of {'' if layers is None else layers} names; got {short(words)}")
+        words = [everywhere()["old_words"].get(word, word) if isinstance(word, str) else word for word in words]
+        for word in words:
+            if word not in known:
+                raise ValueError(f"{called} has {short(word)}; only {' and '.join(known)} are supported")
+        return words
+
+    def layer_count(self) -> int:
+        """Return the number of layers: a field, or the length of the list of the layers' kinds."""
+        kinds = self.blocks()
+        return self.size("num_hidden_layers") if kinds is None else len(kinds)
+
+    def blocks(self) -> list[str] | None:
+        """Return the kind of each layer where a layer has only one part, such as a feed-forward layer; else None.
+
+        Its config has a list of kinds, or a text with one letter per layer.
+        """
+        about = self.architecture.get("blocks")
+        if about is None:
+            return None
+        kinds, letters = self.words(about["kinds"], None, BLOCKS), self.config.get(about["letters"])
+        if kinds is not None or letters is None:
+            return kinds or list(about["default"])
+        if not isinstance(letters, str) or not letters or not set(letters) <= set(about["alphabet"]):
+            raise ValueError(f"{about['letters']} has the letters {', '.join(about['alphabet'])}; got {short(letters)}")
+        return [about["alphabet"][letter] for letter in letters]
 
     def unknown(self) -> list[str]:
         """Return the names of unknown config fields, which are reported because they might change the model."""
         about, general = self.architecture, everywhere()
         known = {*self.defaults, *self.own, *self.aliases, "head_dim", "layer_types", "sliding_window"}
         known.update(*(about.get(kind, ()) for kind in ("must", "must_in", "must_equal", "neutral", "marks")))
+        known.update(about["blocks"][key] for key in ("kinds", "letters") if "blocks" in about)
         known.update(general["must"], general["marks"], general["fields"])
         return [name for name in self.config if name not in known]
 

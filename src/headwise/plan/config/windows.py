@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..shape import short
-from .fields import FULL, Fields
+from .fields import FULL, Fields, everywhere
 
 SLIDING = "sliding_attention"
 
@@ -27,14 +27,23 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
     if "states" in fields.architecture and fields.config.get("sliding_window") is None:
         return [None] * layers
     if not rule:
-        for name in ("layer_types", "sliding_window"):
-            if fields.config.get(name) not in (None, [FULL] * layers):
+        alike = [fields.architecture.get("layer_word", FULL)] * layers
+        kinds = fields.config.get("layer_types")
+        if isinstance(kinds, list):
+            kinds = [everywhere()["old_words"].get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+        for name, wrong in (
+            ("layer_types", kinds not in (None, alike)),
+            ("sliding_window", fields.config.get("sliding_window") is not None),
+        ):
+            if wrong:
                 raise ValueError(f"{name} = {short(fields.config[name])} is not supported for this architecture")
         return [None] * layers
     word = rule.get("word", SLIDING)
     sliding = fields.layer_types(layers, word)
     if sliding is None:
         sliding = _RULES[rule["rule"]](fields, rule, layers)
+    if rule.get("last_full"):  # whatever layer_types says
+        sliding[-1] = False
     window = _window(fields, rule) if any(sliding) else None
     return [window if slides else None for slides in sliding]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..model.layer import AttentionLayer, with_kv_heads
 from ..model.model import Model
-from ..model.parts import macs
+from ..model.parts import distinct_experts, macs
 from ..shape import short
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
@@ -30,17 +30,19 @@ class Flops:
         dense: The same over all pairs of a query and a key, as computed without masks.
         rest: Feed-forward layers, the unembedding (for generated text only of the last token), convolutions, and the
             matrices of layers with a state; updates of the state itself, a few FLOPs per number, are not counted.
+        indexer: Scores of the indexers of sparse attention, over all earlier keys; 0 for most models.
     """
 
     projections: int
     attention: int
     dense: int
     rest: int
+    indexer: int = 0
 
     @property
     def total(self) -> int:
-        """Projections, allowed pairs and the rest."""
-        return self.projections + self.attention + self.rest
+        """Projections, allowed pairs, scores of indexers and the rest."""
+        return self.projections + self.attention + self.indexer + self.rest
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as a dict for JSON."""
@@ -94,7 +96,7 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
     """Return the FLOPs of reading `context` tokens; an encoder reads its source once for all cross-attention."""
     source = model.source_tokens(context)
     tokens = {"decoder": context, "encoder": context if model.is_encoder else source, "memory": source}
-    projections = attention = dense = once = 0
+    projections = attention = dense = once = index = 0
     for layer in model.layers:
         queries, keys = _lengths(layer, context, source, model.is_encoder)
         projections += sum(layer.projection_macs(stream) * n for stream, n in tokens.items())
@@ -102,12 +104,13 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
         once += made
         attention += layer.score_macs() * layer.pairs(queries, keys) + positions
         dense += layer.score_macs() * queries * keys + positions
+        index += layer.index_macs(queries, keys)
     head = [part for part in model.others if part.name == "lm_head"]
     rest = [part for part in model.others if part.name != "lm_head"]
     last = tokens["encoder"] if model.is_encoder else 1
     rest += [part for layer in model.states for part in layer.parts()]
     others = sum(macs(rest, stream) * n for stream, n in tokens.items()) + last * sum(part.macs for part in head)
-    cost = _twice(batch, projections, attention, dense, others)
+    cost = _twice(batch, projections, attention, dense, others, index)
     return replace(cost, projections=cost.projections + 2 * once)
 
 
@@ -117,17 +120,18 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
     All cached keys are counted. In a layer with chunks these are as many as in a chunk, although the mask allows only
     the tokens since the chunk began.
 
-    `absorbed`: latent attention is computed on the cached latents, as engines do. If False, keys and values of the
-    whole context are recomputed for every token, as transformers does.
+    `absorbed`: latent attention is computed on the cached latents, as engines do, and only on those that an indexer
+    chose. If False, keys and values of the whole context are recomputed for every token, as transformers does.
     """
     if model.is_encoder:
         return None
     source = model.source_tokens(context)
-    projections = attention = 0
+    projections = attention = index = 0
     for layer in model.layers:
         if layer.role == "encoder":
             continue
         keys = layer.cached_tokens(context, source)
+        index += layer.index_macs(1, keys)
         if layer.latent is None:
             projections += layer.projection_macs("decoder")
             attention += layer.score_macs() * keys
@@ -136,9 +140,10 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
         projections += layer.projection_macs("decoder") - expansion
         each, pair = layer.absorbed_macs()
         projections += each if absorbed else expansion * keys
-        attention += (pair if absorbed else layer.score_macs()) * keys
+        chosen = keys if layer.indexer is None else min(keys, layer.indexer.top_k)
+        attention += pair * chosen if absorbed else layer.score_macs() * keys
     others = [*model.others, *(part for layer in model.states for part in layer.parts())]
-    return _twice(batch, projections, attention, attention, macs(others, "decoder"))  # one query, no mask
+    return _twice(batch, projections, attention, attention, macs(others, "decoder"), index)  # one query, no mask
 
 
 def _lengths(layer: AttentionLayer, context: int, source: int, is_encoder: bool) -> tuple[int, int]:
@@ -169,12 +174,14 @@ class Floor:
 
     Attributes:
         batch: The number of texts in a step.
-        bytes: Bytes read from memory: weights once, the cache and states of every text.
+        bytes: Bytes read from memory: weights once (of a mixture the experts that the batch is expected to use), and
+            what attention reads of the cache and states of every text.
         flops: FLOPs computed.
         intensity: FLOPs per byte.
         seconds: The longer of the two times at full speed; None if no speed is given.
         tokens_per_second: The most tokens per second of all texts together.
         binds: The resource that takes the longest: ``weights``, ``cache`` or ``compute``; empty if no speed is given.
+        experts: The different experts that the batch is expected to use in a mixture layer; None without a mixture.
     """
 
     batch: int
@@ -184,18 +191,37 @@ class Floor:
     seconds: float | None = None
     tokens_per_second: float | None = None
     binds: str = ""
+    experts: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as a dict for JSON."""
         return asdict(self)
 
 
-def weight_bytes_read(model: Model) -> int:
-    """Return the least bytes of weights read in a step: those that one token uses. A batch may use more experts."""
+def weight_bytes_read(model: Model, batch: int = 1) -> int:
+    """Return the bytes of weights that a decode step of `batch` tokens reads.
+
+    A mixture's experts count as often as different ones are expected, as in `parts.distinct_experts`.
+    """
     stream = "encoder" if model.is_encoder else "decoder"
     passed = [part for part in model.parts() if part.stream == stream and part.active]
     shared = sum(part.active * model.weight_bytes for part in passed if not part.parameters)
-    return shared + sum(model.part_bytes(part) * part.active // part.parameters for part in passed if part.parameters)
+    return shared + sum(part.bytes_read(model.part_bytes(part), batch) for part in passed if part.parameters)
+
+
+def experts_read(model: Model, batch: int) -> float | None:
+    """Return the different experts that a step of `batch` tokens is expected to use in one mixture layer, or None."""
+    mixture = next((part for part in model.others if part.copies > 1), None)
+    return None if mixture is None else distinct_experts(mixture.copies, mixture.used, batch)
+
+
+def cache_bytes_read(model: Model, context: int, number_bytes: int, *, scale_bytes: int = 0) -> int:
+    """Return the bytes of keys and values that a decode step reads for one text: of sparse attention the chosen ones.
+
+    Layers that share keys and values read them once each.
+    """
+    source = model.source_tokens(context)
+    return sum(layer.read_bytes(context, source, number_bytes, scale_bytes) for layer in model.layers)
 
 
 def floors(
@@ -214,12 +240,12 @@ def floors(
     one = decode(model, context)
     if one is None:
         return ()
-    weights = weight_bytes_read(model)
-    cache = cache_bytes(model, context, number_bytes, scale_bytes=scale_bytes) + state_bytes(model)
+    cache = cache_bytes_read(model, context, number_bytes, scale_bytes=scale_bytes) + state_bytes(model)
     floors = []
     for batch in BATCHES:
+        weights = weight_bytes_read(model, batch)
         read, flops = weights + batch * cache, batch * one.total
-        floor = Floor(batch, read, flops, flops / read)
+        floor = Floor(batch, read, flops, flops / read, experts=experts_read(model, batch))
         times = {"weights" if weights >= batch * cache else "cache": read / bandwidth} if bandwidth else {}
         times |= {"compute": flops / flop_rate} if flop_rate else {}
         if times:

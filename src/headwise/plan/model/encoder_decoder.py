@@ -8,9 +8,10 @@ from typing import Any
 
 from ..config.fields import Fields
 from ..shape import check_heads, short
+from .feed_forward import feed_forward
 from .layer import AttentionLayer
 from .parts import BIASES, Part, linear, table, vector
-from .single_stack import biases, feed_forward, norm_size
+from .single_stack import biases, norm_size
 
 STACKS = ("encoder", "decoder")
 

@@ -50,6 +50,8 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
             changed.append(layer if entry is None else _changed(layer, entry))
         except ValueError as wrong:
             raise ValueError(f"heads plan: layer {key}: {wrong}") from None
+    if any(layer.keys_of is not None for layer in changed) and tuple(changed) != model.layers:
+        raise ValueError("heads plan: in this model layers read the keys of other layers, so their heads cannot change")
     if any(layer.shared for layer in changed) and len({_sizes(layer) for layer in changed}) > 1:
         raise ValueError(
             f"heads plan: all layers of this architecture share their weights, and so their heads; use {OTHERS!r}"

@@ -61,6 +61,40 @@ class PositionTerms:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The indexer of sparse attention: it scores all earlier keys with small heads, and attention reads the best ones.
+
+    Attributes:
+        heads: The number of its heads.
+        dim: Their size; one index key of this size per token is cached, shared by all heads.
+        top_k: The number of keys that a query attends to.
+        shared: True if the layer attends to the keys that an earlier layer chose, so it has no indexer of its own.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    shared: bool = False
+
+    def parts(self, width: int, q_rank: int, stream: str) -> Iterator[Part]:
+        """Yield its matrices: queries from the latent of the queries, one key, and a weight for each head."""
+        if self.shared:
+            return
+        yield linear("index_q_proj", "attention", q_rank, self.heads * self.dim, stream=stream)
+        yield linear("index_k_proj", "attention", width, self.dim, stream=stream)
+        yield vector("index_norm", "attention", 2 * self.dim, stream=stream)
+        yield linear("index_weights", "attention", width, self.heads, stream=stream)
+
+    def cached_numbers(self) -> int:
+        """Return the numbers that one token adds to the cache."""
+        return 0 if self.shared else self.dim
+
+    def pair_macs(self) -> int:
+        """Return the multiply-adds of one (query, key) pair: a score in each head, and their weighted sum."""
+        return 0 if self.shared else self.heads * self.dim + self.heads
+
+
+@dataclass(frozen=True)
 class Biases:
     """The projections that have a bias."""
 
@@ -95,6 +129,9 @@ class AttentionLayer:
         sub_norm: Parameters of a norm before o_proj.
         latent: The ranks of latent attention, or None.
         shared: True if the weights belong to another layer and are not counted here.
+        indexer: The indexer that chooses the keys of each query, or None.
+        keys_as_values: True if the output of k_proj also makes the values, so there is no v_proj.
+        keys_of: Index of the earlier layer whose cached keys and values this layer reads; it makes and caches none.
     """
 
     role: LayerRole
@@ -116,6 +153,9 @@ class AttentionLayer:
     sub_norm: int = 0
     latent: Latent | None = None
     shared: bool = False
+    indexer: Indexer | None = None
+    keys_as_values: bool = False
+    keys_of: int | None = None
 
     @property
     def kind(self) -> str:
@@ -153,11 +193,14 @@ class AttentionLayer:
         width = self.d_model
         gate = H * V if self.gated else 0
         yield linear("q_proj", "attention", width, H * D + gate, bias=self.bias.q, stream=query)
-        yield linear("k_proj", "attention", width, K * D, bias=self.bias.k, stream=key)
-        yield linear("v_proj", "attention", width, K * V, bias=self.bias.v, stream=key)
+        if self.keys_of is None:
+            yield linear("k_proj", "attention", width, K * D, bias=self.bias.k, stream=key)
+        if self.keys_of is None and not self.keys_as_values:
+            yield linear("v_proj", "attention", width, K * V, bias=self.bias.v, stream=key)
         out = H * V if self.out_width is None else self.out_width
         yield linear("o_proj", "attention", out, width, bias=self.bias.o, stream=query)
-        numbers = {"": 0, "head": 2 * D, "each": (H + K) * D, "all": (H + K) * D}[self.qk_norm]
+        own_keys = self.keys_of is None
+        numbers = {"": 0, "head": (1 + own_keys) * D, "each": (H + K) * D, "all": (H + K) * D}[self.qk_norm]
         if numbers:
             yield vector("qk_norm", "attention", numbers * (2 if self.qk_norm_bias else 1), stream=query)
         if self.sinks:
@@ -184,6 +227,9 @@ class AttentionLayer:
         yield linear("k_proj", "attention", latent.kv_rank, H * (D - latent.rope_dim))
         yield linear("v_proj", "attention", latent.kv_rank, H * V)
         yield linear("o_proj", "attention", H * V, width, bias=self.bias.o)
+        if self.indexer is not None:
+            assert latent.q_rank is not None
+            yield from self.indexer.parts(width, latent.q_rank, "decoder")
 
     def parameter_counts(self) -> dict[str, int]:
         """Return the number of parameters of each part; biases are counted with their matrix.
@@ -203,20 +249,30 @@ class AttentionLayer:
     def cached_numbers(self) -> int:
         """Return the numbers that one token adds to the cache: K (D + V); if latent, its rank and the rotary part.
 
+        An indexer adds its key; a layer that reads the keys of another adds nothing.
+
         Example:
             >>> AttentionLayer("self", 0, 7168, 128, 128, 192, 128, latent=Latent(512, 64)).cached_numbers()
             576
         """
-        if self.role == "encoder":
+        if self.role == "encoder" or self.keys_of is not None:
             return 0
+        return self.key_value_numbers() + (0 if self.indexer is None else self.indexer.cached_numbers())
+
+    def key_value_numbers(self) -> int:
+        """Return the numbers of the keys and values of one token that this layer attends to, its own or another's."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def cached_vectors(self) -> int:
         """Return the vectors that one token adds to the cache, each with a scale in int8: 2 K, or 1 if latent."""
-        if self.role == "encoder":
+        if self.role == "encoder" or self.keys_of is not None:
             return 0
+        return self.key_value_vectors() + (self.indexer is not None and not self.indexer.shared)
+
+    def key_value_vectors(self) -> int:
+        """Return the vectors of the keys and values of one token."""
         return 1 if self.latent is not None else 2 * self.num_kv_heads
 
     def cached_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
@@ -227,6 +283,21 @@ class AttentionLayer:
         """Return the tokens in the cache: the encoder's for cross-attention, else the context, cut to the window."""
         tokens = source if self.role == "cross" else context
         return tokens if self.window is None or not windowed else min(tokens, self.window)
+
+    def read_bytes(self, context: int, source: int, number_bytes: int, scale_bytes: int = 0) -> int:
+        """Return the bytes of the cache that a decode step reads for one text.
+
+        An indexer reads the index keys of all tokens, and its attention only the chosen ones; a layer that reads the
+        keys of another reads them once more.
+        """
+        if self.role == "encoder":
+            return 0
+        tokens = self.cached_tokens(context, source)
+        each = self.key_value_numbers() * number_bytes + self.key_value_vectors() * scale_bytes
+        if self.indexer is None:
+            return each * tokens
+        index = 0 if self.indexer.shared else self.indexer.dim * number_bytes + scale_bytes
+        return each * min(tokens, self.indexer.top_k) + index * tokens
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -246,6 +317,8 @@ class AttentionLayer:
             reach = (self.window - 1) // 2
             return mask_pairs(0, queries, queries, left=reach, right=reach)
         first = max(0, keys - queries)
+        if self.indexer is not None:
+            return mask_pairs(first, keys - first, keys, left=self.indexer.top_k - 1)
         if self.chunked and self.window is not None:
             return mask_pairs(first, keys - first, keys, chunk=self.window)
         return mask_pairs(first, keys - first, keys, left=None if self.window is None else self.window - 1)
@@ -261,6 +334,13 @@ class AttentionLayer:
     def score_macs(self) -> int:
         """Return the multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
         return self.num_heads * (self.head_dim + self.value_dim)
+
+    def index_macs(self, queries: int, keys: int, *, masked: bool = True) -> int:
+        """Return the multiply-adds of the indexer's scores over all earlier keys (`masked`) or over all keys."""
+        if self.indexer is None:
+            return 0
+        first = max(0, keys - queries)
+        return self.indexer.pair_macs() * (mask_pairs(first, keys - first, keys) if masked else queries * keys)
 
     def absorbed_macs(self) -> tuple[int, int]:
         """Return the multiply-adds (per token, per pair) of latent attention in the latent space, as engines decode.
@@ -283,5 +363,5 @@ class AttentionLayer:
 
 
 def with_kv_heads(layer: AttentionLayer, kv_heads: int) -> AttentionLayer:
-    """Return the layer with another number of key-value heads (regrouped); latent attention becomes plain attention."""
-    return replace(layer, num_kv_heads=kv_heads, latent=None)
+    """Return the layer with another number of key-value heads; latent and sparse attention become plain attention."""
+    return replace(layer, num_kv_heads=kv_heads, latent=None, indexer=None)

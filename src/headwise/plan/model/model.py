@@ -173,7 +173,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         fields.size(about["audio"]["positions"]) if "audio" in about else None,
         _positions(fields),
         tuple(notes),
-        state_layers(fields, fields.size("num_hidden_layers")) if "states" in about else (),
+        state_layers(fields, fields.layer_count()) if "states" in about else (),
         further=further,
         further_layers=(fields.optional(about["further"], least=0) or 0) if further else 0,
         packing=packing,
@@ -200,14 +200,16 @@ def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -
     bare = named == own["base"]
     classes = architectures()[text_type]["classes"]
     model = model_of({**inner, "architectures": [classes["base"]] if bare else None}, name)
-    made = [(*tower_of(config, key, spec), key) for key, spec in about["towers"].items()]
+    present = {key: spec for key, spec in about["towers"].items() if not spec.get("optional") or config.get(key)}
+    made = [(*tower_of(config, key, spec), key) for key, spec in present.items()]
     towers = [
         replace(tower, others=(*tower.others, *connector(fields, its, model.d_model))) for tower, _, its, _ in made
     ]
     strange = [f"{key}.{field}" for _, unknown, _, key in made for field in unknown]
     beside = about["text"].get("flat") and config.get(about["text"]["key"]) is None
     strange += [] if beside else fields.unknown()  # the notes of the text model already name flat fields
-    notes = [*model.notes]
+    notes = [*model.notes, *([about["note"]] if "note" in about else [])]
+    notes += [note for key, note in about.get("uncounted", {}).items() if config.get(key)]
     if named not in (None, *own.values()):
         notes.append(f"the head of {short(named)} is not counted, only the model below it")
     if strange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ class Part:
         stream: The tokens that it processes: the decoder's (the only ones of a model with one stack), the encoder's, or
             the encoder's output for cross-attention.
         matrices: (inputs, outputs, count) of its matrices, which a quantised checkpoint packs.
+        copies: The number of experts in it; 1 for all other parts.
+        used: The number of them that one token uses.
     """
 
     name: str
@@ -32,6 +35,31 @@ class Part:
     active: int = 0
     stream: str = "decoder"
     matrices: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    copies: int = field(default=1, repr=False)
+    used: int = field(default=1, repr=False)
+
+    def bytes_read(self, stored: int, batch: int) -> int:
+        """Return how many of its `stored` bytes a step of `batch` tokens reads, with the expected number of experts."""
+        if self.used == self.copies or batch == 1:
+            return stored * self.active // self.parameters
+        return round(
+            stored * self.active / self.parameters * distinct_experts(self.copies, self.used, batch) / self.used
+        )
+
+
+def distinct_experts(experts: int, used: int, tokens: int) -> float:
+    """Return the expected number of different experts that `tokens` tokens use, each of them `used` of all.
+
+    This is ``E (1 - (1 - k / E)^B)`` and assumes that the router chooses uniformly and independently for each token; a
+    router with favourites uses fewer.
+
+    Example:
+        >>> distinct_experts(256, 8, 1), round(distinct_experts(256, 8, 32)), round(distinct_experts(256, 8, 256))
+        (8.0, 163, 256)
+    """
+    if tokens == 1 or used == experts:
+        return float(used)
+    return -experts * math.expm1(tokens * math.log1p(-used / experts))
 
 
 def linear(name: str, room: str, inputs: int, outputs: int, *, bias: bool = False, stream: str = "decoder") -> Part:
@@ -64,7 +92,7 @@ def repeated(part: Part, copies: int, used: int) -> Part:
     """
     matrices = tuple((inputs, outputs, many * copies) for inputs, outputs, many in part.matrices)
     sizes = part.parameters * copies, part.macs * used, part.active * used
-    return Part(part.name, part.room, *sizes, part.stream, matrices)
+    return Part(part.name, part.room, *sizes, part.stream, matrices, copies, used)
 
 
 def parameters(parts: Iterable[Part], room: str | None = None) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.fields import Fields
+from ..config.fields import FULL, Fields
 from ..shape import short
 from .parts import Part, linear, vector
 
@@ -19,7 +19,7 @@ class StateLayer:
 
     Attributes:
         index: Index of the layer in the stack.
-        kind: The family: delta, mamba, mamba2, conv or lightning.
+        kind: The family: delta, kda, mamba, mamba2, conv or lightning.
         conv: The number of values of its last convolution inputs, in the model's dtype.
         state: The number of values of its recurrent state.
         state_bytes: Bytes of a value of the state; None for the model's dtype.
@@ -56,6 +56,11 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
     about: dict[str, Any] | None = fields.architecture.get("states")
     if about is None:
         return [True] * layers, [False] * layers
+    blocks = fields.blocks()
+    if blocks is not None:
+        if FULL not in blocks:
+            raise ValueError("no layer has attention; a model with only state layers is not supported")
+        return [kind == FULL for kind in blocks], [kind == about["word"] for kind in blocks]
     listed = None if about.get("both") else fields.layer_types(layers, about.get("word", ""))
     if about.get("both"):
         attention = [True] * layers
@@ -69,9 +74,26 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
 
 
 def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Return True for the layers with attention: every n-th."""
-    every = fields.size(about["every"])
-    return [(i + 1) % every == 0 for i in range(layers)]
+    """Return True for the layers with attention: every n-th, or the last if there are fewer and the rule says so."""
+    every = fields.size(about["every"]) if isinstance(about["every"], str) else about["every"]
+    attention = [(i + 1) % every == 0 for i in range(layers)]
+    if about.get("last") and not any(attention):
+        attention[-1] = True
+    return attention
+
+
+def _listed_twice(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
+    """Return True for the layers with attention: those that a part of the config counts from 1, or every fourth."""
+    inside = fields.config.get(about["inside"]) or {}
+    if not isinstance(inside, Mapping):
+        raise ValueError(f"{about['inside']} is an object; got {short(inside)}")
+    full, state = (inside.get(about[key]) for key in ("full", "state"))
+    if full is None or state is None:
+        return [i > 0 and i % 4 == 0 for i in range(layers)]
+    both = [*full, *state] if isinstance(full, list) and isinstance(state, list) else []
+    if not all(type(n) is int for n in both) or sorted(both) != list(range(1, layers + 1)):
+        raise ValueError(f"{about['inside']} names each of the layers 1 to {layers} once; got {short(inside)}")
+    return [i + 1 in full for i in range(layers)]
 
 
 def _odd(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
@@ -98,6 +120,8 @@ _RULES: dict[str, Callable[[Fields, dict[str, Any], int], list[bool]]] = {
     "odd": _odd,
     "period": _period,
     "indices": _indices,
+    "listed_twice": _listed_twice,
+    "none": lambda fields, about, layers: [False] * layers,
 }
 
 
@@ -136,7 +160,8 @@ def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """Return the sizes of a gated delta rule layer: a key-by-value matrix per head, updated by outer products."""
     width, kernel = fields.size("hidden_size"), fields.size("linear_conv_kernel_dim")
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
-    key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
+    key_dim = fields.optional("linear_key_head_dim") or int(0.75 * width / keys)
+    value_dim = fields.optional("linear_value_head_dim") or 2 * key_dim
     if values % keys:
         raise ValueError(f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = {keys}")
     channels = 2 * keys * key_dim + values * value_dim
@@ -149,6 +174,32 @@ def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
         yield _matrix("out_proj", values * value_dim, width)
 
     return channels * kernel, values * key_dim * value_dim, parts()
+
+
+def _kda(fields: Fields, about: dict[str, Any]) -> StateSizes:
+    """Return the sizes of a delta rule layer with a decay for each channel, from a narrow matrix pair."""
+    inside = fields.config.get(about["inside"]) or {}
+    if not isinstance(inside, Mapping):
+        raise ValueError(f"{about['inside']} is an object; got {short(inside)}")
+    own = Fields({name: inside[old] for old, name in about["fields"].items() if old in inside}, fields.architecture)
+    width = fields.size("hidden_size")
+    heads, dim, kernel = (
+        (own if name in own.config else fields).size(name)
+        for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    )
+    inner = heads * dim
+
+    def parts() -> Iterator[Part]:
+        yield _matrix("in_proj", width, 3 * inner + heads)
+        yield _conv(3 * inner, kernel, bias=False)
+        for name in ("decay", "gate"):
+            yield _matrix(f"{name}_down", width, dim)
+            yield _matrix(f"{name}_up", dim, inner)
+        yield _numbers("decay", inner + heads)
+        yield _numbers("state_norm", dim)
+        yield _matrix("out_proj", inner, width)
+
+    return 3 * inner * kernel, heads * dim * dim, parts()
 
 
 def _mamba(fields: Fields, about: dict[str, Any]) -> StateSizes:
@@ -176,17 +227,19 @@ def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
     width, kernel, state = (fields.size(name) for name in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
     heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
     own = fields.optional("mamba_d_ssm") if "mamba_d_ssm" in fields.defaults else None
+    if "head_dim" in about:
+        own = heads * fields.size(about["head_dim"])
     inner = fields.size("mamba_expand") * width if own is None else own
     if inner % heads:
         raise ValueError(f"mamba_n_heads = {heads} does not divide the {inner} channels of the state layers")
-    dim = fields.raw("mamba_d_head")[1]
+    dim = None if "head_dim" in about else fields.raw("mamba_d_head")[1]
     if dim not in (None, "auto", inner // heads):
         raise ValueError(f"mamba_d_head = {short(dim)} times mamba_n_heads = {heads} is not {inner}, the channels")
     channels = inner + 2 * groups * state
-    out_bias = fields.flag(about.get("out_bias", "mamba_proj_bias"))
+    in_bias, out_bias = (fields.flag(about.get(f"{side}_bias", "mamba_proj_bias")) for side in ("in", "out"))
 
     def parts() -> Iterator[Part]:
-        yield _matrix("in_proj", width, inner + channels + heads, bias=fields.flag("mamba_proj_bias"))
+        yield _matrix("in_proj", width, inner + channels + heads, bias=in_bias)
         yield _conv(channels, kernel, bias=fields.flag("mamba_conv_bias"))
         yield _numbers("decay", 3 * heads)
         if fields.flag(about.get("norm", True)):
@@ -225,6 +278,7 @@ def _lightning(fields: Fields, about: dict[str, Any]) -> StateSizes:
 
 _KINDS: dict[str, Callable[[Fields, dict[str, Any]], StateSizes]] = {
     "delta": _delta,
+    "kda": _kda,
     "mamba": _mamba,
     "mamba2": _mamba2,
     "conv": _short_conv,

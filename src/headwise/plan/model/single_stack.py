@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 from ..config.fields import Fields, heads_of
 from ..config.windows import chunks, windows_of
-from ..shape import short
-from .layer import AttentionLayer, Biases, Latent, LayerRole, PositionTerms, QkNorm
+from ..shape import check_heads, short
+from .feed_forward import feed_forward_parts
+from .key_sharing import owners_of_keys
+from .layer import AttentionLayer, Biases, Indexer, Latent, LayerRole, PositionTerms, QkNorm
+from .layer_inputs import layer_input_parts, model_input_parts
 from .parts import BIASES, Part, linear, repeated, table, vector
 from .recurrent import layer_kinds
 
@@ -21,7 +24,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
         ValueError: a field with an invalid or unsupported value.
     """
     about = fields.architecture
-    layers = fields.size("num_hidden_layers")
+    layers = fields.layer_count()
     role: LayerRole = "encoder" if about.get("stack") == "encoder" else "self"
     if "causal_unless" in about and fields.flag(about["causal_unless"]):
         raise ValueError(
@@ -31,11 +34,72 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     windows, chunked = windows_of(fields, layers), chunks(fields)
     one = _latent_layer(fields) if about.get("latent") else plain_layer(fields, role)
     shared = about.get("one_layer_shared", False)
+    full = _full_layer(fields, one) if "full_layers" in about else one
+    owners, indexers = owners_of_keys(fields, layers), _indexers(fields, layers)
     return [
-        replace(one, index=i, window=windows[i], chunked=chunked and windows[i] is not None, shared=shared and i > 0)
+        replace(
+            one if windows[i] is not None else full,
+            index=i,
+            window=windows[i],
+            chunked=chunked and windows[i] is not None,
+            shared=shared and i > 0,
+            keys_of=owners[i],
+            indexer=indexers[i],
+        )
         for i in range(layers)
         if attends[i]
     ]
+
+
+def _full_layer(fields: Fields, one: AttentionLayer) -> AttentionLayer:
+    """Return the layer without a window where it has other heads than those with a window."""
+    about: dict[str, str] = fields.architecture["full_layers"]
+    alone = fields.flag(about["keys_as_values"])
+    kv_heads = fields.optional(about["kv_heads"]) if alone else None
+    kv_heads, dim = one.num_kv_heads if kv_heads is None else kv_heads, fields.size(about["head_dim"])
+    overrides = fields.config.get("per_layer_config") or {}
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"per_layer_config is an object; got {short(overrides)}")
+    if overrides:
+        windows = windows_of(fields, fields.layer_count())
+        own = [overrides.get(str(i), overrides.get(i)) for i in range(len(windows))]
+        alike = [entry for entry, window in zip(own, windows, strict=True) if window is None]
+        known = {"head_dim", "num_key_value_heads"}
+        if any(window is not None and entry for entry, window in zip(own, windows, strict=True)) or any(
+            entry != alike[0] or not isinstance(entry, Mapping) or not set(entry) <= known for entry in alike
+        ):
+            raise ValueError(f"per_layer_config gives all layers without a window the same heads; got {short(own)}")
+        inner = Fields({**fields.config, **(alike[0] if alike else {})}, fields.architecture)
+        dim = inner.size("head_dim")
+        kv_heads = inner.size("num_key_value_heads")
+    check_heads(one.d_model, one.num_heads, kv_heads, dim)
+    return replace(one, num_kv_heads=kv_heads, head_dim=dim, value_dim=dim, keys_as_values=alone)
+
+
+def _indexers(fields: Fields, layers: int) -> list[Indexer | None]:
+    """Return the indexer of each layer; some layers attend to the keys that the one before chose."""
+    about: dict[str, str] | None = fields.architecture.get("indexer")
+    if about is None:
+        return [None] * layers
+    one = Indexer(fields.size(about["heads"]), fields.size(about["dim"]), fields.size(about["top_k"]))
+    if one.dim < fields.size("qk_rope_head_dim"):
+        raise ValueError(f"{about['dim']} = {one.dim} is less than qk_rope_head_dim, the part that is rotated")
+    if "kinds" not in about:
+        return [one] * layers
+    kinds = fields.words(about["kinds"], layers, ("full", "shared"))
+    letters = fields.config.get(about["letters"])
+    if kinds is None and letters is not None:
+        named = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
+        if not isinstance(letters, (str, list)) or len(letters) != layers or not all(n in named for n in letters):
+            raise ValueError(f"{about['letters']} has F or S for each of {layers} layers; got {short(letters)}")
+        kinds = [named[letter] for letter in letters]
+    if kinds is None:
+        every, offset = (fields.optional(about[name], least=0) for name in ("every", "offset"))
+        every, offset = max(every or 0, 1), 2 if offset is None else offset
+        kinds = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
+    if kinds[0] == "shared":
+        raise ValueError(f"{about['kinds']} starts with shared, and there is no earlier layer to share with")
+    return [replace(one, shared=kind == "shared") for kind in kinds]
 
 
 def plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
@@ -114,13 +178,14 @@ def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
     """
     about, width = fields.architecture, fields.size("hidden_size")
     yield from _embeddings(fields, width)
-    layers = fields.size("num_hidden_layers")
+    layers = fields.layer_count()
+    yield from model_input_parts(fields, layers)
     stream = "encoder" if about.get("stack") == "encoder" else "decoder"
     norms = _norms(fields)
     for i in range(layers):
         shared = about.get("one_layer_shared") and i > 0
         skipped = about.get("first_norm") is False and i == 0
-        made = [*_feed_forward(fields, i, stream)]
+        made = [*feed_forward_parts(fields, i, stream), *layer_input_parts(fields)]
         norm = norm_size(fields, width) * (norms - skipped)
         made += [vector("norms", "norm", norm, stream=stream)] if norm else []
         yield from (_weightless(part) for part in made) if shared else made
@@ -137,7 +202,8 @@ def _norms(fields: Fields) -> int:
     about = fields.architecture
     side = about.get("side_by_side")
     if side is None:
-        return 1 if fields.choice("one_norm") else int(about.get("layer_norms", 2))
+        more = about.get("moe", {}).get("norms", 0) if fields.flag(about.get("moe", {}).get("beside")) else 0
+        return 1 if fields.choice("one_norm") else int(about.get("layer_norms", 2)) + more
     number = fields.optional(side["norms"])
     two = number == 2 or (number is None and fields.flag(side["two_when"]))
     return 2 if two or not fields.flag(side["when"]) else 1
@@ -153,7 +219,7 @@ def further_parts(fields: Fields, attention: AttentionLayer) -> tuple[Part, ...]
     if not count:
         return ()
     width, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
-    one = [*attention.parts(), *_feed_forward(fields, layers, "further")]
+    one = [*attention.parts(), *feed_forward_parts(fields, layers, "further")]
     one += [linear("join", "mlp", 2 * width, width, stream="further")]
     one += [vector("norms", "norm", norm_size(fields, width) * (_norms(fields) + 3), stream="further")]
     return tuple(replace(repeated(part, count, count), stream="further") for part in one)
@@ -216,7 +282,7 @@ def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
     about = fields.architecture
     inner = fields.size("embedding_size") if about.get("embed_project") else width
     vocab, tied = fields.size("vocab_size"), fields.flag("tie_word_embeddings")
-    tied = tied or not fields.flag(about.get("own_head_when", True))
+    tied = (tied or not fields.flag(about.get("own_head_when", True))) and not about.get("never_tied")
     if about.get("head_transform"):
         bias = fields.flag(about.get("head_transform_bias", True))
         yield linear("head_transform", "head", width, inner, bias=bias, stream=stream)
@@ -224,97 +290,3 @@ def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
     added = vocab if fields.choice("head_bias") else 0
     own = added if tied else added * about.get("untied_biases", 1) + vocab * inner
     yield Part("lm_head", "head", own, vocab * inner, vocab * inner + added, stream)
-
-
-# --- feed-forward -----------------------------------------------------------------------------------------------------
-
-
-def feed_forward(name: str, width: int, inner: int, *, gated: bool, bias: bool, stream: str) -> Part:
-    """Return a feed-forward layer: two matrices, or three with a gate.
-
-    Example:
-        >>> feed_forward("mlp", 4096, 11008, gated=True, bias=False, stream="decoder").parameters == 3 * 4096 * 11008
-        True
-    """
-    ups = 2 if gated else 1
-    matrices = (ups + 1) * width * inner
-    size = matrices + (ups * inner + width if bias else 0)
-    return Part(name, "mlp", size, matrices, size, stream, ((width, inner, ups), (inner, width, 1)))
-
-
-def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:
-    about, width = fields.architecture, fields.size("hidden_size")
-    gated = about.get("mlp", "gated") == "gated"
-    moe: dict[str, Any] | None = about.get("moe")
-    if moe and not _dense(fields, moe.get("dense"), index):
-        yield from _experts(fields, moe, gated, stream)
-        return
-    inner = (
-        fields.optional("intermediate_size")
-        if fields.own.get("intermediate_size", "intermediate_size") in (fields.defaults)
-        else None
-    )
-    if inner is None:
-        if "wide" not in about:
-            raise ValueError("intermediate_size is null, and a whole number is needed")
-        inner = about["wide"] * width
-    if moe and "dense_width" in moe:
-        inner = fields.size(moe["dense_width"])
-    if "adjusted" in about:
-        inner = _adjusted(fields, about["adjusted"], inner)
-    yield feed_forward("mlp", width, inner, gated=gated, bias=fields.choice("mlp_bias"), stream=stream)
-    if about.get("activation_numbers"):
-        yield vector("activation", "mlp", about["activation_numbers"], stream=stream)
-    if fields.choice("sub_norms"):
-        yield vector("sub_norm", "norm", inner, stream=stream)
-
-
-def _adjusted(fields: Fields, about: dict[str, str], inner: int) -> int:
-    """Return two thirds of the width, times a factor, rounded up to a multiple, if the config says so."""
-    if not fields.flag(about["when"]):
-        return inner
-    inner = int(2 * inner / 3)
-    called, factor = fields.raw(about["factor"])
-    if factor is None:
-        return inner
-    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor <= 1000:
-        raise ValueError(f"{called} is a number above 0; got {short(factor)}")
-    multiple = fields.size(about["multiple"])
-    return -(-int(factor * inner) // multiple) * multiple
-
-
-def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
-    """Return whether a layer of a mixture model is dense."""
-    if rule is None:
-        return False
-    if rule["rule"] == "first":
-        return index < fields.size(rule["first"], least=0)
-    if rule["rule"] == "listed":
-        listed, step = fields.numbers(rule["only"]), fields.size(rule["step"])
-        return (index + 1) % step != 0 if listed is None else index not in listed
-    if rule["rule"] == "period":
-        off = index % fields.size(rule["period"]) != fields.size(rule["offset"], least=0)
-        return off or fields.size("num_experts") == 1
-    only = fields.numbers(rule["only"]) or []
-    return index in only or fields.size("num_experts", least=0) == 0 or (index + 1) % fields.size(rule["step"]) != 0
-
-
-def _experts(fields: Fields, moe: dict[str, Any], gated: bool, stream: str) -> Iterator[Part]:
-    width, inner = fields.size("hidden_size"), fields.size(moe["width"])
-    experts, used = fields.size(moe["experts"]), fields.size(moe["per_token"])
-    if used > experts:
-        raise ValueError(f"{moe['per_token']} = {used} is more than the number of experts, {experts}")
-    yield linear("router", "mlp", width, experts, bias=moe.get("router_bias", False), stream=stream)
-    bias = moe.get("expert_bias", False)
-    one = feed_forward("experts", width, inner, gated=gated, bias=bias, stream=stream)
-    yield repeated(one, experts, used)
-    shared = None
-    if "shared" in moe:
-        shared = fields.size(moe["shared"], least=0)
-    elif "shared_times" in moe:
-        shared = inner * (fields.optional(moe["shared_times"], least=0) or 0)
-    if shared:
-        biased = fields.choice("mlp_bias")
-        yield feed_forward("shared_experts", width, shared, gated=gated, bias=biased, stream=stream)
-    if moe.get("shared_gate"):
-        yield linear("shared_gate", "mlp", width, 1, stream=stream)

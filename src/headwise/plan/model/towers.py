@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 from ..config.fields import Fields
 from ..shape import short
+from .feed_forward import feed_forward
 from .layer import AttentionLayer
 from .parts import Part, linear, parameters, repeated, table, vector
-from .single_stack import feed_forward, norm_size, plain_layer
+from .single_stack import norm_size, plain_layer
 
 STREAM = "tower"  # The tokens of the text do not use these parts.
 
@@ -128,18 +130,17 @@ def _others(fields: Fields, layers: int) -> Iterator[Part]:
         yield table("positions", fields.size(about["sound"]["positions"]), width)
     if "patch" in about:
         times = fields.size(about["patch"]["time"]) if "time" in about["patch"] else 1
-        cells = fields.size("num_channels") * fields.size("patch_size") ** 2 * times
+        cells = (about["patch"].get("channels") or fields.size("num_channels")) * fields.size("patch_size") ** 2 * times
         yield linear("patches", "embedding", cells, width, bias=about["patch"]["bias"])
     if about.get("class_token"):
         yield vector("class_token", "embedding", width)
     if about.get("positions"):
-        rows = _grid(fields) if about["positions"] == "grid" else fields.size(about["positions"])
-        yield table("positions", rows, width)
+        yield table("positions", _position_rows(fields, about["positions"]), width)
     inner = fields.size("intermediate_size") if "times" not in about else width * fields.size(about["times"])
     gated = about.get("mlp", "gated") == "gated"
     for _ in range(layers):
         yield feed_forward("mlp", width, inner, gated=gated, bias=fields.choice("mlp_bias"), stream=STREAM)
-        yield vector("norms", "norm", 2 * norm_size(fields, width))
+        yield vector("norms", "norm", about.get("layer_norms", 2) * norm_size(fields, width))
     for norm in ("before", "after"):
         if about.get(norm):
             yield vector(f"norm_{norm}", "norm", norm_size(fields, width))
@@ -151,6 +152,15 @@ def _others(fields: Fields, layers: int) -> Iterator[Part]:
         middle, out = (fields.size(name) for name in about["adapter"])
         yield linear("adapter", "embedding", inner, middle)
         yield linear("adapter", "embedding", out, out)
+
+
+def _position_rows(fields: Fields, positions: str | list[str]) -> int:
+    """Return the rows of the table of positions: the cells of the image, a field, or a product of fields."""
+    if positions == "grid":
+        return _grid(fields)
+    if isinstance(positions, str):
+        return fields.size(positions) * int(fields.architecture.get("position_tables", 1))
+    return math.prod(fields.size(name) for name in positions)
 
 
 def _pool(fields: Fields, width: int, inner: int) -> Iterator[Part]:
@@ -211,7 +221,16 @@ def _matrix(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> 
     yield linear("connector", "embedding", width * times, out, bias=about.get("bias", False))
 
 
+def _merged(fields: Fields, about: dict[str, Any], tower: Fields, text: int) -> Iterator[Part]:
+    """Yield a norm, and two matrices on concatenated neighbours."""
+    wide = tower.size("hidden_size") * math.prod(tower.numbers(about["side"], length=2) or [])
+    yield vector("connector_norm", "norm", 2 * fields.size(about["norm"]))
+    yield linear("connector", "embedding", wide, wide, bias=True)
+    yield linear("connector", "embedding", wide, text, bias=True)
+
+
 _CONNECTORS: dict[str, Callable[[Fields, dict[str, Any], Fields, int], Iterator[Part]]] = {
     "mlp": _mlp,
     "matrix": _matrix,
+    "merged": _merged,
 }

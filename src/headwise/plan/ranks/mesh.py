@@ -342,7 +342,7 @@ def _decode(
     for part, whole in parts_of(model, grid.tensor):
         if part.stream == "decoder" and whole.parameters:
             macs += part.macs * batch
-            read += model.part_bytes(whole) * part.active // whole.parameters
+            read += replace(whole, active=part.active).bytes_read(model.part_bytes(whole), batch)
         elif part.stream == "decoder":
             macs += part.macs * batch
             read += part.active * model.weight_bytes

@@ -103,8 +103,11 @@ def remarks(plan: PlanData) -> str:
         lines = [f"not counted or unknown: {note}" for note in plan.notes]
     if plan.card:
         lines.append(f"card: {plan.card}")
-    if any(part.name == "experts" for part in plan.model.others):
-        lines.append("a batch may use more experts than one token; its least time counts those of one token")
+    if any(part.copies > 1 for part in plan.model.others):
+        lines.append(
+            "experts read: the different ones that a batch is expected to use in a layer if the router chooses "
+            'uniformly, E (1 - (1 - k / E)^batch); "used by one token" counts those of one token'
+        )
     return "\n".join(lines)
 
 
@@ -144,6 +147,7 @@ def _facts(plan: PlanData, *, one_dtype: bool) -> dict[str, str]:
         "heads, kv heads": _spread(f"{layer.num_heads}, {layer.num_kv_heads}" for layer in model.layers),
         "d_k, d_v": f"{first.head_dim}, {first.value_dim}",
         **_state_facts(model),
+        **_key_facts(model),
         "attention parameters": f"{rooms['attention']:,} ({share:.1%} of the model)",
         "  per layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
         "all parameters": f"{rooms['total']:,}" + ("" if plan.exact else " (see the notes)"),
@@ -182,6 +186,21 @@ def _state_facts(model: Model) -> dict[str, str]:
     return {"layers with a state": f"{count} {one.kind}, {size} each for a text of any length"}
 
 
+def _key_facts(model: Model) -> dict[str, str]:
+    """Return the rows of sparse attention, and of layers that read the keys and values of others."""
+    rows = {}
+    sparse = [layer.indexer for layer in model.layers if layer.indexer is not None]
+    if sparse:
+        one, own = sparse[0], sum(not indexer.shared for indexer in sparse)
+        rows["sparse attention"] = (
+            f"{one.top_k:,} keys per query, chosen by {own} indexers of {one.heads} heads of {one.dim}"
+        )
+    readers = sum(layer.keys_of is not None for layer in model.layers)
+    if readers:
+        rows["layers without own keys"] = f"{readers}; they read the cache of earlier layers"
+    return rows
+
+
 def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
     gqa = NONE if cost.as_gqa8_bytes is None else show_bytes(cost.as_gqa8_bytes)
     if plan.model.is_encoder:
@@ -200,11 +219,13 @@ def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
     decode = NONE
     if cost.decode is not None:
         decode = f"{show(cost.decode.total, 'FLOP')}, attention {show(cost.decode.attention, 'FLOP')}"
+        decode += f", indexers {show(cost.decode.indexer, 'FLOP')}" if cost.decode.indexer else ""
     if cost.decode_expanded is not None:
         decode += f"; with recomputed keys and values {show(cost.decode_expanded.total, 'FLOP')}"
     return {
         **cache,
         "prefill": f"{show(cost.prefill.total, 'FLOP')}, attention {show(cost.prefill.attention, 'FLOP')}"
+        + (f", indexers {show(cost.prefill.indexer, 'FLOP')}" if cost.prefill.indexer else "")
         + (
             f" ({show(cost.prefill.dense, 'FLOP')} without its mask)"
             if cost.prefill.dense > cost.prefill.attention
@@ -257,12 +278,14 @@ def _floor_table(cost: ContextCost) -> Table:
         "most tokens/s",
         "limited by",
     )
-    speeds = cost.floors[0].seconds is not None
-    table = Table(*headers[: 7 if speeds else 4], title=f"One decoding step at {cost.context:,} tokens")
-    for column in table.columns[:6]:
+    speeds, mixture = cost.floors[0].seconds is not None, cost.floors[0].experts is not None
+    chosen = [*headers[:1], *(["experts read"] if mixture else []), *headers[1 : 7 if speeds else 4]]
+    table = Table(*chosen, title=f"One decoding step at {cost.context:,} tokens")
+    for column in table.columns[: len(chosen) - 1 if speeds else None]:
         column.justify = "right"
     for floor in cost.floors:
-        row = [str(floor.batch), show_bytes(floor.bytes), show(floor.flops, "FLOP"), figures(floor.intensity)]
+        row = [str(floor.batch), *([] if floor.experts is None else [figures(floor.experts, 4)])]
+        row += [show_bytes(floor.bytes), show(floor.flops, "FLOP"), figures(floor.intensity)]
         if floor.seconds is not None and floor.tokens_per_second is not None:
             row += [show_seconds(floor.seconds), figures(floor.tokens_per_second), floor.binds]
         table.add_row(*row)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...plan.config.fields import Fields, architectures, heads_of
 from ...plan.model.heads_by_layer import FIELD, base_type, by_layer_config, has_heads_by_layer, original_config
+from ...plan.model.recurrent import layer_kinds
 from ...plan.shape import short
 from .head_axes import Sizes, TensorRuns, form
 
@@ -176,13 +177,16 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
         numbered = _found(path, names)
         if not numbered:
             continue
-        count = fields.size(_count(role, fields))
-        if sorted(numbered) != list(range(count)):
-            odd = sorted(set(numbered) ^ set(range(count)))[0]
-            what = "missing" if odd < count else "one too many"
+        expected = _with_attention(role, fields)
+        if way.get("shares_its_path"):  # other kinds of layers have their weights there, too
+            numbered = {index: one for index, one in numbered.items() if index in expected}
+        if sorted(numbered) != expected:
+            odd = sorted(set(numbered) ^ set(expected))[0]
+            what = "missing" if odd in expected else "one too many"
             raise ValueError(
-                f"config.json counts {count} layers, and the weights hold {len(numbered)} at {path}: number {odd} is "
-                f"{what}; further layers (that predict several tokens, say) would keep heads that the config denies"
+                f"config.json counts {len(expected)} layers, and the weights hold {len(numbered)} at {path}: number "
+                f"{odd} is {what}; further layers (that predict several tokens, say) would keep heads that the config "
+                "denies"
             )
         alone = len(way["layers"]) == 1
         sizes = sizes_of(fields, role)
@@ -193,6 +197,14 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
         missing = next(path for role, path in way["layers"].items() if role not in {layer.role for layer in layers})
         raise ValueError(f"there are no weights of {missing}, which the architecture has")
     return layers
+
+
+def _with_attention(role: str, fields: Fields) -> list[int]:
+    """Return the indices of a role's layers with attention: all, but in a hybrid model."""
+    if "states" not in fields.architecture:
+        return list(range(fields.size(_count(role, fields))))
+    attends, _ = layer_kinds(fields, fields.layer_count())
+    return [index for index, attention in enumerate(attends) if attention]
 
 
 def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
