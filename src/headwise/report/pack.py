@@ -19,6 +19,9 @@ from .escape import cut
 BUDGET = 1_700_000
 """The most characters of numbers, maps and vectors together in the page."""
 
+FIRST_SHARE = (1.0, 0.5)
+"""The most that the maps take of what the numbers leave: without, and with maps of what the weights move."""
+
 NUMBERS_BUDGET = 700_000
 """The most characters of the numbers."""
 
@@ -40,12 +43,15 @@ def page_data(look: Look) -> dict[str, Any]:
     heads = look.heads
     figures = numbers.packed(heads, NUMBERS_BUDGET)
     left = BUDGET - len(figures["data"]) - sum(len(one.data) * 4 // 3 for one in look.pictures[:MOST_PICTURES])
-    pictures = maps.packed(look.maps or tuple(maps.coarse(head) for head in heads), left)
+    pictures = maps.packed(look.maps or tuple(maps.coarse(head) for head in heads), int(left * FIRST_SHARE[bool(look.moved)]))
+    left -= len(pictures["data"])
+    moved = maps.packed_alike(look.moved, pictures, left)
+    left -= len(moved["data"])
     axes, over = _axes(look)
     main = next((n for n, axis in enumerate(axes) if axis.names and axis.names == look.tokens), -1)
     cells = _cells(look.tokens, _side(heads, pictures["columns"], [pair[1] == main for pair in over], look))
     pooled = any(cell["count"] > 1 for cell in cells)
-    inner = vectors.packed(look.neurons, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
+    inner = vectors.packed(look.neurons, heads, left, weights=pooled or not look.maps)
     each = [_place(head, pair) for head, pair in zip(heads, over, strict=True)]
     places = list(dict.fromkeys(each))
     index = {place: i for i, place in enumerate(places)}
@@ -69,6 +75,7 @@ def page_data(look: Look) -> dict[str, Any]:
         "heads": {"place": [index[place] for place in each], "head": [h.head for h in heads]},
         "numbers": figures,
         "maps": pictures,
+        "moved": moved,
         "vectors": inner,
     }
 

@@ -206,5 +206,5 @@ function sayArcs(source) {
   }
   const keys = Array.from({ length: source.keys }, (_, j) => [source.weight(arcs.token, j), j]).sort((a, b) => b[0] - a[0]);
   const said = keys.slice(0, 3).filter(([weight]) => weight >= 0.005).flatMap(([weight, j], n) => [n ? ", " : "", el("bdi", {}, `${j} \u201c${source.keyName(j)}\u201d`), " ", el("b", {}, number(weight, 2))]);
-  place.replaceChildren("query ", el("bdi", {}, `${arcs.token} \u201c${source.queryName(arcs.token)}\u201d`), " attends ", ...(said.length ? said : ["none of these keys"]));
+  place.replaceChildren("query ", el("bdi", {}, `${arcs.token} \u201c${source.queryName(arcs.token)}\u201d`), source.moved ? " moves " : " attends ", ...(said.length ? said : ["none of these keys"]));
 }
