@@ -22,7 +22,9 @@ def patch(
     model: ModelArgument = None,
     heads: Annotated[str | None, typer.Option(help="Only these heads, as layer.head: 3.1,2.4.")] = None,
     positions: Annotated[bool, typer.Option("--positions", help="Patch each position of a head alone.")] = False,
-    out: Annotated[str | None, typer.Option(help="Write a page (.html), a figure (.svg, .png) or the record (.json).")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Write a page (.html), a figure (.svg, .png) or the record (.json).")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     as_json: Json = False,

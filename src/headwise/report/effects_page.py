@@ -111,7 +111,9 @@ def _of_attribution(found: Attribution) -> dict[str, Any]:
         f"All heads together add {heads:+.3f}, everything else {found.rest:+.3f}, in all {found.difference:+.3f}.",
     ]
     if any(one.effect is None for one in found.heads):
-        sentences.append("A head with a dash reaches the logits through a later norm only and has no effect of its own.")
+        sentences.append(
+            "A head with a dash reaches the logits through a later norm only and has no effect of its own."
+        )
     return {
         "title": "Which heads write the answer",
         "model": cut(found.model, 300),

@@ -118,7 +118,9 @@ def at(
     )
     with resting(model):
         if full_maps:
-            reader.outputs = projections(model, (source or Source.of_rows(model, [Passage(row[:FEW])], facts, None)).run)
+            reader.outputs = projections(
+                model, (source or Source.of_rows(model, [Passage(row[:FEW])], facts, None)).run
+            )
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         kept = {"maps": tuple(reader.maps), "neurons": tuple(reader.neurons)}
         kept["moved"] = tuple(reader.moved) if any(one.data for one in reader.moved) else ()
