@@ -60,9 +60,9 @@ def at(
     """Measure every attention head of a model on a text.
 
     Two forward passes run without gradients and without dropout: one over the text, one over repeated random tokens
-    (for duplicate-token and induction); `readings` add more. A short one finds the output projections, for full maps. Each attention call is reduced to numbers immediately, in
-    O(T) memory; no attention matrix is ever stored. The model is not changed. For long texts, glibc malloc settings
-    can save time (see docs/look.md, "What it costs").
+    (for duplicate-token and induction); `readings` add more. For full maps a short one finds the output projections.
+    Each attention call is reduced to numbers immediately, in O(T) memory; no attention matrix is ever stored. The model
+    is not changed. For long texts, glibc malloc settings can save time (see docs/look.md, "What it costs").
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, or of the modules that `headwise.nn.replace` creates

@@ -181,8 +181,8 @@ def rows(look: LookData) -> list[dict[str, Any]]:
 
 def flat(head: HeadRecord) -> dict[str, Any]:
     """Return one row of `rows`."""
-    named = ("module", "call", "layer", "head", "part", "entropy", "largest", "distance", "first_moved")
-    named += ("queries", "keys")
+    named = [*("module", "call", "layer", "head", "part"), *("entropy", "largest", "distance", "first_moved")]
+    named += ["queries", "keys"]
     row: dict[str, Any] = {name: getattr(head, name) for name in named}
     row["role"] = head.role
     row["roles"] = ", ".join(score.name for score in head.roles)
