@@ -38,7 +38,7 @@ The [report](look.md#the-report) is a page about the attention heads of one mode
 - **A large model** has the same screen. Here 198 of 270 heads of SmolLM2-135M rest on the first token, each with a dot,
   and the nine induction heads stand out; one of them is open.
 
-![The report of SmolLM2-135M: 30 layers of 9 heads, a dot in each head that rests on the first token; induction, previous-token and duplicate-token heads in colour](images/report-smollm2.png)
+![The report of SmolLM2-135M: 270 heads, most with a dot, induction heads in colour](images/report-smollm2.png)
 
 - **A button above the matrix**, such as *induction*, shows the score of this role in every head as a heatmap, and opens
   the best of them. The same button, or Esc, goes back.
