@@ -71,6 +71,7 @@ class Tabled:
 def _caption(look: LookData, without: Sequence[str]) -> str:
     """Return the units, and the names of the columns that are left out."""
     places = "places" if any(axis.kind != TEXT for axis in look.axes) else "tokens"
+    without = [name for name in without if name in _columns(look.heads)]
     units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
     if MOVES in _columns(look.heads) and MOVES not in without:
         units.append(f"{MOVES}: the first token's share of what a head moves")
