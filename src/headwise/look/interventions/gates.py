@@ -188,7 +188,8 @@ def rises(
         for text, before in zip(texts, base.losses, strict=True):
             logits = (1 if text.last else text.width) * text.vocabulary
             rows = max(1, min(ROWS, TOKENS // text.width, NUMBERS // logits)) if text.many else 1
-            known = Unchanged.of(model, text, base.sites) if len(groups) >= MANY and rows > 1 else Unchanged(model)
+            modules = {site.layer: site.module for site in base.sites}
+            known = Unchanged.of(model, text, modules) if len(groups) >= MANY and rows > 1 else Unchanged(model)
             for first in range(0, len(groups), rows):
                 chunk = groups[first : first + rows]
                 changed = min((place[0] for group in chunk for place in group), default=0)

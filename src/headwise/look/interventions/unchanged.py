@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -16,9 +16,6 @@ from torch.utils import _pytree as pytree
 from ...nn.hooks.probe import Probe
 from ...nn.hooks.thread_hooks import in_this_thread
 from .losses import Reading
-
-if TYPE_CHECKING:
-    from .gates import Site
 
 KEPT = 1 << 26
 """The most numbers of outputs that are kept; later layers are computed again."""
@@ -41,13 +38,12 @@ class Unchanged:
     modules: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, text: Reading, sites: Sequence[Site]) -> Unchanged:
+    def of(cls, model: nn.Module, text: Reading, modules: Mapping[int, str]) -> Unchanged:
         """Read the text once and keep the output of each layer with attention, an entry of a list of modules."""
-        result, counts = cls(model), Counter[str]()
-        for site in sites:
-            result.modules[site.layer] = site.module
-            if (name := _layer_of(model, site.module)) is not None:
-                result.calls.setdefault(name, []).append(site.layer)
+        result, counts = cls(model, modules=dict(modules)), Counter[str]()
+        for call, module in modules.items():
+            if (name := _layer_of(model, module)) is not None:
+                result.calls.setdefault(name, []).append(call)
 
         def keep(name: str, output: Any) -> None:
             counts[name] += 1
