@@ -36,6 +36,11 @@ The [report](look.md#the-report) is a page about the attention heads of one mode
   most of the time, and do something else where there is something to do. So neither is an answer to "what does this
   head do", and both are drawn beside the role.
 - **A grey cell** is a head without a role: nothing that the report looks for. It may well do something else.
+- **A large model** has the same screen. Here 198 of 270 heads of SmolLM2-135M rest on the first token, each with a dot,
+  and the nine induction heads stand out; one of them is open.
+
+![The report of SmolLM2-135M: 270 heads, most with a dot, induction heads in colour](images/report-smollm2.png)
+
 - **A button above the matrix**, such as *induction*, shows the score of this role in every head as a heatmap, and opens
   the best of them. The same button, or Esc, goes back.
 
@@ -44,7 +49,10 @@ The [report](look.md#the-report) is a page about the attention heads of one mode
 Click a cell. The **map** is the attention of this head on the text: a row is a *query*, the token that is read at that
 moment; a column is a *key*, a token that it may look at; the brighter, the more of its weight lies there. The weights
 of a row sum to 1. In a decoder the upper right is empty, for a token cannot look ahead. **Arcs** show the same for one
-sentence. **The sum** shows how one weight comes about, number by number. **Evidence** lists the queries that show the
+sentence. *Show: what it moves* replaces the weights by what they do: each weight
+times the length of what the head writes from that token, as a share of the row. A head that only rests on the first
+token has a bright first column by weight, and a dark one by what it moves; the number *first token moves* says so in
+one figure. **The sum** shows how one weight comes about, number by number. **Evidence** lists the queries that show the
 role best.
 
 ## Is it real?

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import headwise.hf as hf
-from headwise import cli, models
+from headwise import cli, models, report
 from headwise.look import LogitDifference, ablate, at, attribute, circuits, importance, patch, redundancy, write
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
@@ -117,6 +117,9 @@ def test_patching_is_what_the_function_gives(positions: list[str], tiny: Any, tm
     assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(expected.to_json())
     assert out.read_text().startswith("<?xml") and "patch.svg" in done.stderr
     shown = runner.invoke(cli.app, [*command, *positions], terminal_width=200).stdout
+    page = tmp_path / "patch.html"
+    done = runner.invoke(cli.app, [*command, *positions, "--out", str(page)])
+    assert done.exit_code == 0 and page.read_text() == report.render_effects(expected)
     best = expected.best(1)[0]
     assert "headwise tiny: logit of 'x' minus 'y'" in shown and f"{best.effect:+.3f} │" in shown
 
@@ -130,13 +133,14 @@ def test_redundancy_is_what_the_function_gives(tiny: Any) -> None:
     assert all("{}.{}".format(*head) in shown for head in expected.patterns[0])
 
 
-def test_attribution_is_what_the_function_gives(tiny: Any) -> None:
+def test_attribution_is_what_the_function_gives(tiny: Any, tmp_path: Path) -> None:
     answer, wrong = (tiny.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("x", "y"))
     ids = tiny.encode("return x")[0]
     expected = attribute(tiny.model, ids, answer, wrong, decode=tiny.decode, name="headwise tiny")
     command = ["attribute", "--text", "return x", "--answer", "x", "--wrong", "y"]
     assert json.loads(runner.invoke(cli.app, [*command, "--json"]).stdout) == json.loads(expected.to_json())
-    shown = runner.invoke(cli.app, command, terminal_width=200).stdout
+    shown = runner.invoke(cli.app, [*command, "--out", str(tmp_path / "a.html")], terminal_width=200).stdout
+    assert (tmp_path / "a.html").read_text() == report.render_effects(expected)
     assert "direct logit of 'x' minus 'y'" in shown and f"together {expected.difference:+.3f}" in shown
 
 
@@ -181,7 +185,7 @@ def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.Monke
         (f"patch {PATCH} --corrupt 'a b c d'", "both have as many tokens; got "),
         (f"patch {PATCH} --corrupt 'return y' --heads 2", "--heads takes layer.head with commas"),
         (f"patch {PATCH} --corrupt ' '", "--corrupt: the text is empty"),
-        (f"patch {PATCH} --corrupt 'return y' --out patch.txt", "ends in none of .svg .png .json"),
+        (f"patch {PATCH} --corrupt 'return y' --out patch.txt", "ends in none of .html .svg .png .json"),
         (f"patch {PATCH} --corrupt 'return y' --wrong 'y = 17'", "--wrong takes one token, and 'y = 17' is "),
         (f"patch {PATCH} --corrupt 'return x'", "so there is no difference to restore"),
     ],

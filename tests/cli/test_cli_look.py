@@ -78,7 +78,7 @@ def test_roles_come_first_and_every_head_where_it_fits(
 
 def test_look_against_a_pruned_one(here: Path, before: Look) -> None:
     heads = tuple(replace(before.heads[h], head=n) for n, h in enumerate((0, 3, 4)))
-    look.write(replace(before, heads=heads, num_heads=3, maps=()), "pruned.json")
+    look.write(replace(before, heads=heads, num_heads=3, maps=(), moved=()), "pruned.json")
     Path("plan.json").write_text('{"layers": {"0": {"keep": [0, 3, 4]}}}')
     result = run("model", "--against", "pruned.json", "--kept", "plan.json", "--json")
     assert result.exit_code == 0, result.output

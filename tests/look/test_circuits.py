@@ -277,7 +277,7 @@ def test_heads_are_named_by_the_roles_of_a_look() -> None:
     found = circuits(model, ids).with_roles(seen)
     assert {head: found.roles["{}.{}".format(*head)] for head in jobs} == jobs
     with pytest.raises(ValueError, match="give a look of the same model"):
-        found.with_roles(replace(seen, heads=seen.heads[1:], maps=()))
+        found.with_roles(replace(seen, heads=seen.heads[1:], maps=(), moved=()))
 
 
 def test_name_movers_read_what_is_left_out_by_their_queries() -> None:

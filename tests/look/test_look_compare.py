@@ -35,7 +35,7 @@ def after() -> Look:
 
 def pruned(seen: Look, kept: list[int]) -> Look:
     heads = tuple(replace(seen.heads[h], head=n) for n, h in enumerate(kept))
-    return replace(seen, heads=heads, num_heads=len(heads), maps=())
+    return replace(seen, heads=heads, num_heads=len(heads), maps=(), moved=())
 
 
 def matrix(model: Planted, head: int) -> Tensor:
@@ -112,7 +112,7 @@ def test_kept_names_layers_as_a_heads_plan_does(before: Look) -> None:
     """Encoder, then self- and cross-attention of a decoder, a layer each: 0, encoder.0 and cross.0."""
     parts = ("encoder", "decoder", "cross")
     heads = tuple(replace(h, layer=n, part=part, module=part) for n, part in enumerate(parts) for h in before.heads)
-    whole = replace(before, heads=heads, num_layers=3, kind="encoder-decoder", maps=(), neurons=())
+    whole = replace(before, heads=heads, num_layers=3, kind="encoder-decoder", maps=(), moved=(), neurons=())
     left = {"encoder": [1, 2], "decoder": [3, 4, 5], "cross": [0]}
     small = tuple(replace(h, head=left[h.part].index(h.head)) for h in heads if h.head in left[h.part])
     plan = {"layers": {"encoder.0": {"keep": [1, 2]}, "0": {"keep": [3, 4, 5]}, "cross.0": {"keep": [0]}}}
@@ -130,8 +130,8 @@ def test_merged_key_value_heads_change_no_number(before: Look) -> None:
 
 def test_layers_without_heads_are_paired_by_module(before: Look) -> None:
     second = tuple(replace(head, layer=1, module="later") for head in before.heads)
-    two = replace(before, heads=(*before.heads, *second), num_layers=2, maps=())
-    only = replace(before, heads=tuple(replace(head, layer=0) for head in second), maps=())
+    two = replace(before, heads=(*before.heads, *second), num_layers=2, maps=(), moved=())
+    only = replace(before, heads=tuple(replace(head, layer=0) for head in second), maps=(), moved=())
     comparison = look.compare(two, only)
     assert comparison.gone == tuple((0, h) for h in range(8)) and {head.layer for head in comparison.heads} == {1}
     other = replace(only, heads=tuple(replace(head, module="elsewhere") for head in only.heads))

@@ -77,7 +77,7 @@ def test_json_is_read_back_whole(planted: Look, tmp_path: Path) -> None:
     look.write(planted, tmp_path / "h.json")
     assert look.read(tmp_path / "h.json") == planted and planted.maps and planted.neurons
     (tmp_path / "h.json").write_text(planted.to_json(maps=False))
-    assert look.read(tmp_path / "h.json") == replace(planted, maps=(), neurons=())
+    assert look.read(tmp_path / "h.json") == replace(planted, maps=(), moved=(), neurons=())
 
 
 @pytest.mark.unchecked
@@ -188,10 +188,12 @@ def test_the_card_quotes_what_else_was_read(planted: Look) -> None:
 
 
 def test_a_card_without_roles_and_of_many_texts(planted: Look) -> None:
-    plain = replace(planted, heads=(replace(planted.heads[0], scores={}),), maps=(), texts=7, tokens=(), length=1234)
+    plain = replace(
+        planted, heads=(replace(planted.heads[0], scores={}),), maps=(), moved=(), texts=7, tokens=(), length=1234
+    )
     card = plain.card()
     assert "on 7 texts of 1,234 tokens together." in card and "No head plays any." in card
-    several = replace(planted, excerpts={}, texts=7, tokens=(), maps=())
+    several = replace(planted, excerpts={}, texts=7, tokens=(), maps=(), moved=())
     assert "of text 0" in several.card() and " looks at " not in several.card()
 
 
@@ -233,7 +235,7 @@ def test_a_notebook_shows_the_heads_in_the_colours_of_their_roles(planted: Look)
         places = 0 if palette.mark(name) else 2  # in the legend, and in the grid; a state is a mark
         assert page.count(f"background:{palette.colour(name)}") == places, name
     assert "2 without a role" in page and 'title="0.7: induction 1.00' in page
-    many = replace(planted, heads=planted.heads * 200, maps=())
+    many = replace(planted, heads=planted.heads * 200, maps=(), moved=())
     assert "1344 more heads: to_frame() has them all." in many._repr_html_() and "title=" not in many._repr_html_()
 
 
@@ -274,7 +276,7 @@ def test_one_head_as_a_figure(planted: Look) -> None:
     image = figure.axes[0].images[0].get_array()
     assert image.tolist() == [pytest.approx(row) for row in planted.maps[7].weights()]
     assert "planted, head 0.7: induction 1.00" in words_of(figure)
-    pooled = replace(planted, maps=()).plot_head(0, 7)
+    pooled = replace(planted, maps=(), moved=()).plot_head(0, 7)
     assert pooled.axes[0].images[0].get_array().tolist() == [pytest.approx(row) for row in planted.heads[7].map]
     with pytest.raises(IndexError, match=r"has no head 0\.8"):
         planted.plot_head(0, 8)
@@ -302,7 +304,7 @@ def test_importance_as_a_figure() -> None:
 
 
 def test_figures_are_files_of_equal_bytes_and_keep_hostile_names(hostile: Look, tmp_path: Path) -> None:
-    short = replace(hostile, tokens=hostile.tokens[:7], length=7, maps=())
+    short = replace(hostile, tokens=hostile.tokens[:7], length=7, maps=(), moved=())
     heads = tuple(replace(head, map=((1 / 7,) * 7,) * 7, queries=7, keys=7) for head in short.heads[:3])
     short = replace(short, heads=heads, num_heads=3)
     for name in ("a.svg", "b.svg", "a.png"):

@@ -31,11 +31,11 @@ def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(json.loads(planted.to_json())) == planted
     assert json.loads(planted.to_json()) == json.loads(json.dumps(planted.to_dict())), "maps come by default in both"
     without = json.loads(planted.to_json(maps=False))
-    assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=(), neurons=())
+    assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=(), moved=(), neurons=())
     assert Look.from_dict(planted.to_dict()) == planted
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(planted, seconds=math.nan).to_json()
-    with pytest.raises(ValueError, match=re.escape("a look is read from format 3, got 99; write it again")):
+    with pytest.raises(ValueError, match=re.escape("a look is read from format 4, got 99; write it again")):
         Look.from_dict(planted.to_dict() | {"format": 99})
 
 
@@ -103,12 +103,13 @@ def test_a_look_prints_as_a_table(planted: Look) -> None:
     assert lines[0] == "Planted: 1 layers x 8 heads, decoder, 97 tokens"
     assert lines[1].split()[:4] == ["layer", "head", "entropy", "largest"] and lines[1].endswith("role")
     assert lines[2].split()[:2] == ["0", "0"] and lines[2].endswith("previous-token 1.00")
-    assert lines[1].split()[6:9] == ["prev", "self", "next"] and lines[2].split()[8] == "-"
+    assert lines[1].split()[5:10] == ["moves", "sink", "prev", "self", "next"] and lines[2].split()[9] == "-"
+    assert float(lines[2].split()[5]) == round(planted.heads[0].first_moved, 2)
     assert len(lines) == 2 + len(planted.heads)
-    unmeasured = replace(planted, heads=(numbers(),), maps=())
+    unmeasured = replace(planted, heads=(numbers(),), maps=(), moved=())
     assert str(unmeasured).splitlines()[2].split()[5:] == ["-"] * 8
     head = numbers(played("previous-token", 0.5, 0.25), Score("next-token", 0.75, None, 0.9, 7))
-    assert str(replace(planted, heads=(head,), maps=())).splitlines()[2].split()[6:9] == ["0.50", "-", "0.75"]
+    assert str(replace(planted, heads=(head,), maps=(), moved=())).splitlines()[2].split()[6:9] == ["0.50", "-", "0.75"]
 
 
 def test_a_look_makes_a_rich_table(planted: Look) -> None:
@@ -123,10 +124,11 @@ def test_a_look_makes_a_rich_table(planted: Look) -> None:
     assert "[red]x[/red]" in printed and "[red]y[/red] 1.00" in printed and "duplicate-token 1.00" in printed
     assert "entropy in nats, distance in tokens" in printed
     on_picture = replace(planted, axes=(look.Axis("picture", planted.length),))
-    assert str(rich_table(on_picture, ["next"]).caption) == "entropy in nats, distance in places\nno room for next"
-    assert str(rich_table(planted, ["distance"]).caption) == "entropy in nats\nno room for distance"
+    caption = str(rich_table(on_picture, ["next"]).caption)
+    assert caption.startswith("entropy in nats, distance in places, moves: ") and caption.endswith("\nno room for next")
+    assert str(rich_table(planted, ["distance", "moves"]).caption) == "entropy in nats\nno room for distance, moves"
     layers = (numbers(role), numbers(head=1), numbers(layer=1), numbers(role, layer=2))
-    table = replace(planted, heads=layers, maps=()).table()
+    table = replace(planted, heads=layers, maps=(), moved=()).table()
     assert [(row.style, row.end_section) for row in table.rows] == [
         ("", False), ("dim", True), ("dim", True), ("", False)
     ]  # fmt: skip
@@ -141,7 +143,7 @@ def test_a_look_shows_in_a_notebook_without_markup_of_others(planted: Look) -> N
 
     hostile = "<script>alert(1)</script>"
     head = replace(planted.heads[0], scores={hostile: replace(planted.heads[0].roles[0], name=hostile)}, role=hostile)
-    page = replace(planted, model=hostile, heads=(head,), maps=())._repr_html_()
+    page = replace(planted, model=hostile, heads=(head,), maps=(), moved=())._repr_html_()
     parser = Tags()
     parser.feed(page)
     kept = {"div", "b", "span", "table", "caption", "tr", "th", "td", "details", "summary"}
@@ -155,7 +157,7 @@ def test_a_look_makes_a_frame(planted: Look) -> None:
     assert frame["role"].tolist() == [head.role for head in planted.heads]
     assert frame.loc[0, "offset_1"] == planted.heads[0].offsets[1] and "map" not in frame.columns
     roles = (planted.heads[0].roles[0], planted.heads[2].roles[0])
-    encoder = replace(planted, heads=(numbers(*roles, ahead=(0.75, 0.125)),), maps=()).to_frame()
+    encoder = replace(planted, heads=(numbers(*roles, ahead=(0.75, 0.125)),), maps=(), moved=()).to_frame()
     assert encoder.loc[0, ["role", "roles"]].tolist() == ["previous-token", "previous-token, self"]
     assert encoder.loc[0, "self"] == roles[1].value and encoder.loc[0, "self.null"] == roles[1].null
     assert encoder.loc[0, ["ahead_1", "ahead_2"]].tolist() == [0.75, 0.125]
@@ -180,7 +182,7 @@ def test_heads_of_a_role(planted: Look) -> None:
     with pytest.raises(IndexError, match=r"^Planted: 1 layers x 8 heads, decoder, 97 tokens has no head 1\.0; layers"):
         planted.head(1, 0)
     weaker = replace(planted.heads[-1], scores={"induction": replace(planted.heads[-1].roles[0], value=0.5)})
-    both = replace(planted, heads=(weaker, planted.heads[-1]), maps=())
+    both = replace(planted, heads=(weaker, planted.heads[-1]), maps=(), moved=())
     assert both.with_role("induction") == (planted.heads[-1], weaker)
 
 

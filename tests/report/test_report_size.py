@@ -142,3 +142,18 @@ def test_pooling_keeps_the_mass_of_a_row(rows: int, side: int) -> None:
     row_edges = [-(-i * rows // min(rows, side)) for i in range(side + 1)]
     wanted = matrix[row_edges[3] : row_edges[4], edges[5] : edges[6]].sum(1).mean()
     assert weights[3, 5] == pytest.approx(wanted, abs=0.01)
+
+
+def test_maps_of_what_moves_have_the_cells_of_the_weights_or_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(4)
+    look = make_look(layers=2, heads=3)
+    size = look.maps[0].rows
+    drawn = tuple(HeadMap(size, size, draw.bytes(size * size)) for _ in look.heads)
+    data = pack.page_data(replace(look, moved=(*drawn[:5], HeadMap(0, 0, b""))))
+    assert data["moved"]["lacking"] == [5] and len(inflated(data, "moved")) == len(inflated(data, "maps"))
+    monkeypatch.setattr(pack, "BUDGET", len(data["numbers"]["data"]) + 4 * size * size)
+    tight = pack.page_data(replace(look, maps=drawn, moved=drawn))
+    alone = pack.page_data(replace(look, maps=drawn))
+    assert tight["maps"]["columns"] == alone["maps"]["columns"] and tight["moved"]["data"] == ""
+    total = sum(len(tight[name]["data"]) for name in ("numbers", "maps", "moved", "vectors"))
+    assert total <= pack.BUDGET

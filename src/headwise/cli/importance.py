@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
 ]
+PAGE = ".html"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
 
 
@@ -132,7 +133,7 @@ def circuits(
 ) -> None:
     """Show which heads of a model read what earlier heads wrote, and what each head writes for the next token."""
     content = read_text(text, file)
-    check_out(out)
+    check_out(out, (".svg", ".png", ".json"))
     named = None
     if roles is not None and roles != "none":
         check_named("--roles", roles, give="a look as .json, or none")
@@ -161,22 +162,33 @@ def circuits(
     write_out(result, out, as_json)
 
 
-def check_out(out: str | None) -> None:
-    """Raise an error if the file of ``--out`` cannot be written as a figure or record."""
+def check_out(out: str | None, endings: Sequence[str]) -> None:
+    """Raise an error if the file of ``--out`` cannot be written in one of these formats."""
     if out is not None:
         check_named("--out", out)
         from headwise.look import files
 
-        files.check(out, (".svg", ".png", ".json"))
+        if files.check(out, endings) == PAGE:
+            from headwise import report
+
+            report.check_engine()
 
 
 def write_out(result: Any, out: str | None, as_json: bool) -> None:
     """Write the file of ``--out``, if any, and print its name; on stderr if stdout has JSON."""
-    if out is not None:
-        from headwise.files.text import visible
+    if out is None:
+        return
+    from headwise.files.text import visible
+
+    if out.lower().endswith(PAGE):
+        from headwise import report
+
+        size, then = report.write_effects(result, out), ": open it in a browser"
+    else:
         from headwise.look import files
 
-        typer.echo(f"{visible(out)} ({files.write(result, out) / 1000:,.0f} kB)", err=as_json)
+        size, then = files.write(result, out), ""
+    typer.echo(f"{visible(out)} ({size / 1000:,.0f} kB){then}", err=as_json)
 
 
 def pairs_of(heads: str) -> list[tuple[int, int]]:

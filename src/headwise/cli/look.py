@@ -155,7 +155,7 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
 
 ROLE = 28
 """The minimum width of the last column, in characters: the longest role with its number."""
-SPARE = ("next", "self", "dup", "delim", "largest", "distance", "entropy")
+SPARE = ("next", "self", "dup", "delim", "moves", "largest", "distance", "entropy")
 """The columns that a narrow terminal omits, in this order; the files and --json have them."""
 
 

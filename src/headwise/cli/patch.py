@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .importance import Device, Dtype, Json, ModelArgument, check_out, measured, pairs_of, write_out
+from .importance import PAGE, Device, Dtype, Json, ModelArgument, check_out, measured, pairs_of, write_out
 from .options.texts import typed_text, typed_token
 from .output import put
 
@@ -22,7 +22,9 @@ def patch(
     model: ModelArgument = None,
     heads: Annotated[str | None, typer.Option(help="Only these heads, as layer.head: 3.1,2.4.")] = None,
     positions: Annotated[bool, typer.Option("--positions", help="Patch each position of a head alone.")] = False,
-    out: Annotated[str | None, typer.Option(help="Write a heatmap (.svg, .png) or the record (.json).")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Write a page (.html), a figure (.svg, .png) or the record (.json).")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     as_json: Json = False,
@@ -31,7 +33,7 @@ def patch(
     chosen = None if heads is None else pairs_of(heads)
     texts = [typed_text(clean, "--clean"), typed_text(corrupt, "--corrupt")]
     answer, wrong = typed_token(answer, "--answer"), typed_token(wrong, "--wrong")
-    check_out(out)
+    check_out(out, (PAGE, ".svg", ".png", ".json"))
 
     def work(loaded: Any, show: Any) -> Any:
         from headwise.look import LogitDifference, patch
@@ -55,6 +57,7 @@ def attribute(
     answer: AnswerToken,
     wrong: WrongToken,
     model: ModelArgument = None,
+    out: Annotated[str | None, typer.Option(help="Write a page (.html) or the record (.json).")] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     as_json: Json = False,
@@ -62,6 +65,7 @@ def attribute(
     """Show what each head adds directly to the logit of one token minus that of another."""
     content = typed_text(text)
     answer, wrong = typed_token(answer, "--answer"), typed_token(wrong, "--wrong")
+    check_out(out, (PAGE, ".json"))
 
     def work(loaded: Any, show: Any) -> Any:
         from headwise.look import attribute
@@ -75,6 +79,7 @@ def attribute(
         print(result.to_json())
     else:
         put(result.table())
+    write_out(result, out, as_json)
 
 
 def one_token(loaded: Any, option: str, text: str) -> int:

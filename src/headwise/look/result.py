@@ -43,6 +43,8 @@ class Look(LookData):
         excerpts: tokens around the evidence of additional readings, by ``"sentences 3"`` and position; may be empty.
         axes: the axes of queries and keys, if they are more than one text: patches, frames, the decoder's text.
         pictures: the pictures and sounds, as the model received them.
+        moved: the large maps by what the weights move, parallel to ``maps``: weight times length of what the head
+            writes from the key, as a share of the row. Empty if none were kept; without cells where it is not known.
     """
 
     def with_extras(self, **extras: Sequence[Sequence[float | None]]) -> Look:

@@ -7,7 +7,7 @@
 - `escape` is the security boundary: every string of a look (tokens, names, paths) is untrusted. Strings enter the page
   once, as JSON that cannot close its element; the script adds them to the document only as text nodes; and the
   content security policy allows only the two scripts with the listed hashes, and no network requests.
-- `comparison` is the page of two looks side by side.
+- `comparison` is the page of two looks side by side, `effects_page` that of a patching or an attribution.
 - `page` joins template, style and scripts; `save` writes the file atomically.
 
 The maps are drawn on a plain canvas: that takes a screen of script, while any plotting library would be larger than
@@ -17,7 +17,18 @@ the data. Axes and charts are drawn by a 51 KB part of D3; see ``vendor/README.m
 from headwise.files.atomic_file import check_destination, put
 
 from .comparison import render_comparison, write_comparison
+from .effects_page import render_effects, write_effects
 from .page import check_engine, render
 from .save import write
 
-__all__ = ["check_destination", "check_engine", "put", "render", "render_comparison", "write", "write_comparison"]
+__all__ = [
+    "check_destination",
+    "check_engine",
+    "put",
+    "render",
+    "render_comparison",
+    "render_effects",
+    "write",
+    "write_comparison",
+    "write_effects",
+]

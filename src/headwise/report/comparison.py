@@ -48,8 +48,8 @@ def render_comparison(before: Look, after: Look, *, kept: Mapping[Any, Any] | No
         "pair/comparison.html.j2",
         title=f"{before.model} and {after.model}",
         data=data,
-        scripts=["shared/dom.js", "shared/acting.js", "pair/comparison.js"],
-        styles=["shared/tokens.css", "pair/comparison.css"],
+        scripts=["shared/dom.js", "shared/acting.js", "shared/matrix.js", "pair/comparison.js"],
+        styles=["shared/tokens.css", "shared/matrix.css"],
     )
 
 

@@ -43,6 +43,25 @@ def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
     return {"levels": levels, "rows": [m.rows for m in small], "columns": [m.columns for m in small], "data": text}
 
 
+def packed_alike(maps: Sequence[HeadMap], like: dict[str, Any], budget: int) -> dict[str, Any]:
+    """Return further maps with the cells of packed ones, `like`; those without cells are zeros and listed as lacking.
+
+    No data if they do not fit.
+    """
+    shapes = list(zip(like["rows"], like["columns"], strict=True))
+    side = max((max(shape) for shape in shapes), default=0)
+    small = [pooled(m, side) for m in maps]
+    lacking = [n for n, m in enumerate(small) if (m.rows, m.columns) != shapes[n]]
+    empty = {n: bytes(shapes[n][0] * shapes[n][1]) for n in lacking}
+    for levels in (levels for _, levels in STEPS[:5] if levels <= like["levels"]):
+        if not small:
+            break
+        text = squeezed((in_levels(empty.get(n, m.data), levels) for n, m in enumerate(small)), budget)
+        if text is not None:
+            return {"levels": levels, "lacking": lacking, "data": text}
+    return {"levels": 2, "lacking": [], "data": ""}
+
+
 def in_levels(data: bytes, levels: int) -> bytes:
     """Return bytes of 256 levels in fewer levels."""
     return data.translate(_table(levels))

@@ -27,6 +27,14 @@ STATISTICS = (
     Statistic("entropy", 2, "nats", "mean entropy of a query's weights, in nats", lambda h: h.entropy),
     Statistic("largest", 2, "", "mean of a query's largest weight", lambda h: h.largest),
     Statistic("distance", 1, "tokens", "mean distance between query and key, in tokens", lambda h: h.distance),
+    Statistic(
+        "first token moves",
+        2,
+        "",
+        "the first token's share of what the head moves: weight times length of what it writes from a key; mean over "
+        "queries after the first",
+        lambda h: h.first_moved,
+    ),
 )
 
 MOST_EXTRAS = 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -40,12 +41,13 @@ def page_data(look: Look) -> dict[str, Any]:
     heads = look.heads
     figures = numbers.packed(heads, NUMBERS_BUDGET)
     left = BUDGET - len(figures["data"]) - sum(len(one.data) * 4 // 3 for one in look.pictures[:MOST_PICTURES])
-    pictures = maps.packed(look.maps or tuple(maps.coarse(head) for head in heads), left)
+    pictures, moved = _maps(look, left)
+    left -= len(pictures["data"]) + len(moved["data"])
     axes, over = _axes(look)
     main = next((n for n, axis in enumerate(axes) if axis.names and axis.names == look.tokens), -1)
     cells = _cells(look.tokens, _side(heads, pictures["columns"], [pair[1] == main for pair in over], look))
     pooled = any(cell["count"] > 1 for cell in cells)
-    inner = vectors.packed(look.neurons, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
+    inner = vectors.packed(look.neurons, heads, left, weights=pooled or not look.maps)
     each = [_place(head, pair) for head, pair in zip(heads, over, strict=True)]
     places = list(dict.fromkeys(each))
     index = {place: i for i, place in enumerate(places)}
@@ -69,8 +71,23 @@ def page_data(look: Look) -> dict[str, Any]:
         "heads": {"place": [index[place] for place in each], "head": [h.head for h in heads]},
         "numbers": figures,
         "maps": pictures,
+        "moved": moved,
         "vectors": inner,
     }
+
+
+def _maps(look: Look, budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the maps of the weights, and of what they move.
+
+    The weights take at most half of the budget if there are both, but never lose cells for it.
+    """
+    weights = look.maps or tuple(maps.coarse(head) for head in look.heads)
+    pictures = maps.packed(weights, budget)
+    if look.moved and len(pictures["data"]) > budget // 2:
+        with contextlib.suppress(ValueError):  # too many heads for half of the budget
+            half = maps.packed(weights, budget // 2)
+            pictures = half if half["columns"] == pictures["columns"] else pictures
+    return pictures, maps.packed_alike(look.moved, pictures, budget - len(pictures["data"]))
 
 
 def _place(head: HeadRecord, over: tuple[int, int]) -> tuple[Any, ...]:

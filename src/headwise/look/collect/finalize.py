@@ -33,6 +33,7 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
     numbers = {name: rounded(values, 6) for name, values in means.items()}
     if cross:
         numbers["distance"] = [None] * tally.heads
+    share = _first_moved(tally)
     scores: list[dict[str, Score]] = [{} for _ in range(tally.heads)]
     for role in roles:
         for h, score in _scores(role, tally):
@@ -56,6 +57,7 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
             over=() if tally.over is None or not axes else tally.over,
             role=next((name for name in played[h] if name not in states), NO_ROLE),
             states=tuple(name for name in played[h] if name in states),
+            first_moved=share[h],
         )
         for h in range(tally.heads)
     ]
@@ -110,6 +112,15 @@ def _extras(tally: LayerTally, h: int) -> dict[str, float]:
         return {}
     rows = tally.numbers[f"{ON_PICTURE}, rows"]
     return {ON_PICTURE: round(float(tally.numbers[ON_PICTURE][h] / max(int(rows[h]), 1)), 6)}
+
+
+def _first_moved(tally: LayerTally) -> list[float | None]:
+    """Return the share of the first key in what each head moves; None if it was not measured."""
+    if "first moved" not in tally.numbers:
+        return [None] * tally.heads
+    count = tally.numbers["first moved, rows"]
+    shares = rounded(tally.numbers["first moved"] / np.maximum(count, 1), 6)
+    return [one if rows else None for one, rows in zip(shares, count.tolist(), strict=True)]
 
 
 def _maps(tally: LayerTally) -> Floats:

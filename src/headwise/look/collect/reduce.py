@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
+from ...shapes import check_gate
 from ..inputs.nonfinite import remedy
 from ..records.head import HeadMap
 from ..roles.call_tokens import CallTokens
@@ -87,7 +88,7 @@ def measure(
         rows = row_statistics(call.query, call.key, **options)
     else:
         out, rows = attention_statistics(call.query, call.key, call.value, **options)
-        out = out if call.gate is None else out * call.gate.to(out.dtype)
+        out = out if call.gate is None else out * check_gate(call.gate, out.shape, out.device).to(out.dtype)
     return out, CallStatistics(call, scene, on_host(rows), uniform.of(call, scene, features, targets))
 
 

@@ -24,6 +24,7 @@ from ..weights.copying import Copying
 from .excerpts import around
 from .finalize import records
 from .forward import OnProgress, Reader, Steps, batches, numbered, random_copies
+from .moved import projections
 from .reduce import MapSizes
 
 LARGE_MAP = 128
@@ -31,6 +32,9 @@ LARGE_MAP = 128
 
 LARGE_PICTURE = 320
 """The same limit for pictures and sound, where each of 16 x 16 patches and some tokens has its own cell."""
+
+FEW = 8
+"""The tokens of a text on which the output projections are found."""
 
 BATCH = 4096
 """The most tokens of one forward pass over several passages."""
@@ -57,9 +61,9 @@ def at(
     """Measure every attention head of a model on a text.
 
     Two forward passes run without gradients and without dropout: one over the text, one over repeated random tokens
-    (for duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers immediately, in
-    O(T) memory; no attention matrix is ever stored. The model is not changed. For long texts, glibc malloc settings
-    can save time (see docs/look.md, "What it costs").
+    (for duplicate-token and induction); `readings` add more. For full maps a short one finds the output projections.
+    Each attention call is reduced to numbers immediately, in O(T) memory; no attention matrix is ever stored. The model
+    is not changed. For long texts, glibc malloc settings can save time (see docs/look.md, "What it costs").
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, or of the modules that `headwise.nn.replace` creates
@@ -76,7 +80,8 @@ def at(
         name: the name of the model in the table; the default is its `name_or_path` or its class.
         map_size: the most cells per side of the map in each record.
         full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells per side (320 for pictures and
-            sound), and for texts of at most 1,024 tokens the vectors of the first 64 (`Look.neurons`).
+            sound), and for texts of at most 1,024 tokens the same maps by what the weights move (`Look.moved`) and the
+            vectors of the first 64 (`Look.neurons`).
         repeats: the settings of the random tokens; None skips that pass.
         readings: additional passages, for the roles that need them: annotated ``"sentences"`` (see
             `headwise.look.annotate`), or texts with ``"needles"``.
@@ -113,12 +118,17 @@ def at(
         model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
     )
     with resting(model):
+        if full_maps:
+            reader.outputs = projections(
+                model, (source or Source.of_rows(model, [Passage(row[:FEW])], facts, None)).run
+            )
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
-        maps, neurons = reader.maps, reader.neurons
+        kept = {"maps": tuple(reader.maps), "neurons": tuple(reader.neurons)}
+        kept["moved"] = tuple(reader.moved) if any(one.data for one in reader.moved) else ()
         copies = read_more(reader, repeats, others)
     length = len(row) or max(tally.widest[0] for tally in reader.tallies)
-    kept = {"maps": tuple(maps), "neurons": tuple(neurons), "pictures": source.pictures() if source is not None else ()}
-    seen = look_of(reader, name, started, length=length, tokens=named, **kept)
+    pictures = source.pictures() if source is not None else ()
+    seen = look_of(reader, name, started, length=length, tokens=named, pictures=pictures, **kept)
     spelt = dict(zip(row, named, strict=True))
     return replace(seen, excerpts=around(seen.heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")))
 

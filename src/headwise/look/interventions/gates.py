@@ -14,9 +14,13 @@ from ...nn.hooks.probe import AttentionCall, probe
 from ...shapes.arguments import shown, whole_numbers
 from ..inputs.nonfinite import remedy
 from .losses import Reading
+from .unchanged import Unchanged
 
 ROWS, TOKENS, NUMBERS = 32, 8192, 1 << 26
 """The most rows of a batch of ablations, tokens in it, and logits of it."""
+
+MANY = 8
+"""The fewest groups of heads for which the layers before them are kept."""
 
 WAYS = ("zero", "mean")
 """The output of a head that is off: zero, or its mean over all tokens of all texts."""
@@ -184,9 +188,12 @@ def rises(
         for text, before in zip(texts, base.losses, strict=True):
             logits = (1 if text.last else text.width) * text.vocabulary
             rows = max(1, min(ROWS, TOKENS // text.width, NUMBERS // logits)) if text.many else 1
+            modules = {site.layer: site.module for site in base.sites}
+            known = Unchanged.of(model, text, modules) if len(groups) >= MANY and rows > 1 else Unchanged(model)
             for first in range(0, len(groups), rows):
                 chunk = groups[first : first + rows]
-                with probe(model, off(gates_of(base, chunk), instead)):
+                changed = min((place[0] for group in chunk for place in group), default=0)
+                with probe(model, off(gates_of(base, chunk), instead)) as seen, known.before(changed, len(chunk), seen):
                     losses = text.losses(model, len(chunk))
                 for row, loss in enumerate(losses.tolist()):
                     risen[first + row] += (loss - before) / len(texts)

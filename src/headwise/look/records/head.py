@@ -44,6 +44,8 @@ class HeadRecord:
         role: the name of the most specific role that the head plays, by the order of `headwise.look.ROLES`; ``"-"`` if
             it plays none, or states alone.
         states: the states that it is in (sinks, broad), in the same order.
+        first_moved: mean share of the first key in what a query moves (weight times length of what the head writes
+            from a key), over the queries after the first; None if it was not measured.
     """
 
     module: str
@@ -64,6 +66,7 @@ class HeadRecord:
     over: tuple[int, ...] = ()
     role: str = NO_ROLE
     states: tuple[str, ...] = ()
+    first_moved: float | None = None
 
     @property
     def roles(self) -> tuple[Score, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from .images import Picture
 from .schema import Inside, check_fields, each, entries, fields_of
 from .vectors import Neurons
 
-FORMAT = 3
+FORMAT = 4
 """The version of the dictionary that `LookData.to_dict` writes and `Look.from_dict` reads."""
 
 
@@ -37,13 +37,15 @@ class LookData:
     excerpts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     axes: tuple[Axis, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    moved: tuple[HeadMap, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.maps and len(self.maps) != len(self.heads):
-            raise ValueError(
-                f"maps run parallel to heads: got {len(self.maps)} maps for {len(self.heads)} heads; "
-                "give one map a head, or none"
-            )
+        for name in ("maps", "moved"):
+            if (maps := getattr(self, name)) and len(maps) != len(self.heads):
+                raise ValueError(
+                    f"{name} run parallel to heads: got {len(maps)} maps for {len(self.heads)} heads; "
+                    "give one map a head, or none"
+                )
 
     def with_role(self, name: str) -> tuple[HeadRecord, ...]:
         """Return the heads that play a role, the highest score first."""
@@ -65,14 +67,15 @@ class LookData:
         check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
         for one in fields(self):
-            if one.name not in ("heads", "maps", "neurons", "tokens", "axes", "pictures"):
+            if one.name not in ("heads", "maps", "neurons", "tokens", "axes", "pictures", "moved"):
                 data[one.name] = getattr(self, one.name)
         data["tokens"] = list(self.tokens)
         data["heads"] = [head.to_dict() for head in self.heads]
         data["axes"] = [axis.to_dict() for axis in self.axes]
         if maps:
             data["pictures"] = [one.to_dict() for one in self.pictures]
-            data["maps"] = [{"rows": m.rows, "columns": m.columns, "data": m.base64()} for m in self.maps]
+            for name, kept in (("maps", self.maps), ("moved", self.moved)):
+                data[name] = [{"rows": m.rows, "columns": m.columns, "data": m.base64()} for m in kept]
             data["neurons"] = [one.to_dict() for one in self.neurons]
         return data
 
@@ -107,7 +110,8 @@ def values_of(data: dict[str, Any]) -> dict[str, Any]:
     excerpts = data.get("excerpts", {})
     with Inside(excerpts, "excerpts"):
         values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
-    parts = {"maps": map_from_dict, "neurons": Neurons.from_dict, "axes": Axis.from_dict, "pictures": Picture.from_dict}
+    parts: dict[str, Callable[[dict[str, Any]], Any]] = {"maps": map_from_dict, "moved": map_from_dict}
+    parts |= {"neurons": Neurons.from_dict, "axes": Axis.from_dict, "pictures": Picture.from_dict}
     for name, read in parts.items():
         values[name] = each(name, data.get(name, ()), read)
     check_fields(LookData, values)

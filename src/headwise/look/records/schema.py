@@ -20,7 +20,7 @@ LARGEST = 10**15
 NOT_NEGATIVE = frozenset(
     {"num_layers", "num_heads", "length", "texts", "seconds", "call", "layer", "head", "queries", "keys", "over"}
     | {"entropy", "largest", "offsets", "ahead", "map", "value", "count", "text", "query", "key", "weight", "shape"}
-    | {"step", "scores", "plays"}
+    | {"step", "scores", "plays", "first_moved"}
 )
 """Fields whose numbers, at any depth, are at least 0, except for rounding."""
 

@@ -34,7 +34,10 @@ _SCORES = {
 }
 """The scores with their own column, and its heading; other scores are shown only for the roles that a head plays."""
 
-_COLUMNS = ("layer", "head", "entropy", "largest", "distance", *_SCORES.values(), "role")
+MOVES = "moves"
+"""The heading of the share of the first token in what a head moves; without a number for any head, it is left out."""
+
+_COLUMNS = ("layer", "head", "entropy", "largest", "distance", MOVES, *_SCORES.values(), "role")
 
 
 class Tabled:
@@ -68,8 +71,17 @@ class Tabled:
 def _caption(look: LookData, without: Sequence[str]) -> str:
     """Return the units, and the names of the columns that are left out."""
     places = "places" if any(axis.kind != TEXT for axis in look.axes) else "tokens"
+    without = [name for name in without if name in _columns(look.heads)]
     units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
+    if MOVES in _columns(look.heads) and MOVES not in without:
+        units.append(f"{MOVES}: the first token's share of what a head moves")
     return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
+
+
+def _columns(heads: Sequence[HeadRecord]) -> list[str]:
+    """Return the columns for these heads."""
+    known = any(head.first_moved is not None for head in heads)
+    return [name for name in _COLUMNS if known or name != MOVES]
 
 
 BEST = 5
@@ -108,6 +120,7 @@ def _cells(head: HeadRecord) -> Sequence[str]:
         f"{head.entropy:.2f}",
         f"{head.largest:.2f}",
         "-" if head.distance is None else f"{head.distance:.1f}",
+        "-" if head.first_moved is None else f"{head.first_moved:.2f}",
         *("-" if value is None else f"{value:.2f}" for value in values),
         roles_text(head) or "-",
     )
@@ -119,7 +132,8 @@ def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
     from rich.text import Text
 
     table = Table(title=Text(look.title), caption=Text(_caption(look, without)), header_style="bold")
-    kept = [i for i, name in enumerate(_COLUMNS) if name not in without]
+    shown = [name for name in _columns(look.heads) if name not in without]
+    kept = [i for i, name in enumerate(_COLUMNS) if name in shown]
     for i in kept:
         table.add_column(_COLUMNS[i], justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
     layer = None
@@ -135,8 +149,9 @@ def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
 
 def text(look: LookData) -> str:
     """Return the table as aligned lines."""
-    lines = [_COLUMNS, *(_cells(head) for head in look.heads)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS) - 1)]
+    kept = [_COLUMNS.index(name) for name in _columns(look.heads)]
+    lines = [[line[i] for i in kept] for line in (_COLUMNS, *(_cells(head) for head in look.heads))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(kept) - 1)]
     aligned = (
         "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in lines
     )
@@ -149,8 +164,11 @@ def html_text(look: LookData, heads: Iterable[HeadRecord]) -> str:
     def row(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    body = "".join(row(_cells(head), "td") for head in heads)
-    return f"<table><caption>{html.escape(look.title)}</caption>{row(_COLUMNS, 'th')}{body}</table>"
+    listed = [*heads]
+    kept = [_COLUMNS.index(name) for name in _columns(listed)]
+    lines = [[line[i] for i in kept] for line in (_COLUMNS, *map(_cells, listed))]
+    body = "".join(row(line, "td") for line in lines[1:])
+    return f"<table><caption>{html.escape(look.title)}</caption>{row(lines[0], 'th')}{body}</table>"
 
 
 def rows(look: LookData) -> list[dict[str, Any]]:
@@ -164,7 +182,8 @@ def rows(look: LookData) -> list[dict[str, Any]]:
 
 def flat(head: HeadRecord) -> dict[str, Any]:
     """Return one row of `rows`."""
-    named = ("module", "call", "layer", "head", "part", "entropy", "largest", "distance", "queries", "keys")
+    named = [*("module", "call", "layer", "head", "part"), *("entropy", "largest", "distance", "first_moved")]
+    named += ["queries", "keys"]
     row: dict[str, Any] = {name: getattr(head, name) for name in named}
     row["role"] = head.role
     row["roles"] = ", ".join(score.name for score in head.roles)

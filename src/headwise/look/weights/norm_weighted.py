@@ -17,11 +17,11 @@ from ...nn.hooks.unwrap import unwrap
 from ...ops.attention import attention
 from ...ops.statistics.weights import weights
 from ...shapes.arguments import check_counts, check_texts, shown
+from ..collect.moved import lengths
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
 from ..interventions.losses import no_loss, readings
 from ..views.tables import Tabled
-from .head_matrices import written_by
 
 if TYPE_CHECKING:
     import rich.table
@@ -123,11 +123,11 @@ def norm_weighted(model: nn.Module, ids: Any, *, name: str | None = None) -> Nor
     check_told(name, None)
     model = unwrap(model)
     row, heads = as_row(ids), list[HeadNorms]()
-    for call, lengths in _calls(model, row):
-        H = len(lengths)
-        first = torch.zeros_like(lengths)
+    for call, written in _calls(model, row):
+        H = len(written)
+        first = torch.zeros_like(written)
         first[:, 0] = 1.0
-        columns = torch.stack([first, first * lengths, lengths], -1)[None]  # (1, H, S, 3)
+        columns = torch.stack([first, first * written, written], -1)[None]  # (1, H, S, 3)
         key = call.key.repeat_interleave(H // call.key.shape[1], 1)
         sums = attention(call.query, key, columns.to(key.dtype), **call.scoring)[0, :, 1:].float()  # (H, T - 1, 3)
         share = sums[..., 1] / sums[..., 2].clamp(min=torch.finfo(torch.float32).tiny)
@@ -162,11 +162,11 @@ def norm_weighted_map(model: nn.Module, ids: Any, layer: int, head: int) -> tupl
     check_counts(layer=layer, head=head)
     model = unwrap(model)
     calls = _calls(model, as_row(ids))
-    for call, lengths in calls:
-        if call.order == layer and head < len(lengths):
+    for call, written in calls:
+        if call.order == layer and head < len(written):
             P = weights(call.query, call.key, heads=head, **call.scoring)[0, 0].float()
-            return P, P * lengths[head]
-    heads = "; ".join(f"layer {call.order} has {len(lengths)}" for call, lengths in calls[:1])
+            return P, P * written[head]
+    heads = "; ".join(f"layer {call.order} has {len(written)}" for call, written in calls[:1])
     raise ValueError(f"the model has {len(calls)} layers of heads ({heads}), and no head {layer}.{head}")
 
 
@@ -191,9 +191,5 @@ def _calls(model: nn.Module, row: Sequence[int]) -> list[tuple[AttentionCall, Te
                 f"no module reads the heads of {call.module!r} side by side (a gate or a norm stands between), so it "
                 "has no W_O a head, and what its weights move is not defined"
             )
-        H, value = call.query.shape[1], call.value[0].float()
-        W = written_by(model.get_submodule(names[call.module]), H, value.shape[-1], call.value)
-        value = value.repeat_interleave(H // len(value), 0)
-        # |v W|^2 = v (W W^T) v^T, without the vectors of the model's width
-        result.append((call, torch.einsum("hsv,hvw,hsw->hs", value, W @ W.mT, value).clamp(min=0).sqrt()))
+        result.append((call, lengths(call, model.get_submodule(names[call.module]))[0]))
     return result

@@ -50,6 +50,7 @@ const state = {
   order: "head",
   pane: "map",
   shade: "root",
+  weigh: "weight", // or what the weights move
   statistic: 0,
 };
 const listeners = {};

@@ -106,7 +106,7 @@ function massOn(head, keys) {
   if (head.columns !== look.cells.length || !head.sides[1].axis?.main) return null;
   const first = head.causal ? keys[0] : 0;
   let sum = 0;
-  for (let i = first; i < head.rows; i++) for (const j of keys) sum += weightAt(head, i, j);
+  for (let i = first; i < head.rows; i++) for (const j of keys) sum += weightAt(head, i, j, kept.weight);
   return head.rows > first ? sum / (head.rows - first) : null;
 }
 

@@ -74,6 +74,7 @@ const KEYS = {
   "[": () => stepHead(-1),
   "]": () => stepHead(1),
   t: nextTheme,
+  w: () => byId("weigh").hidden || chooseWeigh(state.weigh === "weight" ? "moved" : "weight"),
   Escape: leave,
 };
 PANES.forEach((pane, i) => (KEYS[String(i + 1)] = () => byId(`tab-${pane}`).hidden || choosePane(pane)));

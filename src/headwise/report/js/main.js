@@ -28,7 +28,7 @@ function fillAbout() {
   byId("unplayed").hidden = look.roles.every((role) => role.played);
   const pooled = look.cells.some((cell) => cell.count > 1);
   byId("precision").textContent =
-    `Weights in the maps are kept in ${LEVELS} steps of their square root: 0.5 means 0.5 \u00b1 ${number(errorAt(0.5), 3)}. ` +
+    `Weights in the maps are kept in ${kept.weight.levels} steps of their square root: 0.5 means 0.5 \u00b1 ${number(errorAt(0.5, kept.weight), 3)}. ` +
     "The numbers come from the full weights. Bare cells could not be attended. " +
     (look.numbers.complete ? "" : "There are many heads: null, interval, count and evidence are here for roles that are played, or not at all. ") +
     (pooled ? `The text is long: each of the ${look.cells.length} cells stands for several tokens, summed over keys, averaged over queries.` : "");
@@ -45,12 +45,28 @@ function showHead(head) {
   byId("badges").replaceChildren(...(head.roles.length ? badges(head) : [el("span", { className: "hint" }, "plays none of the roles looked for")]));
   byId("previous").disabled = head.index === 0;
   byId("next").disabled = head.index === heads.length - 1;
+  byId("weigh-why").textContent = head.moves ? "" : "of this head it is not known what its weights move";
   markTile(head);
   markRow(head);
   markDot(head);
   state.query = tellingQuery(head);
   drawPane(head);
   drawOffsets(head);
+  tint(state.query);
+}
+
+// Every map that is in sight, once more.
+function drawMaps() {
+  heads.forEach((head, i) => tiles[i].canvas?.dataset.shade && drawTile(head));
+  drawGrid();
+  drawPane(heads[state.head]);
+}
+
+// Shows the weights, or what they move, in maps, arcs and the text.
+function chooseWeigh(weigh) {
+  state.weigh = weigh;
+  for (const one of ["weight", "moved"]) byId(`weigh-${one}`).setAttribute("aria-pressed", String(one === weigh));
+  drawMaps();
   tint(state.query);
 }
 
@@ -77,10 +93,9 @@ function listen() {
   byId("next").addEventListener("click", () => stepHead(1));
   byId("shade").addEventListener("change", (event) => {
     state.shade = event.target.value;
-    heads.forEach((head, i) => tiles[i].canvas?.dataset.shade && drawTile(head));
-    drawGrid();
-    drawLarge(heads[state.head]);
+    drawMaps();
   });
+  for (const weigh of ["weight", "moved"]) byId(`weigh-${weigh}`).addEventListener("click", () => chooseWeigh(weigh));
   let width = window.innerWidth;
   window.addEventListener("resize", () => {
     if (window.innerWidth === width) return; // a phone's bars come and go
@@ -142,6 +157,7 @@ async function main() {
   buildPicture();
   buildPanes();
   buildKeys();
+  byId("weigh").hidden = kept.moved.codes === null;
   for (const id of ["overview", "detail", "running", "charts", "all", "about", "controls"]) byId(id).hidden = false;
   byId("running").hidden = !look.cells.length;
   sizeGrid();

@@ -10,7 +10,7 @@ function drawSum(head) {
     return;
   }
   const { call } = inner;
-  const source = tokenWeights(head);
+  const source = tokenWeights(head, kept.weight);
   const whole = head.rows === head.queries && head.columns === head.keys;
   if (whole && state.query < call.queries) sum.query = state.query;
   else if (sum.head !== head.index) sum.query = tellingAmong(source, call);
@@ -51,7 +51,7 @@ function buildSum() {
 function chooseSum(change) {
   const head = heads[state.head];
   const inner = vectors.get(head.index);
-  const source = tokenWeights(head);
+  const source = tokenWeights(head, kept.weight);
   Object.assign(sum, change);
   if (change.query !== undefined) sum.key = strongestOf(source, sum.query, inner.call.keys);
   if (head.rows === head.queries && head.columns === head.keys) selectQuery(sum.query, sum.key);

@@ -40,17 +40,7 @@ function fillRoles() {
 function fillGrid(side) {
   const { model, heads, width } = data.sides[side];
   byId(`name-${side}`).textContent = `${side ? "After: " : "Before: "}${plainText(model, 80)}`;
-  const grid = byId(`grid-${side}`);
-  grid.style.setProperty("--heads", Math.max(width, 1));
-  const layers = new Map();
-  for (const head of heads) layers.set(head[0], [...(layers.get(head[0]) ?? []), head]);
-  const height = Math.min(30, (0.62 * window.innerHeight) / Math.max(layers.size, 1) - 2);
-  grid.style.setProperty("--h", `${Math.max(4, height).toFixed(1)}px`);
-  for (const [layer, members] of layers) {
-    const line = el("div", { className: "line" }, el("span", {}, String(layer)));
-    for (const head of members) line.append(cellOf(side, head));
-    grid.append(line);
-  }
+  fillMatrix(byId(`grid-${side}`), width, heads, (head) => cellOf(side, head));
 }
 
 function cellOf(side, [layer, head, roles]) {

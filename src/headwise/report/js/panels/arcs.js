@@ -77,7 +77,7 @@ function drawArcs(head) {
   byId("sentence-after").disabled = arcs.sentence === ranges.length - 1;
   const [first, end] = ranges[arcs.sentence];
   place.replaceChildren(source.same ? arcsWithin(head, source, first, end) : arcsAcross(head, source, first, end));
-  sayArcs(source);
+  sayArcs(source, strongLinks(source, [first, end], [0, source.keys]).filter(([, key]) => source.same && (key < first || key >= end)).length);
 }
 
 // The sentence that holds a token comes into view.
@@ -198,13 +198,15 @@ function moveInArcs(event) {
   chooseWord(next, head, source);
 }
 
-function sayArcs(source) {
+// Says what the chosen word attends to, and how many arcs leave the sentence.
+function sayArcs(source, outside) {
   const place = byId("arc-readout");
+  const left = outside ? ` Outside this sentence ${outside === 1 ? "lies the key of 1 arc" : `lie the keys of ${outside} arcs`}, not drawn.` : "";
   if (arcs.token === null || arcs.token >= source.queries) {
-    place.replaceChildren("Click a word, or walk with the arrow keys: its own arcs stand out.");
+    place.replaceChildren("Click a word, or walk with the arrow keys: its own arcs stand out.", left);
     return;
   }
   const keys = Array.from({ length: source.keys }, (_, j) => [source.weight(arcs.token, j), j]).sort((a, b) => b[0] - a[0]);
   const said = keys.slice(0, 3).filter(([weight]) => weight >= 0.005).flatMap(([weight, j], n) => [n ? ", " : "", el("bdi", {}, `${j} \u201c${source.keyName(j)}\u201d`), " ", el("b", {}, number(weight, 2))]);
-  place.replaceChildren("query ", el("bdi", {}, `${arcs.token} \u201c${source.queryName(arcs.token)}\u201d`), " attends ", ...(said.length ? said : ["none of these keys"]));
+  place.replaceChildren("query ", el("bdi", {}, `${arcs.token} \u201c${source.queryName(arcs.token)}\u201d`), source.moved ? " moves " : " attends ", ...(said.length ? said : ["none of these keys"]), ".", left);
 }

@@ -71,6 +71,7 @@ function piece([textNumber, query, key, weight], role, head) {
   const keyText = textOf(head.sides[1], Number(behind && head.part !== "cross"));
   const where = own ? "" : { copies: `random tokens, row ${textNumber}: `, text: `text ${textNumber}: ` }[reads] ?? `${plainText(reads, 20)} ${textNumber}: `;
   const line = el("li", {}, el("span", { className: "where" }, where, `query ${query} \u2192 key ${key} `), el("b", {}, number(weight, 2)));
+  if (own && head.moves && head.rows === head.queries && head.columns === head.keys) line.append(" of the weight, ", el("b", {}, number(weightAt(head, query, key, kept.moved), 2)), " of what it moves");
   if (own && overText(head)) {
     const open = el("button", { type: "button", className: "link" }, "show");
     open.addEventListener("click", () => openCell(head, query, key));

@@ -1,30 +1,37 @@
-// Weights and their colours. A code is levels - 1 times the square root of the weight.
+// Weights, or what they move, and their colours. A code is levels - 1 times the square root of the number.
 
-const LEVELS = look.maps.levels;
-let codes = null; // Uint8Array: all maps, one after the other
+const kept = { weight: { levels: look.maps.levels, codes: null }, moved: { levels: look.moved.levels, codes: null } }; // codes: all maps, one after the other
 const starts = [];
 
 async function loadMaps() {
-  codes = await inflate(look.maps.data);
+  const lacking = new Set(look.moved.lacking);
+  kept.weight.codes = await inflate(look.maps.data);
+  if (look.moved.data) kept.moved.codes = await inflate(look.moved.data);
   let start = 0;
   for (const head of heads) {
     starts.push(start);
     start += head.rows * head.columns;
     head.causal = isCausal(head);
+    head.moves = kept.moved.codes !== null && !lacking.has(head.index);
   }
 }
 
-function codeAt(head, row, column) {
+// The maps that are shown of a head.
+function mapsOf(head) {
+  return state.weigh === "moved" && head.moves ? kept.moved : kept.weight;
+}
+
+function codeAt(head, row, column, { codes } = mapsOf(head)) {
   return codes[starts[head.index] + row * head.columns + column];
 }
 
-function weightAt(head, row, column) {
-  return (codeAt(head, row, column) / (LEVELS - 1)) ** 2;
+function weightAt(head, row, column, from = mapsOf(head)) {
+  return (codeAt(head, row, column, from) / (from.levels - 1)) ** 2;
 }
 
 // Half a step of the coding at that weight: how far off the number shown may be.
-function errorAt(weight) {
-  return Math.sqrt(weight) / (LEVELS - 1);
+function errorAt(weight, { levels }) {
+  return Math.sqrt(weight) / (levels - 1);
 }
 
 // May no query attend a later key? Then that triangle is left bare, so that the shape is seen.
@@ -37,8 +44,8 @@ function isCausal(head) {
 }
 
 // Position on the colour scale, 0 to 1, of each code in a row.
-function shadeOf(code, rowLargest) {
-  const root = code / (LEVELS - 1);
+function shadeOf(code, rowLargest, levels) {
+  const root = code / (levels - 1);
   if (state.shade === "plain") return root * root;
   if (state.shade === "row") return rowLargest ? (code / rowLargest) ** 2 : 0;
   return root;
@@ -46,7 +53,7 @@ function shadeOf(code, rowLargest) {
 
 function largestCode(head, row) {
   const from = starts[head.index] + row * head.columns;
-  return codes.subarray(from, from + head.columns).reduce((a, b) => Math.max(a, b), 0);
+  return mapsOf(head).codes.subarray(from, from + head.columns).reduce((a, b) => Math.max(a, b), 0);
 }
 
 // Draws a head's map, one pixel a cell; where that is more than `side` pixels, the highest of several cells, so that
@@ -60,13 +67,14 @@ function drawMap(canvas, head, side = Infinity) {
   if (!rows || !columns) return;
   const context = canvas.getContext("2d");
   const image = context.createImageData(columns, rows);
+  const { levels } = mapsOf(head);
   for (let i = 0; i < head.rows; i++) {
     const largest = state.shade === "row" ? largestCode(head, i) : 0;
     const y = Math.floor(i / pool);
     for (let j = 0; j < head.columns; j++) {
       if (head.causal && j > i) break;
       const at = 4 * (y * columns + Math.floor(j / pool));
-      paint(image.data, at, Math.round(255 * shadeOf(codeAt(head, i, j), largest)));
+      paint(image.data, at, Math.round(255 * shadeOf(codeAt(head, i, j), largest, levels)));
     }
   }
   context.putImageData(image, 0, 0);
@@ -92,5 +100,5 @@ function legend(node) {
   axis.tickFormat((_, i) => String(ticks[i])).tickSize(4).tickPadding(2);
   const svg = drawing(width + 20, 20);
   svg.append("g").attr("transform", "translate(10,0)").call(axis);
-  node.replaceChildren(el("span", {}, state.shade === "row" ? "share" : "weight"), el("div", {}, ramp(), svg.node()));
+  node.replaceChildren(el("span", {}, state.shade === "row" ? "of the largest" : state.weigh === "moved" ? "moved" : "weight"), el("div", {}, ramp(), svg.node()));
 }

@@ -130,12 +130,12 @@ function sentence(head, row, column) {
   if (!head.rows || !head.columns) return ["This call had no tokens."];
   const key = column ?? strongestKey(head, row);
   const weight = weightAt(head, row, key);
-  const error = errorAt(weight);
+  const error = errorAt(weight, mapsOf(head));
   const shown = head.causal && key > row ? "not allowed" : number(weight, 3) + (error > 0.0045 ? ` \u00b1 ${number(error, 2)}` : "");
   const lead = column === null ? "strongest key " : "key ";
   return [
     "query ", el("bdi", {}, cellSentence(row, head.sides[0])), ` \u00b7 ${lead}`,
-    el("bdi", {}, cellSentence(key, head.sides[1])), " \u00b7 weight ", el("b", {}, shown),
+    el("bdi", {}, cellSentence(key, head.sides[1])), ` \u00b7 ${mapsOf(head) === kept.moved ? "share of what it moves" : "weight"} `, el("b", {}, shown),
   ];
 }
 

@@ -198,8 +198,9 @@ function paintNumber(tile, value, low, high) {
 
 function drawTile(head) {
   const tile = tiles[head.index];
-  if (tile.canvas.dataset.shade === state.shade) return;
-  tile.canvas.dataset.shade = state.shade;
+  const drawn = `${state.shade} ${state.weigh}`;
+  if (tile.canvas.dataset.shade === drawn) return;
+  tile.canvas.dataset.shade = drawn;
   drawMap(tile.canvas, head, 64);
 }
 

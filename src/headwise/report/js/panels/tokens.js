@@ -66,7 +66,7 @@ function tint(chosen) {
 function listStrongest(head, chosen, weights) {
   const title = byId("strongest-title");
   const of = el("bdi", {}, cellSentence(chosen, head.sides[0]));
-  title.replaceChildren(...(text.attends ? ["Query ", of, " attends most to"] : ["Key ", of, " is attended most by"]));
+  title.replaceChildren(...(text.attends ? ["Query ", of, mapsOf(head) === kept.moved ? " moves most from" : " attends most to"] : ["Key ", of, mapsOf(head) === kept.moved ? " is moved most by" : " is attended most by"]));
   const order = weights.map((_, i) => i).sort((a, b) => weights[b] - weights[a] || a - b);
   for (const i of order.slice(0, 5).filter((j) => weights[j] >= 0.005)) {
     const bar = el("span", { className: "bar-of" });

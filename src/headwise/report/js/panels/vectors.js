@@ -43,15 +43,15 @@ async function loadVectors() {
 
 // Weights between single tokens: from the map where a cell is a token, else from the first tokens' own.
 // `same`: queries and keys are the same tokens.
-function tokenWeights(head) {
+function tokenWeights(head, from = mapsOf(head)) {
   const whole = head.rows === head.queries && head.columns === head.keys;
   const [queries, keys] = head.sides;
   const same = head.queries === head.keys && queries.axis === keys.axis;
   const name = (side) => (place, limit) => axisName(place, side, limit);
-  const names = { same, queryName: name(queries), keyName: name(keys), queryText: (place) => axisText(place, queries) };
-  if (whole && head.rows) return { ...names, queries: head.rows, keys: head.columns, weight: (i, j) => weightAt(head, i, j) };
+  const names = { same, moved: from === kept.moved, queryName: name(queries), keyName: name(keys), queryText: (place) => axisText(place, queries) };
+  if (whole && head.rows) return { ...names, queries: head.rows, keys: head.columns, weight: (i, j) => weightAt(head, i, j, from) };
   const inner = vectors.get(head.index);
-  if (!inner?.weight) return null;
+  if (!inner?.weight || from === kept.moved) return null;
   return { ...names, queries: inner.call.queries, keys: inner.call.keys, weight: inner.weight };
 }
 

@@ -1,0 +1,84 @@
+"""What the weights of each head move, in a look: against whole matrices, and where it is not known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hf_models import BY_NAME
+from test_norm_weighted import TEXT, Reader, by_hand
+
+import headwise
+from headwise import look
+from headwise.look.collect import forward
+from headwise.look.records.head import HeadMap
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama GQA"])
+def test_against_whole_matrices(name: str) -> None:
+    maps, lengths = by_hand(name)
+    seen = look.at(BY_NAME[name].build(), TEXT)
+    assert len(seen.moved) == len(seen.heads)
+    for head, large, weights in zip(seen.heads, seen.moved, seen.maps, strict=True):
+        moved = maps[head.layer][head.head] * lengths[head.layer][head.head]
+        share = moved / moved.sum(1, keepdim=True)
+        torch.testing.assert_close(torch.tensor(large.weights()), share.double().float(), atol=0.005, rtol=0)
+        assert head.first_moved == pytest.approx(float(share[1:, 0].mean()), abs=1e-5)
+        assert (large.rows, large.columns) == (weights.rows, weights.columns) and large != weights
+    assert look.Look.from_dict(json.loads(seen.to_json())) == seen
+    assert seen.rows()[3]["first_moved"] == seen.heads[3].first_moved
+
+
+def test_pooled_maps_are_the_mass_of_their_keys() -> None:
+    """A text of more tokens than a map has cells: rows still sum to 1, and the mean share of the first key is exact."""
+    model, ids = Reader(), torch.arange(300) % 53
+    seen = look.at(model, ids)
+    exact = look.norm_weighted(model, ids)
+    for head, large, one in zip(seen.heads, seen.moved, exact.heads, strict=True):
+        assert large.rows == large.columns == 128
+        assert [sum(row) for row in large.weights()] == pytest.approx([1.0] * 128, abs=0.05)
+        assert head.first_moved == pytest.approx(one.first_moved, abs=1e-5)
+
+
+GATE = torch.tensor([0.5, 1.0, 2.0])
+
+
+class Gated(Reader):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.attend(self.embed(ids), mask=headwise.causal(), gate=GATE) @ self.embed.weight.T
+
+
+def test_where_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate after the weights, a call that is too long, a look without large maps: no maps, and no number."""
+    assert look.at(Reader(), TEXT).moved
+    assert look.at(Reader(), TEXT, full_maps=False).heads[0].first_moved is None
+    one_token = look.at(Reader(), [7], repeats=None)
+    assert one_token.heads[0].first_moved is None and one_token.moved[0].weights() == ((1.0,),)
+    gated = look.at(Gated(), TEXT)
+    assert gated.maps and gated.moved == () and gated.heads[0].first_moved is None
+    assert "moves" not in str(gated) and "moves" in str(look.at(Reader(), TEXT))
+    monkeypatch.setattr(forward, "SHORT", len(TEXT) - 1)
+    assert look.at(Reader(), TEXT).moved == ()
+
+
+def test_a_model_of_which_some_layers_are_known() -> None:
+    class Both(Reader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = headwise.MultiHeadAttention(12, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.before(self.embed(ids), mask=headwise.causal(), gate=GATE)
+            return self.attend(x, mask=headwise.causal()) @ self.embed.weight.T
+
+    seen = look.at(Both(), TEXT)
+    assert [bool(large.data) for large in seen.moved] == [False] * 3 + [True] * 3
+    assert [head.first_moved is None for head in seen.heads] == [True] * 3 + [False] * 3
+
+
+def test_maps_run_parallel_to_heads() -> None:
+    seen = look.at(Reader(), TEXT)
+    with pytest.raises(ValueError, match="moved run parallel to heads: got 1 maps for 3 heads"):
+        replace(seen, moved=(HeadMap(0, 0, b""),))
