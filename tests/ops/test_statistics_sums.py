@@ -57,3 +57,15 @@ def test_chosen_rows_and_heads_in_any_order_are_those_of_the_matrix(n: Sizes) ->
 def _inputs(n: Sizes) -> tuple[Tensor, Tensor]:
     q, k, _ = headwise.testing.make_qkv(*n)
     return q, k
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4)])
+def test_every_offset_is_a_diagonal_of_the_matrix(shape: tuple[int, int]) -> None:
+    """Also where there are more queries than keys: the first queries then stand before the first key."""
+    T, S = shape
+    query, key = torch.randn(1, 1, T, 4), torch.randn(1, 1, S, 4)
+    P, offsets = headwise.weights(query, key)[0, 0], range(-T - S, T + S + 1)
+    got = statistics(query, key, offsets=offsets).offsets[0, 0]
+    for offset, mass in zip(offsets, got.tolist(), strict=True):
+        cells = [float(P[i, i + S - T + offset]) for i in range(T) if 0 <= i + S - T + offset < S]
+        assert mass == pytest.approx(sum(cells) / max(len(cells), 1), abs=1e-6), offset
