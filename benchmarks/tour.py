@@ -34,7 +34,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 WINDOW = {"width": 1280, "height": 900}
 ENGINES = {"WebAssembly": "", "plain JavaScript": "#engine=js"}
 SLOWDOWNS = (1, 4)
-SECONDS = 90.0  # of a case: no further round begins after that
+SECONDS = 20.0
 STEPS = ("open", "control", "price")
 
 FIRST_FIGURE = """(() => {
