@@ -14,7 +14,7 @@ from ..nn.hooks.probe import Each, Probe
 from ..nn.hooks.probe import probe as probe_any
 from ..nn.hooks.thread_hooks import in_this_thread, uncompiled
 from ..nn.hooks.unwrap import unwrap
-from .attention.probe_sessions import Session, closed, opened
+from .attention.probe_sessions import Session, close_session, open_session
 from .errors import ModelError
 from .models.architectures import CROSS_ATTENTION
 from .models.support import NAME, attention_modules, configs, outside_text, require_interface, title, unseen_modules
@@ -111,8 +111,8 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
             undo.callback(module.register_forward_pre_hook(in_this_thread(session.enter)).remove)
         for module in names:
             undo.callback(module.register_forward_hook(in_this_thread(session.leave)).remove)
-        opened(session)
-        undo.callback(closed, session)
+        open_session(session)
+        undo.callback(close_session, session)
         switch(model, NAME)
         yield seen
     session.check_complete()

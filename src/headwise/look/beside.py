@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.hooks.eval_mode import resting
+from ..nn.hooks.eval_mode import in_eval_mode_without_grad
 from ..nn.hooks.probe import AttentionCall, probe
 from ..shapes.arguments import shown
 from .collect.reduce import looks_ahead
@@ -61,7 +61,7 @@ def _labelled(model: nn.Module, reading: Reading) -> Reading:
     def each(call: AttentionCall) -> None:
         ahead.append(looks_ahead(call))
 
-    with resting(model), probe(model, each):
+    with in_eval_mode_without_grad(model), probe(model, each):
         output = reading.output(model)
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or not logits.is_floating_point():

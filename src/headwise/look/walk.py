@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files.text import visible
-from ..nn.hooks.eval_mode import resting
+from ..nn.hooks.eval_mode import in_eval_mode_without_grad
 from ..nn.hooks.output_projections import output_projections
 from ..nn.hooks.probe import AttentionCall, probe
 from ..nn.hooks.unwrap import unwrap
@@ -200,7 +200,7 @@ def walk(
     def run(one: nn.Module) -> None:
         one(torch.tensor([row], device=device))
 
-    with resting(model), torch.no_grad():
+    with in_eval_mode_without_grad(model), torch.no_grad():
         with probe(model, each):
             run(model)
         if not calls:

@@ -21,7 +21,7 @@ from ..models.architectures import CACHE
 from ..returned import Returned, attend_and_weigh, attentions_are_collected
 from .call_mask import PACKING, is_causal_without_mask, mask_of, mask_of_call
 from .lazy_tensors import LazyKeys, from_model
-from .probe_sessions import record, watched
+from .probe_sessions import is_probed, record
 
 HARMLESS = frozenset(
     {
@@ -120,7 +120,7 @@ def attend(
     Returns out (B, H, T, V), and the weights if `returned` is given.
     """
     answer = None
-    if watched(module):
+    if is_probed(module):
         pair = {"key": in_one_piece(key, query.dtype), "value": in_one_piece(value, query.dtype)}
         answer = record(module, query=query, dropout=dropout, **pair, **options)
     return attend_and_weigh(query, key, value, answer, returned, dropout=dropout, backend=backend, **options)
@@ -143,7 +143,7 @@ def _attend_own_heads(
     mask, dropout = options["mask"], options["dropout"]
     options = options | {"mask": mask if position_bias is None else mask & bias(position_bias)}
     answer = None
-    if watched(module):
+    if is_probed(module):
         tensors = query, in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
         whole = gather_heads(shards, tensors, sinks=options["sinks"], bias=position_bias)
         added = whole.pop("bias")
@@ -195,7 +195,7 @@ def _check_split_tokens(
     wrong = [name for name in sorted(PACKING) if kwargs.get(name) is not None]
     wrong += ["position_bias"] if position_bias is not None else []
     wrong += ["output_attentions"] if attentions or attentions_are_collected() else []
-    wrong += ["a probe"] if watched(module) else []
+    wrong += ["a probe"] if is_probed(module) else []
     wrong += ["a cache that holds tokens"] if key.shape[2] != query.shape[2] else []
     if wrong:
         raise ModelError(

@@ -20,10 +20,10 @@ FIELD = "_attn_implementation_internal"
 
 
 class Session:
-    """One open probe with the names of its watched modules and the attention names that configs have in its thread."""
+    """One open probe with the names of its modules and the attention names that configs have in its thread."""
 
-    def __init__(self, seen: Probe, names: dict[nn.Module, str], says: dict[int, str]) -> None:
-        self.seen, self.names, self.says, self.opener = seen, names, says, Opener()
+    def __init__(self, seen: Probe, names: dict[nn.Module, str], attention_names: dict[int, str]) -> None:
+        self.seen, self.names, self.attention_names, self.opener = seen, names, attention_names, Opener()
 
 
 _lock = threading.Lock()
@@ -34,7 +34,7 @@ def _here() -> list[Session]:
     return [session for session in _sessions if session.opener.here()]
 
 
-def watched(module: nn.Module) -> bool:
+def is_probed(module: nn.Module) -> bool:
     """Return True if this thread has an open probe on this module's model."""
     return bool(_sessions) and any(module in session.names for session in _here())
 
@@ -48,16 +48,16 @@ def record(module: nn.Module, **fields: Any) -> Tensor | None:
     return next((answer for answer in reversed(answers) if answer is not None), None)
 
 
-def opened(session: Session) -> None:
+def open_session(session: Session) -> None:
     """Start recording calls for a session."""
     global _sessions
     with _lock:
         if not _sessions:
-            setattr(PreTrainedConfig, FIELD, _SaidHere())
+            setattr(PreTrainedConfig, FIELD, _AttentionNameOfThread())
         _sessions = (*_sessions, session)
 
 
-def closed(session: Session) -> None:
+def close_session(session: Session) -> None:
     """Stop recording calls for a session."""
     global _sessions
     with _lock:
@@ -66,23 +66,25 @@ def closed(session: Session) -> None:
             delattr(PreTrainedConfig, FIELD)
 
 
-class _SaidHere:
+class _AttentionNameOfThread:
     """The attention name in configs while probes are open: that of this thread's probe, else the config's own."""
 
     def __get__(self, config: Any, owner: type) -> Any:
-        says = self._says(config)
-        if says is not None:
-            return says[id(config)]
+        attention_names = self._names_of(config)
+        if attention_names is not None:
+            return attention_names[id(config)]
         if config is None or FIELD not in vars(config):
             raise AttributeError(FIELD)
         return vars(config)[FIELD]
 
     def __set__(self, config: Any, value: Any) -> None:
-        says = self._says(config)
-        if says is None:
+        attention_names = self._names_of(config)
+        if attention_names is None:
             vars(config)[FIELD] = value
         else:
-            says[id(config)] = value
+            attention_names[id(config)] = value
 
-    def _says(self, config: Any) -> dict[int, str] | None:
-        return next((session.says for session in reversed(_here()) if id(config) in session.says), None)
+    def _names_of(self, config: Any) -> dict[int, str] | None:
+        return next(
+            (session.attention_names for session in reversed(_here()) if id(config) in session.attention_names), None
+        )

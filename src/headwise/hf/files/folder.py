@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from .reader import inside, opened, read_json
+from .reader import inside, open_file, read_json
 from .safetensors_header import TensorEntry, header
 
 MAX_CONFIG = 1 << 20  # bytes; the largest on the hub are below 100 kB
@@ -132,7 +132,7 @@ def find_weights(folder: Path) -> Weights:
     seen: set[str] = set()
     for name in names:
         weights.files[name] = _shard(folder, name)
-        with opened(folder, name) as file:
+        with open_file(folder, name) as file:
             weights.tensors[name], weights.metadata[name] = header(file, f"{folder}/{name}")
         for tensor in weights.tensors[name]:
             if tensor in seen:

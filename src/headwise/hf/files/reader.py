@@ -45,7 +45,7 @@ def inside(folder: Path, name: str) -> Path:
     return real
 
 
-def opened(folder: Path, name: str) -> FileIO:
+def open_file(folder: Path, name: str) -> FileIO:
     """Open a regular file of the folder read-only and return it; the caller closes it."""
     real = inside(folder, name)
     try:
@@ -60,7 +60,7 @@ def opened(folder: Path, name: str) -> FileIO:
 
 def read_bytes(folder: Path, name: str, limit: int) -> bytes:
     """Return the content of a regular file of the folder; raise ModelError if it has more than `limit` bytes."""
-    with opened(folder, name) as file:
+    with open_file(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ModelError(f"{folder}/{name}: {size} bytes, at most {limit} are read; such a file describes no model")

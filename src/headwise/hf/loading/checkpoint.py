@@ -18,7 +18,7 @@ from ...files.text import one_line
 from ..errors import ModelError
 from ..files.config_fields import harmless, taken
 from ..files.folder import INDEX, SINGLE, Weights, find_weights, folder_config
-from ..files.reader import check_named, fill, opened, parse_json, read_bytes, read_part
+from ..files.reader import check_named, fill, open_file, parse_json, read_bytes, read_part
 from ..files.safetensors_header import TensorEntry
 from .layouts import layouts
 from .model import build
@@ -93,7 +93,7 @@ class Checkpoint:
         for name in self.files:
             _check_file(folder, name)
         with ExitStack() as stack:
-            self._open = {name: stack.enter_context(opened(folder, name)) for name in weights.files}
+            self._open = {name: stack.enter_context(open_file(folder, name)) for name in weights.files}
             self.check()
             self._closing = stack.pop_all()
 
@@ -126,7 +126,7 @@ class Checkpoint:
     def chunks(self, file: str) -> Iterator[bytes]:
         """Yield the bytes of one of `inputs` in pieces of 8 MiB."""
         with ExitStack() as stack:
-            stream = self._open.get(file) or stack.enter_context(opened(self.folder, file))
+            stream = self._open.get(file) or stack.enter_context(open_file(self.folder, file))
             self._check(file, os.fstat(stream.fileno()))
             size = os.fstat(stream.fileno()).st_size
             for start in range(0, size, 8 << 20):
@@ -281,7 +281,7 @@ def _check_file(folder: Path, name: str) -> None:
     if name in CONFIGS:
         parse_json(read_bytes(folder, name, MAX_SETTINGS), f"{folder}/{name}")
         return
-    with opened(folder, name) as file:
+    with open_file(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
     if size > MAX_DATA:
         raise ModelError(f"{folder}/{name}: {size} bytes, at most {MAX_DATA} are read; such a file describes no model")

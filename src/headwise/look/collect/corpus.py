@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...distributed.workers import Processes
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts, check_paths, shown
 from ..inputs import ids as inputs
@@ -106,7 +106,7 @@ def over(
     shared = Shared(reader, processes, about, state, progress)
     shared.begin()
     stream = itertools.islice(stream, shared.done, None)
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         while shared.block(lambda: [inputs.as_row(ids) for ids in itertools.islice(stream, BLOCK)], batch):
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.unwrap import unwrap
 from ..inputs import ids as inputs
 from ..inputs.model_input import Source
@@ -117,7 +117,7 @@ def at(
     reader = Reader(
         model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
     )
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         if full_maps:
             reader.outputs = projections(
                 model, (source or Source.of_rows(model, [Passage(row[:FEW])], facts, None)).run

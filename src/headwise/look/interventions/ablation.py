@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import probe
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_functions, shown
@@ -212,7 +212,7 @@ def _changes(
     """Return the mean KL and the positions where it is largest."""
     total, count, places = 0.0, 0, []
     gates = gates_of(base, [heads])
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         for number, text in enumerate(texts):
             length = text.labels.shape[1]
             logits = []

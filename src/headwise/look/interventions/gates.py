@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...shapes.arguments import shown, whole_numbers
 from ..inputs.nonfinite import remedy
@@ -99,7 +99,7 @@ class Survey:
 @contextmanager
 def learning(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode, but with gradients."""
-    with resting(model), torch.enable_grad():
+    with in_eval_mode_without_grad(model), torch.enable_grad():
         yield
 
 
@@ -126,7 +126,7 @@ def survey(
             also(call, out)
         return out
 
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         for text in texts:
             with probe(model, each):
                 result.losses.append(float(text.losses(model)))
@@ -184,7 +184,7 @@ def rises(
 ) -> list[float]:
     """Return the rise of the loss when each group of heads is replaced as by `off`, as the mean over the texts."""
     risen = [0.0] * len(groups)
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         for text, before in zip(texts, base.losses, strict=True):
             logits = (1 if text.last else text.width) * text.vocabulary
             rows = max(1, min(ROWS, TOKENS // text.width, NUMBERS // logits)) if text.many else 1

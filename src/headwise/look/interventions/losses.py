@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...shapes import describe
 from ...shapes.arguments import check_counts, shown
@@ -269,7 +269,7 @@ def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) ->
 def _as_whole(model: nn.Module, ids: Tensor, kind: Kind) -> Reading:
     """Return a text with the result of the unchanged model: its classes as labels, or its embedding."""
     text = Reading((ids,), torch.zeros(1, 0, dtype=torch.long, device=ids.device))
-    with resting(model), probe(model, lambda call: None):
+    with in_eval_mode_without_grad(model), probe(model, lambda call: None):
         output = text.output(model)
     if kind == "embedding":
         return replace(text, embedded=embedding(output))

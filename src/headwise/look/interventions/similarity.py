@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.unwrap import unwrap
 from ...ops.statistics.weights import weights
@@ -223,7 +223,7 @@ def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, 
         kinds.setdefault((call.query.shape[2], call.key.shape[2]), []).append((call, out[0].float()))
         return out
 
-    with resting(model), probe(model, each):
+    with in_eval_mode_without_grad(model), probe(model, each):
         text.output(model)
     return [*kinds.values()]
 

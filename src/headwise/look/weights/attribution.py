@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.thread_hooks import in_this_thread
 from ..interventions.gates import learning
@@ -84,7 +84,7 @@ class Ending:
     behind: dict[int, str]
 
     @property
-    def watched(self) -> set[str]:
+    def module_names(self) -> set[str]:
         """The modules whose input is needed."""
         return {self.unembedding, *self.behind.values(), *([] if self.norm is None else [self.norm])}
 
@@ -184,9 +184,9 @@ def observed(
         return out
 
     with ExitStack() as undo:
-        undo.enter_context(resting(model))
+        undo.enter_context(in_eval_mode_without_grad(model))
         undo.enter_context(probe(model, each))
-        for name in () if ending is None else ending.watched:
+        for name in () if ending is None else ending.module_names:
             part = model.get_submodule(name)
             keep = in_this_thread(lambda _, x, n=name: read.update({n: x[0]}))
             undo.callback(part.register_forward_pre_hook(keep).remove)
@@ -198,7 +198,7 @@ def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Mat
     """Return the output records of every head on a text; the end of the model is found on a short text."""
     ending = ending_of(model, short)
     outs, read = observed(model, ending, text)
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         final = None if ending is None else Final.of(model, ending, read, text)
         result = []
         for layer in layers:

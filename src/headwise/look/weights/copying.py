@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.output_projections import output_projections
 from ...nn.hooks.probe import AttentionCall
 from ...nn.hooks.unwrap import split_over
@@ -65,7 +65,7 @@ class Copying:
         outs, read = observed(model, ending, short)
         chosen = torch.tensor(ids, dtype=torch.long, device="cpu")
         towards: dict[int, Tensor] = {}
-        with resting(model):
+        with in_eval_mode_without_grad(model):
             rows = _rows(model.get_submodule(ending.unembedding), read[ending.unembedding], chosen)
             if ending.norm is not None:
                 frozen = frozen_norm(model.get_submodule(ending.norm), read[ending.norm])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.output_projections import output_projections
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts, check_functions
@@ -147,7 +147,7 @@ def attribute(
     with learning(model):
         names = output_projections(model, lambda model: short.output(model))
     outs, read = observed(model, ending, text)
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         towards, difference = _direction(model, ending, read, answer, wrong)
         heads: list[HeadLogit] = []
         for layer, (module, out, _) in outs.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.output_projections import output_projections
 from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.unwrap import unwrap
@@ -182,7 +182,7 @@ def _calls(model: nn.Module, row: Sequence[int]) -> list[tuple[AttentionCall, Te
     [text] = readings(model, [row], loss=no_loss, mask_id=None, seed=0)
     with learning(model):
         names = output_projections(model, lambda model: short.output(model))
-    with resting(model), probe(model) as seen:
+    with in_eval_mode_without_grad(model), probe(model) as seen:
         text.output(model)
     result = []
     for call in seen.calls:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 _lock = threading.Lock()
-_resting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # module in training mode -> number of open blocks
+_in_training: WeakKeyDictionary[nn.Module, int] = (
+    WeakKeyDictionary()
+)  # module in training mode -> number of open blocks
 
 
 @contextmanager
@@ -22,23 +24,23 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
     """
     with _lock:
         parts = {part for model in models for part in model.modules()}
-        training = [part for part in parts if part.training or part in _resting]
+        training = [part for part in parts if part.training or part in _in_training]
         for part in training:
-            _resting[part] = _resting.get(part, 0) + 1
+            _in_training[part] = _in_training.get(part, 0) + 1
             part.training = False
     try:
         yield
     finally:
         with _lock:
             for part in training:
-                _resting[part] -= 1
-                if not _resting[part]:
-                    del _resting[part]
+                _in_training[part] -= 1
+                if not _in_training[part]:
+                    del _in_training[part]
                     part.training = True
 
 
 @contextmanager
-def resting(*models: nn.Module) -> Iterator[None]:
+def in_eval_mode_without_grad(*models: nn.Module) -> Iterator[None]:
     """Put models in eval mode and disable gradients inside the with block.
 
     `torch.inference_mode` is not used: tensors that a model stores in its first forward pass (tables of rotary angles,

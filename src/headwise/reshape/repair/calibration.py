@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...shapes.arguments import shown
 from ..layout.families import CheckpointLayout, Layer, family_of
@@ -85,7 +85,7 @@ def read_moments(
         if key is not None:
             made[key].watch(call)
 
-    with resting(model), probe(model, count):
+    with in_eval_mode_without_grad(model), probe(model, count):
         for n, ids in enumerate(rows):
             say(model, ids)
             if progress is not None:
@@ -105,7 +105,7 @@ def say(model: nn.Module, ids: Any) -> Any:
 def loss_of(model: nn.Module, rows: Sequence[Tensor]) -> float | None:
     """Return the loss in nats per token, without the first token of each row; None if there are no token logits."""
     total, count = 0.0, 0
-    with resting(model):
+    with in_eval_mode_without_grad(model):
         for ids in rows:
             logits = getattr(say(model, ids), "logits", None)
             if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape or logits.shape[-1] <= int(ids.max()):

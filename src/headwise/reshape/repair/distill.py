@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...distributed.workers import Processes
 from ...files.atomic_file import check_destination, writing
-from ...nn.hooks.eval_mode import in_eval_mode, resting
+from ...nn.hooks.eval_mode import in_eval_mode, in_eval_mode_without_grad
 from ...shapes import INTEGERS, describe
 from ...shapes.arguments import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
 from ..arguments import check_kind, check_models, check_rows
@@ -283,7 +283,7 @@ class _Run:
         """Add the losses on held-out text to the curve."""
         device = next(self.plain.parameters()).device
         far = loss = torch.zeros((), dtype=torch.float64, device=device)
-        with resting(self.plain):
+        with in_eval_mode_without_grad(self.plain):
             for ids in self.processes.share(rows).to(device).split(1):
                 said, known = self.call(self.plain, ids), self.call(self.teacher, ids)
                 far = far + divergence(said, known).double()

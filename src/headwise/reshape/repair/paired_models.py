@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ...nn.hooks.eval_mode import resting
+from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.thread_hooks import in_this_thread, uncompiled
 
@@ -75,14 +75,14 @@ class Pair:
         return self.seen
 
     @contextmanager
-    def watched(self, calls: bool) -> Iterator[Pair]:
+    def recording(self, calls: bool) -> Iterator[Pair]:
         """Install the hooks for the with block, in eval mode and without gradients.
 
         With `calls`, queries and keys are recorded as well.
         """
         with ExitStack() as undo:
             undo.enter_context(uncompiled())
-            undo.enter_context(resting(self.original, self.changed))
+            undo.enter_context(in_eval_mode_without_grad(self.original, self.changed))
             for name, where in self.layers.items():
                 self._hook(undo, name, where)
             if calls:

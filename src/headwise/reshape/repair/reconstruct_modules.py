@@ -97,7 +97,7 @@ def reconstruct_modules(
         raise ValueError(f'inputs is "original" or "own"; got {shown(inputs)}')
     check_counts(value_steps=value_steps)
     run = _Reconstructor(Pair(changed, original, layers, inputs == "original", call), *batches_of(batches), progress)
-    with run.pair.watched(calls=value_steps > 0):
+    with run.pair.recording(calls=value_steps > 0):
         run.begin(passes=len(layers) if value_steps or inputs == "own" else 1)
         if run.passes == 1 and not value_steps:
             sums = run.sums(run.order)
