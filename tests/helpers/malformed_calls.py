@@ -13,7 +13,7 @@ from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from malformed import PACKAGE, Call
-from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, seen
+from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, patched, seen
 from malformed_reshape import RESHAPE
 from torch import Tensor
 
@@ -280,6 +280,10 @@ NN: dict[str, Callable[[], Call]] = {
         mha(head_dim=D, value_dim=V).forward,
         **{"memory": LEAVE, "mask": LEAVE, "positions": LEAVE, "cache": filled("paged"), "lengths": [1, 5]},
     ),
+    "GatedMultiHeadAttention": lambda: of(nn.GatedMultiHeadAttention, d_model=M, num_heads=H, gate=nn.OutputGate),
+    "OutputGate": lambda: of(nn.OutputGate, d_model=M, num_heads=H, value_dim=V, bias=True),
+    "OutputGate.forward": lambda: of(nn.OutputGate(M, H).forward, x=normal(B, T, M)),
+    "headwise_gate": lambda: of(nn.headwise_gate, d_model=M, num_heads=H, value_dim=V),
     "MultiHeadAttention.head": lambda: of(mha().head, index=1),
     "MultiHeadAttention.from_heads": lambda: of(
         MultiHeadAttention.from_heads, heads=[mha().head(0)] * 2, num_kv_heads=LEAVE, output_bias=normal(M)
@@ -361,6 +365,8 @@ REPORT: dict[str, Callable[[], Call]] = {
     "render": lambda: of(report.render, look=seen()),
     "write": lambda: of(report.write, look=seen(), path="written.html"),
     "render_comparison": lambda: of(report.render_comparison, before=seen(), after=seen(), kept={0: [0, 1, 2]}),
+    "render_effects": lambda: of(report.render_effects, result=patched()),
+    "write_effects": lambda: of(report.write_effects, result=patched(), path="written.html"),
     "write_comparison": lambda: of(report.write_comparison, before=seen(), after=seen(), path="written.html"),
     "put": lambda: of(report.put, content=b"content", path="put.html"),
     "check_destination": lambda: of(report.check_destination, path="checked.html"),

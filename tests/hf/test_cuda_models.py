@@ -70,13 +70,16 @@ def test_look(name: str, cuda: Any) -> None:
         assert (x.entropy, x.largest, x.distance) == pytest.approx((y.entropy, y.largest, y.distance), abs=1e-5)
 
 
-def test_what_a_look_costs() -> None:
+@pytest.mark.parametrize(
+    ("full_maps", "waits", "launches"), [(False, 12, 745), (True, 24, 1796)], ids=["small maps", "and what they move"]
+)
+def test_what_a_look_costs(full_maps: bool, waits: int, launches: int) -> None:
     """Waits and launches of each layer; most launches are those of the pooled maps, bin by bin."""
     model = model_of("Llama GQA")
     ids = torch.randint(3, 50, (61,), generator=torch.Generator().manual_seed(1))
     with pretend_cuda() as counts:
         model.to("cuda")
         counts.clear()
-        look.at(model, ids, repeats=None)
+        look.at(model, ids, full_maps=full_maps, repeats=None)
     layers = model.config.num_hidden_layers
-    assert counts.waits() <= 20 * layers and counts.launches.total() <= 1060 * layers
+    assert counts.waits() <= waits * layers and counts.launches.total() <= launches * layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -115,17 +116,20 @@ def test_a_window_too_short_for_copies_is_not_measured() -> None:
 
 @inside("role", ROLES)
 def test_a_role_needs_more_than_its_threshold(role: look.Role) -> None:
-    assert not role.plays(role.threshold, 0.0, 97) and role.plays(role.threshold + 0.001, 0.0, 97)
-    assert not role.plays(role.threshold + 0.001, 0.0, role.least - 1)
-    assert role.plays(role.threshold + 0.001, None, 97, low=0.0)
+    plays = functools.partial(role.plays, mass=1.0)
+    assert not plays(role.threshold, 0.0, 97) and plays(role.threshold + 0.001, 0.0, 97)
+    assert not plays(role.threshold + 0.001, 0.0, role.least - 1)
+    assert plays(role.threshold + 0.001, None, 97, low=0.0)
+    assert role.mass is None or not role.plays(role.threshold + 0.001, 0.0, 97, mass=role.mass)
 
 
 @inside("role", ROLES)
 def test_a_role_needs_more_than_chance(role: look.Role) -> None:
     null = 0.45
     bar = max(role.times * null + role.plus, role.threshold)
-    assert not role.plays(bar, null, 97) and role.plays(bar + 0.01, null, 97)
-    assert not role.plays(bar + 0.01, null, 97, low=null) and role.plays(bar + 0.01, null, 97, low=null + 0.01)
+    plays = functools.partial(role.plays, mass=1.0)
+    assert not plays(bar, null, 97) and plays(bar + 0.01, null, 97)
+    assert not plays(bar + 0.01, null, 97, low=null) and plays(bar + 0.01, null, 97, low=null + 0.01)
 
 
 def test_the_most_specific_role_names_a_head_and_states_stand_beside_it() -> None:
@@ -138,7 +142,8 @@ def test_the_most_specific_role_names_a_head_and_states_stand_beside_it() -> Non
         ("broad", (0.99, 0.99)), ("first-token sink", (0.95, 0.9)), ("previous-token", (0.97, 0.1)),
         ("retrieval", (0.9, 0.0)), ("induction", (0.5, 0.1)),
     ):  # fmt: skip
-        tally.role(name).add([0], 50 * np.array([values]), np.full((1, 2), 50.0), np.zeros((1, 2)))
+        total = 50 * np.array([values])
+        tally.role(name).add([0], total, np.full((1, 2), 50.0), np.zeros((1, 2)), None, total)
     head, resting = records([tally], ROLES)
     assert [score.name for score in head.roles] == [
         "induction", "retrieval", "previous-token", "first-token sink", "broad",

@@ -12,7 +12,7 @@ from test_norm_weighted import TEXT, Reader, by_hand
 
 import headwise
 from headwise import look
-from headwise.look.collect import forward
+from headwise.look.collect import moved as collect_moved
 from headwise.look.records.head import HeadMap
 
 
@@ -59,7 +59,7 @@ def test_where_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = look.at(Gated(), TEXT)
     assert gated.maps and gated.moved == () and gated.heads[0].first_moved is None
     assert "moves" not in str(gated) and "moves" in str(look.at(Reader(), TEXT))
-    monkeypatch.setattr(forward, "SHORT", len(TEXT) - 1)
+    monkeypatch.setattr(collect_moved, "SHORT", len(TEXT) - 1)
     assert look.at(Reader(), TEXT).moved == ()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headwise import Mask, blocks, causal, window
-from headwise.parallel.context_layouts.layout_costs import call_of, explain
+from headwise.parallel.context_layouts.layout_costs import explain, mesh_call_of
 from headwise.plan.ranks import communication as links
 from headwise.plan.ranks.communication import LAYOUTS, Link, bytes_sent, decode_sent, layout_cost, layout_costs
 from headwise.plan.ranks.sharding import (
@@ -318,7 +318,7 @@ def test_shares_of_nothing_and_of_less_than_one_each() -> None:
 )
 def test_a_priced_call_contains_what_its_mask_allows(mask: Mask, bounds: tuple[int | None, ...]) -> None:
     """Five queries behind two keys."""
-    call = call_of(mask, 5, 7, heads=2, kv_heads=1, head_dim=3, value_dim=3)
+    call = mesh_call_of(mask, 5, 7, heads=2, kv_heads=1, head_dim=3, value_dim=3)
     assert (call.left, call.right, call.chunk) == bounds
 
 

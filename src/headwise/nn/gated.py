@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..shapes import check_gate
-from ..shapes.arguments import check_counts, shown
+from ..shapes.arguments import check_counts, check_flags, shown
+from .checks import check_input
 from .head_views import split_heads
 from .multihead import MultiHeadAttention
 
@@ -31,7 +32,7 @@ class OutputGate(nn.Module):
         bias: Whether the projection has a bias.
 
     Raises:
-        TypeError, ValueError: a size is not a positive int.
+        TypeError, ValueError: a size is not a positive int, or `bias` is not a bool.
 
     Example:
         >>> import torch
@@ -44,11 +45,13 @@ class OutputGate(nn.Module):
     def __init__(self, d_model: int, num_heads: int, value_dim: int | None = None, *, bias: bool = False) -> None:
         super().__init__()
         check_counts(1, d_model=d_model, num_heads=num_heads, value_dim=1 if value_dim is None else value_dim)
-        self.value_dim = value_dim
+        check_flags(bias=bias)
+        self.d_model, self.value_dim = d_model, value_dim
         self.proj = nn.Linear(d_model, num_heads * (value_dim or 1), bias=bias)
 
     def forward(self, x: Float[Tensor, "B T M"]) -> Tensor:
         """Return the gate of `x` (B, T, M): (B, H, T, V), or (B, H, T) for the headwise gate."""
+        check_input(x, self.d_model, self.proj)
         gate = torch.sigmoid(self.proj(x))
         # The heads are counted from the result: with heads split over ranks, this rank has fewer than the module.
         size = self.value_dim or 1
@@ -60,7 +63,8 @@ GateFactory = Callable[[int, int, int], nn.Module]
 
 
 def headwise_gate(d_model: int, num_heads: int, value_dim: int) -> OutputGate:
-    """Return the headwise `OutputGate`: one factor per head and token; `value_dim` is not needed."""
+    """Return the headwise `OutputGate`: one factor per head and token, whatever the `value_dim`."""
+    check_counts(1, value_dim=value_dim)
     return OutputGate(d_model, num_heads)
 
 

@@ -23,17 +23,11 @@ from ..roles.call_tokens import CallTokens, NameSigns, Passage, Vocabulary
 from ..roles.catalog import TEXT
 from ..roles.role import Role
 from ..roles.spatial_measures import only
-from .moved import add_moved, moved
+from .moved import SHORT, MovedByLayer
 from .reduce import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
 from .sums import ON_PICTURE, LayerTally
 
 OnProgress = Callable[[int, int], object]
-
-SHORT = 1024
-"""The most queries of a call whose vectors are kept: the weights among them need whole rows, which take time.
-
-Longer calls have no maps by what the weights move either: these take a second pass over the scores.
-"""
 
 
 @dataclass
@@ -72,7 +66,6 @@ class Reader:
         maps: the large maps of the last text.
         neurons: the queries, keys and values of its first tokens, kept with the large maps if the text is short.
         moved: the large maps by what the weights move, parallel to `maps`; without cells where that is not known.
-        outputs: the output projection of each attention module, by name, from which follows what weights move.
         source: the input of the main pass, if that is more than one text.
         copying: what heads do to the logits of the names in the annotated sentences, if that is known.
     """
@@ -87,7 +80,6 @@ class Reader:
     maps: list[HeadMap] = field(default_factory=list)
     neurons: list[Neurons] = field(default_factory=list)
     moved: list[HeadMap] = field(default_factory=list)
-    outputs: Mapping[str, str] = field(default_factory=dict)
     source: Source | None = None
     copying: NameSigns | None = None
 
@@ -116,7 +108,9 @@ class Reader:
         roles = [role for role in self.roles if role.reads == reads]
         scenes: dict[object, CallTokens] = {}
         uniform, again, pair = Uniform(), Counter[str](), inputs.is_pair(self.model)
-        self.maps, self.neurons, self.moved = [], [], []
+        pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
+        self.maps, self.neurons, moving = [], [], MovedByLayer(self.model, pool)
+        self.moved = moving.maps
 
         def each(call: AttentionCall) -> Tensor | None:
             inputs.check_heads(self.model.get_submodule(call.module), call)
@@ -128,7 +122,6 @@ class Reader:
             if about not in scenes:
                 scenes[about] = replace(_scene(view, ahead, self.words, usual or {}), copying=self.copying)
             scene = scenes[about]
-            pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
             here = [role for role in roles if scene.kinds & role.over]
             tally, first = self._tally(call, view, part, reads)
             if MIXED in scene.kinds:
@@ -143,13 +136,15 @@ class Reader:
                 add_numbers(got, tally, self.sizes.small)
                 if self.sizes.large and first:
                     self.maps += quantised(got.rows.pooled[0])
-                    self._add_moved(call, tally, pool)
+                    moving.add(call, tally)
                     if call.query.shape[2] <= SHORT:
                         self.neurons.append(vectors_of(call))
             self.steps.step()
+            if search is not None and out is not None:
+                search.next(call.module, out)
             return out
 
-        with probe(self.model, each) as seen:
+        with probe(self.model, each) as seen, moving.search(of=reads == TEXT and bool(self.sizes.large)) as search:
             self.steps.expect(len(seen.expected))
             try:
                 source.run()
@@ -157,16 +152,6 @@ class Reader:
                 if seen.seen == 0 and not source.call:  # no call was reached: not an error of the measurement
                     inputs.check_reads_nothing_else(self.model, error)
                 raise
-
-    def _add_moved(self, call: AttentionCall, tally: LayerTally, pool: int) -> None:
-        """Add what the weights of a call move, if its heads are not gated and it is short: it takes a second pass."""
-        name = self.outputs.get(call.module)
-        if name is None or call.value is None or call.gate is not None or call.query.shape[2] > SHORT:
-            self.moved += [HeadMap(0, 0, b"")] * tally.heads
-            return
-        rows = moved(call, self.model.get_submodule(name), pool)
-        add_moved(rows, tally)
-        self.moved += quantised(rows.pooled[0])
 
     def _of_text(self, call: AttentionCall, scene: CallTokens, roles: Sequence[Role], tally: LayerTally) -> None:
         """Add the roles of text for a text that contains pictures: only queries that are not patches count."""

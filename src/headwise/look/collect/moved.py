@@ -7,26 +7,60 @@ attention give its maps and masses too, and no attention matrix is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from ...nn.hooks.output_projections import output_projections
+from ...nn.hooks.output_projections import ProjectionSearch
 from ...nn.hooks.probe import AttentionCall
 from ...nn.hooks.projections import plain_weight
+from ...nn.hooks.unwrap import split_over
 from ...ops.masks import bias
 from ...ops.statistics.api import RowStatistics, row_statistics
+from ..records.head import HeadMap
 from ..weights.head_matrices import written_by
+from .reduce import on_host, quantised
 from .sums import LayerTally
 
+SHORT = 1024
+"""The most queries of a call whose vectors are kept, and whose scores are computed a second time by what they move."""
 
-def projections(model: nn.Module, run: Callable[[], object]) -> dict[str, str]:
-    """Return the output projection of each attention module by name; none if the heads are split over ranks."""
-    try:
-        return output_projections(model, lambda _: run())
-    except ValueError:
-        return {}
+
+class MovedByLayer:
+    """Measures what the weights move, each call right before its output projection runs.
+
+    Attributes:
+        maps: The map of each head, in the order of the calls; empty ones where it is not measured.
+    """
+
+    def __init__(self, model: nn.Module, pool: int) -> None:
+        self.model, self.pool = model, pool
+        self.maps: list[HeadMap] = []
+        self._last: tuple[AttentionCall, LayerTally, int] | None = None
+
+    def search(self, *, of: bool) -> AbstractContextManager[ProjectionSearch | None]:
+        """Return the context in which the model runs.
+
+        Nothing is measured if `of` is False, or if the heads are split over ranks, none of which has a whole W_O.
+        """
+        return ProjectionSearch(self.model, self._found) if of and split_over(self.model) == 1 else nullcontext()
+
+    def add(self, call: AttentionCall, tally: LayerTally) -> None:
+        """Take a call; it is measured if its heads are not gated and it is short, because it takes a second pass."""
+        at = len(self.maps)
+        self.maps += [HeadMap(0, 0, b"")] * tally.heads
+        long = call.query.shape[2] > SHORT
+        self._last = None if call.value is None or call.gate is not None or long else (call, tally, at)
+
+    def _found(self, attention: str, projection: str) -> None:
+        last, self._last = self._last, None
+        if last is None or last[0].module != attention:
+            return
+        call, tally, at = last
+        rows = on_host(moved(call, self.model.get_submodule(projection), self.pool))
+        add_moved(rows, tally)
+        self.maps[at : at + tally.heads] = quantised(rows.pooled[0])
 
 
 def lengths(call: AttentionCall, projection: nn.Module) -> Tensor:
@@ -54,7 +88,7 @@ def moved(call: AttentionCall, projection: nn.Module, pool: int) -> RowStatistic
     The target ``"first"`` is the first key, of the queries after the first, which alone may have no choice.
     """
     by_key = bias(lengths(call, projection).log()[:, :, None, :])
-    first = torch.zeros(call.query.shape[2], 1, dtype=torch.long)
+    first = torch.zeros(call.query.shape[2], 1, dtype=torch.long, device=call.query.device)
     first[0] = -1
     return row_statistics(
         call.query,

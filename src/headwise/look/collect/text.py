@@ -24,7 +24,6 @@ from ..weights.copying import Copying
 from .excerpts import around
 from .finalize import records
 from .forward import OnProgress, Reader, Steps, batches, numbered, random_copies
-from .moved import projections
 from .reduce import MapSizes
 
 LARGE_MAP = 128
@@ -33,8 +32,6 @@ LARGE_MAP = 128
 LARGE_PICTURE = 320
 """The same limit for pictures and sound, where each of 16 x 16 patches and some tokens has its own cell."""
 
-FEW = 8
-"""The tokens of a text on which the output projections are found."""
 
 BATCH = 4096
 """The most tokens of one forward pass over several passages."""
@@ -118,10 +115,6 @@ def at(
         model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
     )
     with in_eval_mode_without_grad(model):
-        if full_maps:
-            reader.outputs = projections(
-                model, (source or Source.of_rows(model, [Passage(row[:FEW])], facts, None)).run
-            )
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         kept = {"maps": tuple(reader.maps), "neurons": tuple(reader.neurons)}
         kept["moved"] = tuple(reader.moved) if any(one.data for one in reader.moved) else ()

@@ -61,5 +61,5 @@ class OnNames(OnLinks):
         copying, call = got.scene.copying, got.call
         if "signs" not in got.kept:
             signs = None if copying is None else copying.signs(call, got.scene.keys)
-            got.kept["signs"] = torch.empty(0) if signs is None else signs
+            got.kept["signs"] = torch.empty(0, device="cpu") if signs is None else signs
         return got.kept["signs"] if got.kept["signs"].numel() else None

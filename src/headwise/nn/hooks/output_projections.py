@@ -45,33 +45,61 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
     """
     check_functions(run=run)
     model = unwrap(model)
-    require_whole(model, "what reads its heads")
-    running: list[tuple[str, Tensor]] = []  # name and concatenated heads of the attention module that ran last
     projections: dict[str, str] = {}
 
     def each(call: AttentionCall) -> Tensor:
         out = call.attend()
-        running[:] = [(call.module, out.transpose(1, 2).flatten(2))]
+        search.next(call.module, out)
         return out
 
-    def before(name: str, plain: bool, part: nn.Module, args: tuple[Any, ...]) -> None:
-        for attention, side_by_side in list(running):
-            x = args[0] if args else None
-            if not isinstance(x, Tensor) or x.numel() != side_by_side.numel() or attention in projections:
-                continue
-            same = torch.equal(x.reshape(side_by_side.shape), side_by_side)
-            if same and (plain or (len(args) == 1 and _is_additive(part, x, running))):
-                projections[attention] = name
-
-    with ExitStack() as undo, torch.no_grad(), probe(model, each):
-        # A hook on kv_b_proj would prevent the absorbed form of latent attention, and kv_b_proj does not read heads.
-        others = {id(part.kv_b_proj) for part in model.modules() if isinstance(part, LatentAttention)}
-        for name, part in model.named_modules():
-            if id(part) not in others and any(map(_has_matrix, part.modules())):
-                hook = in_this_thread(partial(before, name, _has_matrix(part) and not has_hooks(part)))
-                undo.callback(part.register_forward_pre_hook(hook, prepend=True).remove)
+    with torch.no_grad(), probe(model, each), ProjectionSearch(model, projections.__setitem__) as search:
         run(model)
     return projections
+
+
+class ProjectionSearch:
+    """The search of `output_projections` as a context manager, for a pass of the model that has another purpose.
+
+    Args:
+        model: The model, without wrappers.
+        found: Called as ``found(attention, projection)`` with two names, once for each attention module, right before
+            the projection runs.
+
+    Raises:
+        ValueError: the heads are split over several ranks.
+    """
+
+    def __init__(self, model: nn.Module, found: Callable[[str, str], None]) -> None:
+        require_whole(model, "what reads its heads")
+        self.model, self.found, self._undo = model, found, ExitStack()
+        self._running: list[tuple[str, Tensor]] = []  # name and concatenated heads of the attention that ran last
+        self._done: set[str] = set()
+
+    def __enter__(self) -> ProjectionSearch:
+        # A hook on kv_b_proj would prevent the absorbed form of latent attention, and kv_b_proj does not read heads.
+        others = {id(part.kv_b_proj) for part in self.model.modules() if isinstance(part, LatentAttention)}
+        for name, part in self.model.named_modules():
+            if id(part) not in others and any(map(_has_matrix, part.modules())):
+                hook = in_this_thread(partial(self._before, name, _has_matrix(part) and not has_hooks(part)))
+                self._undo.callback(part.register_forward_pre_hook(hook, prepend=True).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def next(self, attention: str, out: Tensor) -> None:
+        """Search for the projection of this attention module, whose heads are `out` (B, H, T, V)."""
+        self._running[:] = [] if attention in self._done else [(attention, out.transpose(1, 2).flatten(2))]
+
+    def _before(self, name: str, plain: bool, part: nn.Module, args: tuple[Any, ...]) -> None:
+        for attention, side_by_side in list(self._running):
+            x = args[0] if args else None
+            if not isinstance(x, Tensor) or x.numel() != side_by_side.numel() or attention in self._done:
+                continue
+            same = torch.equal(x.reshape(side_by_side.shape), side_by_side)
+            if same and (plain or (len(args) == 1 and _is_additive(part, x, self._running))):
+                self._done.add(attention)
+                self.found(attention, name)
 
 
 def _has_matrix(part: nn.Module) -> bool:
