@@ -95,8 +95,10 @@ def test_with_scores_the_worst_go_too_and_it_is_said_which() -> None:
 
 
 def test_with_scores_nothing_more_goes_where_nothing_must() -> None:
-    plan = plan_prune(decoder(4, 4), heads={0: [3], 1: [1]}, scores=random_scores())
-    assert plan.gone == {"0": [3], "1": [1]} and plan.notes == ()
+    harmful = scores([-1, -2, -3, -4], [-4, -3, -2, -1])  # fewer heads would come to a higher sum
+    for worth in (random_scores(), harmful):
+        plan = plan_prune(decoder(4, 4), heads={0: [3], 1: [1]}, scores=worth)
+        assert plan.gone == {"0": [3], "1": [1]} and plan.notes == ()
 
 
 # --- a fraction -------------------------------------------------------------------------------------------------------
@@ -164,9 +166,14 @@ def test_the_most_heads_that_a_budget_allows_stay(context: int) -> None:
 
 def test_a_budget_takes_the_smaller_cache_where_it_must() -> None:
     source, worth = decoder(4, 2, layers=1), scores([9, 1, 1, 9])
-    small = (2 * 5 * 26 * 4 + 11 * 26) * 4 - 4 * 5 * 26 * 2  # two query heads that read one key-value head
+    weights_of = lambda heads, kv: 4 * (11 * 26 + 5 * 26 * (2 * heads + 2 * kv))  # noqa: E731
+    small = weights_of(2, 1)  # two query heads that read one key-value head
     assert plan_prune(source, budget=Budget(small / 1e6), scores=worth).kept["0"].kv == (0,)
     assert plan_prune(source, budget=Budget(2 * small / 1e6), scores=worth).gone == {}
+    whole = weights_of(2, 2)
+    assert plan_prune(source, budget=Budget(whole / 1e6), scores=worth).kept["0"] == KeptHeads((0, 3), (0, 1))
+    assert plan_prune(source, budget=Budget(whole / 1e6), scores=scores([9, 9, 1, 1])).kept["0"].kv == (0,)
+    assert plan_prune(source, budget=Budget((whole - 1) / 1e6), scores=worth).kept["0"].kv == (0,)
     harmful = scores([-9, -1, -1, -9])  # as many heads as fit, though fewer would come to a higher sum
     assert plan_prune(source, budget=Budget(2 * small / 1e6), scores=harmful).gone == {}
 
@@ -307,3 +314,22 @@ def test_the_cache_of_a_budget_is_in_the_largest_dtype_of_the_layers() -> None:
     family = plan_prune(source, heads=[]).family
     now = {field: (4, 4) for field in family.counts}
     assert select.cache_of(family, source.tensors, now, 17) == 2 * 2 * 4 * 5 * 17 * 4  # keys and values of two layers
+
+
+def test_the_cache_of_a_decoder_counts_beside_an_encoder() -> None:
+    """Keys and values of its own tokens, and of as many that it reads from the encoder; the encoder holds none."""
+    source = pair_of_stacks()
+    family = plan_prune(source, heads=[]).family
+    now = {field: (3, 3) for field in family.counts}
+    own, read = (2 * 2 * 3 * 4 * 17 * 4 for _ in range(2))  # two layers of three heads of size 4
+    assert select.cache_of(family, source.tensors, now, 17) == own + read
+    assert select.cache_of(family, source.tensors, now, 0) == 0
+
+
+def test_the_weights_of_a_budget_have_each_the_bytes_of_their_dtype() -> None:
+    source = decoder(4, 4, layers=1)
+    for name, dtype in (("q_proj", torch.float16), ("v_proj", torch.float64)):
+        source.tensors[f"model.layers.0.self_attn.{name}.weight"].dtype = dtype
+    sizes = 4 * 11 * 26 + 3 * 5 * 26 * (2 + 4 + 8 + 4)  # the embedding, and three heads that stay
+    for most, stay in ((sizes + 0.5, 3), (sizes - 0.5, 2)):  # no number that rounds to another
+        assert len(kept(source, budget=Budget(most / 1e6), scores=random_scores())["0"]) == stay
