@@ -207,6 +207,7 @@ LOOK: dict[str, Callable[[], Call]] = {
     "Circuits.strongest": lambda: of(circuits().strongest, most=2),
     "Circuits.plot_circuits": lambda: of(circuits().plot_circuits, most=2),
     "Circuits.table": lambda: of(circuits().table, most=2),
+    "Circuits.heads_table": lambda: of(circuits().heads_table, most=2),
     "Redundancy.pairs_table": lambda: of(look.redundancy(Speaker(), IDS).pairs_table, most=2),
     "redundancy": lambda: of(
         look.redundancy, model=Speaker(), ids=IDS, threshold=0.25, rows=5, name="m", progress=step

@@ -325,3 +325,11 @@ def test_what_does_not_fit_is_refused() -> None:
     model.layers[1].o_proj = nn.Sequential(nn.Tanh(), model.layers[1].o_proj)
     with pytest.raises(ValueError, match=r"no module reads the heads of 'layers\.1' side by side .*no W_O a head"):
         circuits(model, TEXT)
+
+
+def test_the_table_of_heads_lists_those_that_write_the_most() -> None:
+    found = circuits(Small(), torch.tensor(TEXT))
+    largest = sorted(found.heads, key=lambda head: head.norm, reverse=True)[:3]
+    columns = [list(column.cells) for column in found.heads_table(most=3).columns]
+    assert list(zip(*columns[:2], strict=True)) == [(str(head.layer), str(head.head)) for head in largest]
+    assert found.heads_table().row_count == len(found.heads) > 3

@@ -23,6 +23,7 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
 ]
 PAGE = ".html"
+SCREEN, LISTED = 64, 24  # of a model with more heads than fit a screen, so many are listed
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
 
 
@@ -158,7 +159,10 @@ def circuits(
         print(result.to_json())
     else:
         put(result.table())
-        put(result.heads_table())
+        many = len(result.heads) > SCREEN
+        put(result.heads_table(most=LISTED if many else None))
+        if many:
+            put(f"{len(result.heads)} heads, of which these {LISTED} write the most; --json and --out x.json have all")
     write_out(result, out, as_json)
 
 

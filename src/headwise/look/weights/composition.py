@@ -121,11 +121,18 @@ class Circuits(Tabled):
         edges = [(one.kind, one.reader, one.writer, one.value / one.null) for one in self.strongest(most)]
         return graph(edges, self.roles, f"{self.model}: heads that read earlier ones")
 
-    def heads_table(self) -> rich.table.Table:
-        """Return a table of the heads' outputs; a dash if a number is not defined."""
+    def heads_table(self, most: int | None = None) -> rich.table.Table:
+        """Return a table of the heads' outputs; a dash if a number is not defined.
+
+        Args:
+            most: How many heads the table has at most, those that write the most; all heads by default.
+        """
+        if most is not None:
+            check_counts(1, most=most)
+        largest = sorted(self.heads, key=lambda head: -(head.norm or 0.0))[:most]
         names = ("norm", "share", "residual", "logit", "copying", "suppressing")
         table = _table(f"{self.model}: what heads write", ("layer", "head", *names))
-        for head in self.heads:
+        for head in self.heads if most is None or len(self.heads) <= most else largest:
             numbers = [getattr(head, name) for name in names]
             table.add_row(str(head.layer), str(head.head), *("-" if x is None else f"{x:.3f}" for x in numbers))
         return table
