@@ -1,4 +1,4 @@
-"""What stands in place of a head that is off by its mean: the mean over all rows of its calls, however many a text has."""
+"""A head that is off by its mean: the mean is over all rows of its calls, however many a text has."""
 
 from __future__ import annotations
 
