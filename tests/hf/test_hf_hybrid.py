@@ -107,6 +107,27 @@ def test_beam_search_reorders_states_with_their_rows(row: Row) -> None:
     )
 
 
+@pytest.mark.parametrize("row", [row for row in HYBRIDS if row.name == "Falcon-H1"], ids=lambda row: row.name)
+def test_tokens_taken_back_are_gone_from_the_states_as_from_transformers_own(row: Row) -> None:
+    ids, logits, states = token_ids(T + 4, seed=7), [], []
+    for implementation in ("eager", "headwise"):
+        model = model_of(row, implementation)
+        cache = DynamicCache(config=model.config) if implementation == "eager" else make_cache(model, "static")
+        for layer in cache.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                layer.activate_past_recording()
+        with torch.no_grad():
+            for part in ids.split([T, 4], 1):
+                model(part, **{CACHE: cache})
+            cache.crop(-3)
+            logits.append(model(ids[:, 3:5], **{CACHE: cache}).logits)
+        assert cache.get_seq_length() == T + 3
+        layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+        states.append([state for layer in layers for state in layer.conv_states.values()])
+    torch.testing.assert_close(logits[1], logits[0], rtol=WIDE, atol=WIDE)
+    torch.testing.assert_close(states[1], states[0], rtol=WIDE, atol=WIDE)
+
+
 def test_a_state_of_the_wrong_row_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: beam search moves the keys and leaves the states."""
     row = next(row for row in HYBRIDS if row.name == "Falcon-H1")

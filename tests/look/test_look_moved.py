@@ -72,6 +72,8 @@ def test_a_share_is_of_the_rows_that_attend_under_the_cap_of_their_scores() -> N
     assert share.std() > 0.01
     for head in seen.heads:
         assert head.first_moved == pytest.approx(float(share[head.head].mean()), abs=1e-5)
+    short = look.at(model, ids[:5], repeats=None)
+    assert [head.first_moved for head in short.heads] == [None] * 3, "no row attends, so there is no mean"
 
 
 GATE = torch.tensor([0.5, 1.0, 2.0])
