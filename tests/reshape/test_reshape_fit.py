@@ -24,6 +24,7 @@ def test_queries_use_keys_as_they_do_on_average_over_distances(rotation: str) ->
     query, key, value = project(weights, x)
     moments = Moments.like(weights)
     moments.add(query, key, value)
+    assert moments.tokens == x.shape[0] * x.shape[1]
     uses = query_uses(weights, moments)
     e = torch.randn(3, 14, dtype=torch.float64)
     grouped = query.transpose(0, 1).reshape(3, -1, 14)  # two query heads to a key head, side by side
