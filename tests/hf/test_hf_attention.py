@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from headwise.hf.attention.function import HARMLESS, headwise_attention
-from headwise.hf.attention.mask import headwise_mask
+from headwise.hf.attention.mask import StructuralMask, headwise_mask
 from headwise.hf.returned import attentions_are_collected
+from headwise.ops.masks import causal, segments
 
 
 class SomeAttention(nn.Module):
@@ -134,6 +135,21 @@ def test_packed_sequences_by_their_ends_or_numbers() -> None:
     torch.testing.assert_close(call(q, k, v, None, seq_idx=numbers), apart)
     with pytest.raises(ValueError, match=r"SomeAttention passes cu_seq_lens_q with query \(3, .* come as one row"):
         call(*qkv(), None, cu_seq_lens_q=ends)
+
+
+def test_sequence_numbers_count_in_every_row() -> None:
+    """Beside a mask of sequences the numbers change nothing, if in each row a sequence of the mask begins with each."""
+    q, k, v = (x[:2] for x in qkv(S))
+    masked = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 2]])
+    mask = StructuralMask(causal() & segments(masked), (2, 1, S, S))
+    coarser = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 1]])
+    for numbers in (masked, coarser):
+        torch.testing.assert_close(call(q, k, v, mask, seq_idx=numbers), call(q, k, v, mask))
+    for row in range(2):
+        other = masked.clone()
+        other[row] = torch.tensor([0, 1, 1, 1, 1, 1, 1])
+        with pytest.raises(ValueError, match="do not end where these do"):
+            call(q, k, v, mask, seq_idx=other)
 
 
 @pytest.mark.unchecked

@@ -11,11 +11,13 @@ from hf_models import PAD, VOCAB, Row, padding, token_ids
 from hybrid_models import HYBRIDS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, MiniMaxConfig, MiniMaxForCausalLM, PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer
 
 from headwise import hf, look, plan, reshape
+from headwise.cache import StaticCache
 from headwise.hf import ModelError, make_cache
 from headwise.hf.decode.cache_layers import FullLayer
+from headwise.hf.decode.hybrid_layers import hybrid_layer
 from headwise.hf.models.architectures import CACHE
 
 pytestmark = pytest.mark.unchecked
@@ -105,6 +107,43 @@ def test_beam_search_reorders_states_with_their_rows(row: Row) -> None:
     assert torch.equal(
         generated(model, make_cache(model_of(row, "headwise"), "paged"), "left", num_beams=3)[0], expected
     )
+
+
+@pytest.mark.parametrize("row", [row for row in HYBRIDS if row.name == "Falcon-H1"], ids=lambda row: row.name)
+def test_tokens_taken_back_are_gone_from_the_states_as_from_transformers_own(row: Row) -> None:
+    ids, logits, states = token_ids(T + 4, seed=7), [], []
+    for implementation in ("eager", "headwise"):
+        model = model_of(row, implementation)
+        cache = DynamicCache(config=model.config) if implementation == "eager" else make_cache(model, "static")
+        for layer in cache.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                layer.activate_past_recording()
+        with torch.no_grad():
+            for part in ids.split([T, 4], 1):
+                model(part, **{CACHE: cache})
+            cache.crop(-3)
+            logits.append(model(ids[:, 3:5], **{CACHE: cache}).logits)
+        assert cache.get_seq_length() == T + 3
+        layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+        states.append([state for layer in layers for state in layer.conv_states.values()])
+    torch.testing.assert_close(logits[1], logits[0], rtol=WIDE, atol=WIDE)
+    torch.testing.assert_close(states[1], states[0], rtol=WIDE, atol=WIDE)
+
+
+def test_a_layer_with_a_state_and_a_window_keeps_the_window() -> None:
+    """No model here has such a layer; transformers' own says what it keeps."""
+    theirs = LinearAttentionAndSlidingWindowAttentionLayer(sliding_window=5)
+    ours = hybrid_layer(theirs, "static", 2000, None)
+    assert ours.get_max_length() == theirs.sliding_window == 5 and ours.is_sliding
+    for tokens in (7, 300, 1, 290, 1):
+        key, value = torch.randn(2, 2, tokens, 3), torch.randn(2, 2, tokens, 3)
+        ours.update(key, value)
+        theirs.update(key, value)
+    kept, _ = ours.update(key, value)
+    expected, _ = theirs.update(key, value)
+    assert torch.equal(torch.as_tensor(kept)[:, :, -5:], expected[:, :, -5:])
+    assert ours.get_seq_length() == theirs.get_seq_length() == 600
+    assert ours.cache.nbytes < StaticCache(2, 2, 3, capacity=600).nbytes
 
 
 def test_a_state_of_the_wrong_row_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

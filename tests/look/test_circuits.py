@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -208,6 +209,33 @@ def test_what_heads_write_adds_up_to_the_logits(norm: Any, behind: bool) -> None
         torch.testing.assert_close(total, above(logits), atol=3e-4, rtol=0)
     for layer in range(3):
         assert sum(head.share for head in result.heads[4 * layer : 4 * layer + 4]) == pytest.approx(1.0, abs=1e-5)
+
+
+SUMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "subtracted": (lambda x, y: x - y, -1.0),
+    "a part subtracted": (lambda x, y: x.sub(y, alpha=0.5), -0.5),
+    "a part added": (lambda x, y: x.add(y, alpha=0.3), 0.3),
+    "scaled, then subtracted": (lambda x, y: x - 2.5 * y, -2.5),
+    "subtracted from": (lambda x, y: -1.0 * (y - x), -1.0),
+    "twice": (lambda x, y: y + x + y, 2.0),
+}
+
+
+@pytest.mark.parametrize("how", SUMS)
+def test_the_factor_of_a_layer_is_that_of_its_sum(how: str) -> None:
+    """The first layer reaches the end through the sum of the second, which adds or takes away its own part."""
+    summed, factor = SUMS[how]
+
+    class Own(Small):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for norm, layer in zip(self.norms, self.layers, strict=True):
+                x = summed(x, layer(norm(x), mask=headwise.causal()))
+            return self.unembed(self.final(x))
+
+    [reading] = readings(Own(layers=2), [TEXT], loss=lambda out, ids: ids, mask_id=None, seed=0)
+    ending = ending_of(Own(layers=2), reading)
+    assert ending is not None and ending.factors == pytest.approx({0: factor, 1: factor})
 
 
 def test_what_reaches_the_residual_by_addition_alone_is_told() -> None:

@@ -42,6 +42,40 @@ def test_pooled_maps_are_the_mass_of_their_keys() -> None:
         assert head.first_moved == pytest.approx(one.first_moved, abs=1e-5)
 
 
+class Bounded(Reader):
+    """Scores under a cap, of a text whose tokens before the fifth may not attend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend.inner = headwise.nn.InnerAttention(scale=3.0, softcap=1.5)
+        self.attend.v_proj.weight.data[:, :5] *= 4
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.attend(self.embed(ids), mask=self.mask(ids.shape[1])) @ self.embed.weight.T
+
+    def mask(self, T: int) -> torch.Tensor:
+        return torch.ones(T, T, dtype=torch.bool).tril() & (torch.arange(T)[:, None] >= 5)
+
+
+def test_a_share_is_of_the_rows_that_attend_under_the_cap_of_their_scores() -> None:
+    torch.manual_seed(3)
+    model, ids = Bounded(), torch.arange(1, 18)
+    seen = look.at(model, ids)
+    mha, T = model.attend, len(ids)
+    with torch.no_grad():
+        parts = (mha.q_proj, mha.k_proj, mha.v_proj)
+        q, k, v = (part(model.embed(ids)).unflatten(-1, (3, -1)).transpose(0, 1) for part in parts)
+        scores = (1.5 * (q @ k.mT * 3.0 / 1.5).tanh()).masked_fill(~model.mask(T), -torch.inf)
+        written = v @ mha.o_proj.weight.T.unflatten(0, (3, -1))
+        moved = scores[:, 5:].softmax(-1) * written.norm(dim=-1)[:, None]
+        share = moved[..., 0] / moved.sum(-1)
+    assert share.std() > 0.01
+    for head in seen.heads:
+        assert head.first_moved == pytest.approx(float(share[head.head].mean()), abs=1e-5)
+    short = look.at(model, ids[:5], repeats=None)
+    assert [head.first_moved for head in short.heads] == [None] * 3, "no row attends, so there is no mean"
+
+
 GATE = torch.tensor([0.5, 1.0, 2.0])
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
 import torch
 
+import headwise
 from headwise import look
 from headwise.look import Look, Passage, Repeats, Vocabulary
 from headwise.look.inputs.needles import needles
@@ -156,3 +158,28 @@ def test_needles() -> None:
     assert len(distances) == 4
     with pytest.raises(ValueError, match="a needle has 7 tokens that the text does not contain, and there are 1 to"):
         needles([1, 2], [1, 2, 3])
+
+
+def test_a_sink_of_a_head_is_one_choice_more_of_a_broad_one() -> None:
+    """The entropy is that of the whole softmax, so it is held against as many choices as that has."""
+    torch.manual_seed(7)
+    sinks = torch.tensor([-1.0, 0.5, 2.0])
+    mha = headwise.MultiHeadAttention(12, 3, inner=headwise.nn.InnerAttention(sinks=sinks))
+    embed, ids = torch.nn.Embedding(97, 12), torch.arange(3, 43)
+    seen = look.at(CausalModel(embed, mha), ids.tolist())
+    with torch.no_grad():
+        q, k = (part(embed(ids)).view(40, 3, 4).transpose(0, 1) for part in (mha.q_proj, mha.k_proj))
+        scores = (q @ k.mT / 2).masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+        choices = torch.cat([scores, sinks[:, None, None].expand(3, 40, 1)], -1).softmax(-1)
+    for head in range(3):
+        rows = [torch.distributions.Categorical(choices[head, i]).entropy() / math.log(i + 2) for i in range(7, 40)]
+        assert seen.head(0, head).value("broad") == pytest.approx(float(torch.stack(rows).mean()), abs=1e-4)
+
+
+class CausalModel(torch.nn.Module):
+    def __init__(self, embed: torch.nn.Module, mha: torch.nn.Module) -> None:
+        super().__init__()
+        self.embed, self.mha, self.out = embed, mha, torch.nn.Linear(12, 97)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mha(self.embed(ids), mask=headwise.causal()))

@@ -87,6 +87,14 @@ def test_the_effect_of_each_head_is_that_of_plain_runs(name: str) -> None:
     assert max(abs(one.effect) for one in found.heads) > 0.01
 
 
+def test_a_metric_of_the_other_sign_has_the_same_effects() -> None:
+    """Whether clean is above corrupted or below, 1 is as clean and 0 as corrupted."""
+    one, other = (patch(built("GPT-2"), CLEAN, CORRUPTED, LogitDifference(*ids)) for ids in ((17, 29), (29, 17)))
+    assert (one.clean, one.corrupted) == pytest.approx((-other.clean, -other.corrupted), abs=1e-6)
+    for head, mirrored in zip(one.heads, other.heads, strict=True):
+        assert head.effect == near(one, mirrored.effect)
+
+
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_positions_are_patched_alone_and_a_metric_is_any_function(name: str) -> None:
     def confidence(output: Any, ids: Tensor) -> Tensor:

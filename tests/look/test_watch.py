@@ -131,6 +131,10 @@ def test_a_layer_that_lacks_a_role_and_layers_of_other_sizes(seen: Look) -> None
     second = (replace(seen.heads[0], layer=1, scores={}), replace(seen.heads[1], layer=1, head=1))
     point = Point.of(0, replace(seen, heads=(*seen.heads, *second), num_layers=2), {})
     assert point.scores["self"][1] == (None, point.scores["self"][0][1]) and len(point.scores["self"][0]) == 8
+    late = Point.of(
+        0, replace(seen, heads=tuple(replace(head, layer=1) for head in seen.heads[1:]) + seen.heads[:1]), {}
+    )
+    assert all(late.best(role) == max(h.value(role) or 0 for h in seen.heads) for role in ("self", "induction"))
 
 
 def test_a_curve_by_role(seen: Look) -> None:

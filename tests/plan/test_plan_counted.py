@@ -131,3 +131,22 @@ def test_a_plan_of_a_cache_is_the_bytes_of_its_tensors() -> None:
         cache = real(torch.arange(3, 22)[None].expand(2, -1), use_cache=True)[CACHE]
     held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
     assert costs.cache_bytes(model_of({**fields, "model_type": kind}), 19, 2, batch=2) == held
+
+
+def test_one_more_token_of_a_decoder_is_cached_in_its_own_layers_alone() -> None:
+    """What the cache of an encoder-decoder grows by: keys and values of the decoder, none of what it reads."""
+    from transformers import EncoderDecoderCache
+
+    sizes = dict(d_model=24, d_kv=5, num_heads=3, num_layers=3, num_decoder_layers=2, d_ff=17, vocab_size=53)
+    config = config_of("t5", {**sizes, "pad_token_id": 0, "decoder_start_token_id": 0})
+    model = build("t5", config)  # sizes need no numbers
+    seen = []
+    with torch.no_grad():
+        for tokens in (4, 5):
+            ids = (torch.ones(1, n, dtype=torch.long, device="meta") for n in (7, tokens))
+            out = model(next(ids), decoder_input_ids=next(ids), use_cache=True)
+            cache = out.past_key_values
+            assert isinstance(cache, EncoderDecoderCache)
+            layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+            seen.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in layers))
+    assert costs.bytes_per_token(model_of(config.to_dict()), 4) == seen[1] - seen[0] > 0

@@ -232,7 +232,12 @@ def test_the_schedule_and_the_windows() -> None:
         )
         for row in rows:
             assert (text.unfold(0, 16, 1) == row[1:]).all(1).any(), "a window of the text"
-    assert not torch.equal(RECIPE.batch(text, 0), RECIPE.batch(text, 1))
+    drawn = {
+        tuple(DistillConfig(5, rows=3, length=17, seed=seed).batch(text, step).flatten().tolist())
+        for seed in range(4)
+        for step in range(5)
+    }
+    assert len(drawn) == 4 * 5, "no seed reads at one step what another reads at another"
     whole = DistillConfig(1, rows=2, length=301)  # a text of one window: whole, or behind the token that comes first
     assert torch.equal(whole.batch(text, 0), text.expand(2, -1))
     assert torch.equal(DistillConfig(1, rows=2, length=302).batch(text, 0, first=9)[:, 1:], text.expand(2, -1))

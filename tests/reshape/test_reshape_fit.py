@@ -1,4 +1,4 @@
-"""What a fit of shared heads rests on, computed another way: by turning queries, writing values and trying rotations."""
+"""What fits of weights rest on, computed another way: turned queries, written values, tried rotations, whole tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import math
 import pytest
 import torch
 from reshape_cases import ROTATIONS, layer, project, text
+from torch import Tensor
 
 from headwise.nn.rotary import rotate
 from headwise.reshape.regrouping.alignment import nearest_orthogonal, orthogonal_rotations
 from headwise.reshape.regrouping.least_squares import output_uses, query_uses
 from headwise.reshape.repair.moments import Moments
+from headwise.reshape.repair.ridge import RIDGES, NormalEquations, best
 
 
 @pytest.mark.parametrize("rotation", ["none", "halves", "interleaved", "partial-interleaved"])
@@ -22,6 +24,7 @@ def test_queries_use_keys_as_they_do_on_average_over_distances(rotation: str) ->
     query, key, value = project(weights, x)
     moments = Moments.like(weights)
     moments.add(query, key, value)
+    assert moments.tokens == x.shape[0] * x.shape[1]
     uses = query_uses(weights, moments)
     e = torch.randn(3, 14, dtype=torch.float64)
     grouped = query.transpose(0, 1).reshape(3, -1, 14)  # two query heads to a key head, side by side
@@ -60,3 +63,49 @@ def test_no_head_alone_can_be_turned_nearer_to_the_others(seed: int) -> None:
         best = nearest_orthogonal(values[head] @ others.T)
         reached = float((turned[head] * others).sum())
         assert float(((best.T @ values[head]) * others).sum()) <= reached + 1e-3 * abs(reached)
+
+
+# --- ridge regression from sums ---------------------------------------------------------------------------------------
+
+
+def summed(x: Tensor, y: Tensor) -> NormalEquations:
+    made = NormalEquations(x.shape[-1], y.shape[-1])
+    made.add(x, y)
+    return made
+
+
+def nearest_map(x: Tensor, y: Tensor, start: Tensor, ridge: float) -> Tensor:
+    """The ridge regression as plain least squares: rows below the tokens' that ask for `start`, as hard as they may."""
+    weight = (ridge * x.square().sum(0)).sqrt().diag()
+    return torch.linalg.lstsq(torch.cat([x, weight]), torch.cat([y, weight @ start])).solution
+
+
+def drawn_tokens(tokens: int, W: Tensor) -> tuple[Tensor, Tensor]:
+    x = torch.randn(tokens, W.shape[0], dtype=torch.float64) * torch.logspace(-1, 1, W.shape[0], dtype=torch.float64)
+    return x, x @ W + 0.4 * torch.randn(tokens, W.shape[1], dtype=torch.float64)
+
+
+def test_a_map_is_fitted_to_all_tokens_with_the_ridge_that_does_best_on_those_held_out() -> None:
+    W, start = torch.randn(2, 6, 3, dtype=torch.float64)
+    fit, check = drawn_tokens(17, W), drawn_tokens(29, W)
+
+    def left(W: Tensor) -> float:
+        return float((check[0] @ W - check[1]).square().sum())
+
+    expected = min(RIDGES, key=lambda ridge: left(nearest_map(*fit, start, ridge)))
+    made, ridge = best(summed(*fit), summed(*check), start)
+    assert ridge == expected
+    x, y = (torch.cat(both) for both in zip(fit, check, strict=True))
+    torch.testing.assert_close(made, nearest_map(x, y, start, expected), rtol=1e-5, atol=1e-6)
+    kept, none = best(summed(*fit), summed(check[0], check[0] @ start), start)
+    assert kept is start and none is None
+
+
+def test_sums_of_two_parts_are_those_of_all_tokens() -> None:
+    W = torch.randn(6, 3, dtype=torch.float64)
+    one, other = drawn_tokens(17, W), drawn_tokens(29, W)
+    both = summed(*one) + summed(*other)
+    x, y = (torch.cat(parts) for parts in zip(one, other, strict=True))
+    far = W + torch.randn(6, 3, dtype=torch.float64)
+    for tried in (W, far):
+        assert both.error(tried) == pytest.approx(float((x @ tried - y).square().sum() / y.square().sum()))

@@ -293,3 +293,18 @@ def test_of_the_steps_for_the_values_the_best_is_taken_not_the_last_that_helps()
         alone.append(error(layer, W, check))
     assert min(alone) < alone[-1] < first, "the last step is worse than the best, and better than the start"
     assert errors[-1] == pytest.approx(min(alone), rel=1e-9) and errors == sorted(errors, reverse=True)
+
+
+def test_the_heads_of_a_system_are_those_that_the_output_projection_reads() -> None:
+    """Whatever stands in the call: a gate of its own, a mask, a scale, a bias of the values."""
+    mha = headwise.nn.GatedMultiHeadAttention(M, 4, num_kv_heads=2, head_dim=5, value_dim=7, bias=True)
+    mha.inner = headwise.nn.InnerAttention(scale=0.7, softcap=2.0)
+    read: list[Tensor] = []
+    mha.o_proj.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    x = torch.randn(3, 11, M)
+    with torch.no_grad(), headwise.nn.probe(mha) as seen:
+        mha(x, mask=headwise.causal())
+    layer = ValueSystem(mha.o_proj.weight.detach().T, None, mha.v_proj.bias.detach(), 2)
+    got = layer.heads(mha.v_proj.weight.detach().T, seen.calls[0], x)
+    torch.testing.assert_close(got, read[0])
+    assert not torch.allclose(got, layer.heads(mha.v_proj.weight.detach().T, seen.calls[0], x, bias=False), atol=1e-3)
