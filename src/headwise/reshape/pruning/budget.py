@@ -216,7 +216,7 @@ def _steps(family: CheckpointLayout) -> list[dict[str, Count]]:
 def _within(family: CheckpointLayout, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
     """Return the largest number of heads within the budget; of equal numbers, the heads with the best scores."""
     best: tuple[float, dict[str, KeptHeads], int] | None = None
-    enough, least, most = 0, 0, budget.megabytes * 1e6
+    enough, least = 0, 0
     for counts in _steps(family):
         heads = sum(count[0] for count in counts.values())
         if heads < enough:
@@ -224,7 +224,8 @@ def _within(family: CheckpointLayout, tensors: Mapping[str, Entry], budget: Budg
         kept = _best(family, counts, scores)
         cost = least = weight_bytes(family, tensors, kept) + cache_of(family, tensors, counts, budget.context)
         value = choose.total(kept, scores)
-        if cost <= most and (best is None or value > best[0]):
+        # Divided, since the quotient is the float that the decimal number is read as; a product may be a byte short.
+        if cost / 1e6 <= budget.megabytes and (best is None or value > best[0]):
             best, enough = (value, kept, cost), heads
     if best is None:
         for field in family.counts:
