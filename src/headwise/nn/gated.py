@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,19 @@ class OutputGate(nn.Module):
         return gate.squeeze(-1) if self.value_dim is None else gate
 
 
+def times_gate(own: Tensor, gate: Tensor | None, out_shape: Sequence[int]) -> Tensor:
+    """Return a module's own gate times that of the call, which broadcast to (B, H, T, V); `gate` may be None."""
+    if gate is None:
+        return own
+    return check_gate(own, out_shape, own.device) * check_gate(gate, out_shape, own.device)
+
+
+def output_gate_of(module: nn.Module) -> OutputGate | None:
+    """Return the `OutputGate` of an attention module, whose rows belong to heads; None for any other gate, or none."""
+    gate = module.gate if isinstance(module, GatedMultiHeadAttention) else None
+    return gate if isinstance(gate, OutputGate) else None
+
+
 GateFactory = Callable[[int, int, int], nn.Module]
 
 
@@ -112,8 +125,4 @@ class GatedMultiHeadAttention(MultiHeadAttention):
 
     def _gate(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """Return the gate of `x`, times the gate of the call (B, H, T, V)."""
-        own: Tensor = self.gate(x)
-        if gate is None:
-            return own
-        out_shape = (x.shape[0], self.num_heads, x.shape[1], self.value_dim)
-        return check_gate(own, out_shape, x.device) * check_gate(gate, out_shape, x.device)
+        return times_gate(self.gate(x), gate, (x.shape[0], self.num_heads, x.shape[1], self.value_dim))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ..nn.gated import GatedMultiHeadAttention, OutputGate
+from ..nn.gated import OutputGate, output_gate_of
 from ..nn.hooks.projections import HOOKS
 from ..nn.inner_attention import InnerAttention
 from ..nn.latent import LatentAttention
@@ -119,8 +119,8 @@ KNOWN_PARTS: dict[str, type[nn.Module]] = {"inner": InnerAttention, "gate": Outp
 
 def _check_parts(module: nn.Module) -> None:
     """Raise, before any change, if a part of the module cannot be split."""
-    gate = module.gate if isinstance(module, GatedMultiHeadAttention) else None
-    inside_gate = [("gate.proj", gate.proj)] if type(gate) is OutputGate else []
+    gate = output_gate_of(module)
+    inside_gate = [] if gate is None else [("gate.proj", gate.proj)]
     for name, part in [*module.named_children(), *inside_gate]:
         if name.endswith(("_proj", ".proj")) or name == "kv_a_proj_with_mqa":
             if type(part) is not nn.Linear:
@@ -176,8 +176,8 @@ def _split_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
     mha.k_proj = _rows(mha.k_proj, group, keys, mha.head_dim)
     mha.v_proj = _rows(mha.v_proj, group, keys, mha.value_dim)
     mha.o_proj = _columns(mha.o_proj, group)
-    if isinstance(mha, GatedMultiHeadAttention) and isinstance(mha.gate, OutputGate):
-        mha.gate.proj = _rows(mha.gate.proj, group, None, mha.gate.value_dim or 1)
+    if (gate := output_gate_of(mha)) is not None:
+        gate.proj = _rows(gate.proj, group, None, gate.value_dim or 1)
     for norm in (mha.q_norm, mha.k_norm):
         if norm is not None:
             _replicate(norm, group)

@@ -206,12 +206,8 @@ def trace(
     unknown = f"the inner part {type(mha.inner).__name__} does not show its scores and weights"
     stages.append(Stage("heads", "head_i = P_i V_i", heads_BHTV, unknown if options is None else alone))
     if isinstance(mha, GatedMultiHeadAttention):
-        gate = mha.gate(x)
-        heads_BHTV = heads_BHTV * check_gate(gate, heads_BHTV.shape, x.device).to(heads_BHTV.dtype)
-        stages += [
-            Stage("gate", "G_i = gate(X)", gate, "computed from the input"),
-            Stage("gated_heads", "G_i * head_i", heads_BHTV, "multiplied number by number"),
-        ]
+        stages += _gated(mha.gate(x), heads_BHTV)
+        heads_BHTV = stages[-1].tensor
     joined = join_heads(heads_BHTV)
     V = mha.value_dim
     stages.append(
@@ -340,6 +336,15 @@ def _heads(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not weighted):
         heads: Tensor = inner(query, key, value, mask=mask)
     return _WithGradientOf.apply(weighted_values(last.tensor, value, mask), heads) if weighted else heads
+
+
+def _gated(gate: Tensor, heads_BHTV: Tensor) -> list[Stage]:
+    """Return the stages of an output gate: the gate, and the heads times the gate."""
+    gated = heads_BHTV * check_gate(gate, heads_BHTV.shape, heads_BHTV.device).to(heads_BHTV.dtype)
+    return [
+        Stage("gate", "G_i = gate(X)", gate, "computed from the input"),
+        Stage("gated_heads", "G_i * head_i", gated, "multiplied number by number"),
+    ]
 
 
 class _WithGradientOf(torch.autograd.Function):

@@ -140,10 +140,8 @@ class HeadShards:
         whole = mapped(whole, self.group.shared) if whole.learns else whole
         return share_of_mask(whole, None, (self.share.heads.start, self.share.heads.stop))
 
-    def gate(self, gate: Tensor | None) -> Tensor | None:
+    def gate(self, gate: Tensor) -> Tensor:
         """Return the gate (H,), (B, H), ... for the heads of this rank."""
-        if gate is None:
-            return None
         check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
         axis = min(gate.ndim, 2) - 1
         if gate.shape[axis] == 1:

@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...nn.attention_mode import current_mode
-from ...nn.gated import GatedMultiHeadAttention, OutputGate
+from ...nn.gated import GatedMultiHeadAttention, output_gate_of, times_gate
 from ...nn.hooks.probe import observed
 from ...nn.latent import LatentAttention
 from ...nn.multihead import MultiHeadAttention
-from ...shapes import check_gate
 from .shards import HeadShards
 
 
@@ -49,17 +48,15 @@ class SplitMultiHeadAttention(MultiHeadAttention):
 
     def _gate(self, x: Tensor, gate: Tensor | None) -> Tensor | None:
         """Return the gate of the call, and the module's own, for the heads of this rank."""
-        gate = self.shards.gate(gate)
+        shards = self.shards
         if not isinstance(self, GatedMultiHeadAttention):
-            return gate
-        projection = self.gate.proj if isinstance(self.gate, OutputGate) else self.gate
-        own: Tensor | None = self.gate(*self.shards.shared_inputs(projection, x))
-        if own is not None and own.shape[1] == self.num_heads:  # torch's plan did not split the gate
-            own = self.shards.gate(own)
-        if gate is None or own is None:
-            return own
-        out_shape = (x.shape[0], self.shards.share.count, x.shape[1], self.value_dim)
-        return check_gate(own, out_shape, x.device) * check_gate(gate, out_shape, x.device)
+            return None if gate is None else shards.gate(gate)
+        known = output_gate_of(self)
+        own = self.gate(*shards.shared_inputs(self.gate if known is None else known.proj, x))
+        if own.shape[1] == self.num_heads:  # torch's plan did not split the gate
+            own = shards.gate(own)
+        out_shape = (x.shape[0], shards.share.count, x.shape[1], self.value_dim)
+        return times_gate(own, None if gate is None else shards.gate(gate), out_shape)
 
     def _attend(self, query: Tensor, key: Any, value: Tensor | None, **options: Any) -> Tensor:
         """Call the inner part with the mask for the heads of this rank."""

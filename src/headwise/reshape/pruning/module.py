@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...nn.gated import GatedMultiHeadAttention, OutputGate
+from ...nn.gated import GatedMultiHeadAttention, OutputGate, output_gate_of
 from ...nn.hooks.projections import weight_of
 from ...nn.inner_attention import InnerAttention
 from ...nn.multihead import MultiHeadAttention
@@ -95,9 +95,9 @@ def _prune_ours(modules: Mapping[str, MultiHeadAttention], heads: Mapping[Any, I
         for projection, text in OURS.items():
             _cut(getattr(mha, projection), form(f"{text} M").keep, form(text).keep, sizes, kept)
         _cut(mha.o_proj, OUT.keep, None, sizes, kept)
-        if isinstance(mha, GatedMultiHeadAttention) and isinstance(mha.gate, OutputGate):
-            text = "H" if mha.gate.value_dim is None else "(H o)"
-            _cut(mha.gate.proj, form(f"{text} M").keep, form(text).keep, sizes, kept)
+        if (gate := output_gate_of(mha)) is not None:
+            text = "H" if gate.value_dim is None else "(H o)"
+            _cut(gate.proj, form(f"{text} M").keep, form(text).keep, sizes, kept)
         inner = mha.inner
         if isinstance(inner, InnerAttention) and inner.sinks is not None:
             inner.sinks = _parameter(form("H").keep(inner.sinks.detach(), sizes, kept), inner.sinks)
@@ -117,7 +117,7 @@ def _check_parts(name: str, mha: MultiHeadAttention) -> None:
 
 
 def _check_projections(mha: MultiHeadAttention) -> None:
-    gate = ["gate.proj"] if isinstance(mha, GatedMultiHeadAttention) and isinstance(mha.gate, OutputGate) else []
+    gate = [] if output_gate_of(mha) is None else ["gate.proj"]
     for name in (*OURS, "o_proj", *gate):
         weight = weight_of(name, mha.get_submodule(name), "prune_module()")
         if not isinstance(weight, nn.Parameter):
