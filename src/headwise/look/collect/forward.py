@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +122,7 @@ class Reader:
             ahead = None if part == "cross" else looks_ahead(call)
             about = (view.over, ahead, view.moved, len(view.passages), view.passages[0].text)
             if about not in scenes:
-                scenes[about] = replace(_scene(view, ahead, self.words, usual or {}), copying=self.copying)
+                scenes[about] = _scene(view, ahead, self.words, usual or {}, self.copying)
             scene = scenes[about]
             here = [role for role in roles if scene.kinds & role.over]
             tally, first = self._tally(call, view, part, reads)
@@ -144,7 +146,8 @@ class Reader:
                 search.next(call.module, out)
             return out
 
-        with probe(self.model, each) as seen, moving.search(of=reads == TEXT and bool(self.sizes.large)) as search:
+        with_moved = reads == TEXT and self.sizes.large
+        with probe(self.model, each) as seen, moving.search() if with_moved else nullcontext() as search:
             self.steps.expect(len(seen.expected))
             try:
                 source.run()
@@ -152,6 +155,11 @@ class Reader:
                 if seen.seen == 0 and not source.call:  # no call was reached: not an error of the measurement
                     inputs.check_reads_nothing_else(self.model, error)
                 raise
+
+    def kept(self) -> dict[str, tuple[Any, ...]]:
+        """Return the maps and vectors of the last text, by the names of `headwise.look.Look`."""
+        moved = self.moved if any(one.data for one in self.moved) else ()
+        return {"maps": tuple(self.maps), "neurons": tuple(self.neurons), "moved": tuple(moved)}
 
     def _of_text(self, call: AttentionCall, scene: CallTokens, roles: Sequence[Role], tally: LayerTally) -> None:
         """Add the roles of text for a text that contains pictures: only queries that are not patches count."""
@@ -180,8 +188,11 @@ class Reader:
         return tally, first
 
 
-def _scene(view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str, int]) -> CallTokens:
-    return CallTokens(view.queries, view.keys, ahead, words, view.passages, view.moved, view.known, usual, view.axes)
+def _scene(
+    view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str, int], copying: NameSigns | None
+) -> CallTokens:
+    about = (view.passages, view.moved, view.known, usual, view.axes)
+    return CallTokens(view.queries, view.keys, ahead, words, *about, copying=copying)
 
 
 def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:

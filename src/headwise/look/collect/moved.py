@@ -39,12 +39,9 @@ class MovedByLayer:
         self.maps: list[HeadMap] = []
         self._last: tuple[AttentionCall, LayerTally, int] | None = None
 
-    def search(self, *, of: bool) -> AbstractContextManager[ProjectionSearch | None]:
-        """Return the context in which the model runs.
-
-        Nothing is measured if `of` is False, or if the heads are split over ranks, none of which has a whole W_O.
-        """
-        return ProjectionSearch(self.model, self._found) if of and split_over(self.model) == 1 else nullcontext()
+    def search(self) -> AbstractContextManager[ProjectionSearch | None]:
+        """Return the context in which the model runs; heads split over ranks are not measured, as no W_O is whole."""
+        return ProjectionSearch(self.model, self._found) if split_over(self.model) == 1 else nullcontext()
 
     def add(self, call: AttentionCall, tally: LayerTally) -> None:
         """Take a call; it is measured if its heads are not gated and it is short, because it takes a second pass."""
@@ -103,7 +100,7 @@ def moved(call: AttentionCall, projection: nn.Module, pool: int) -> RowStatistic
 
 
 def add_moved(rows: RowStatistics, tally: LayerTally) -> None:
-    """Add the share of the first key, text by text."""
+    """Add the share of the first key, text by text; the statistics are on the CPU."""
     count = (rows.keys[:, :, 1:] > 0).sum(-1)
-    for share, number in zip((rows.targets["first"] * count).cpu(), count.cpu(), strict=True):
+    for share, number in zip(rows.targets["first"] * count, count, strict=True):
         tally.add({"first moved": share, "first moved, rows": number})

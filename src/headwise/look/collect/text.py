@@ -58,9 +58,8 @@ def at(
     """Measure every attention head of a model on a text.
 
     Two forward passes run without gradients and without dropout: one over the text, one over repeated random tokens
-    (for duplicate-token and induction); `readings` add more. For full maps a short one finds the output projections.
-    Each attention call is reduced to numbers immediately, in O(T) memory; no attention matrix is ever stored. The model
-    is not changed. For long texts, glibc malloc settings can save time (see docs/look.md, "What it costs").
+    (for duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers immediately, in
+    O(T) memory; no attention matrix is ever stored. The model is not changed. docs/look.md says what long texts cost.
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, or of the modules that `headwise.nn.replace` creates
@@ -116,8 +115,7 @@ def at(
     )
     with in_eval_mode_without_grad(model):
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
-        kept = {"maps": tuple(reader.maps), "neurons": tuple(reader.neurons)}
-        kept["moved"] = tuple(reader.moved) if any(one.data for one in reader.moved) else ()
+        kept = reader.kept()
         copies = read_more(reader, repeats, others)
     length = len(row) or max(tally.widest[0] for tally in reader.tallies)
     pictures = source.pictures() if source is not None else ()

@@ -16,7 +16,7 @@ from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_functions, shown
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
-from .gates import WAYS, LayerHead, Survey, gates_of, off, rises, survey
+from .gates import WAYS, LayerHead, Survey, counter, gates_of, off, rises, survey
 from .losses import Loss, Reading, logits_of, readings, texts_of
 
 if TYPE_CHECKING:
@@ -178,15 +178,7 @@ def ablate(
     base = survey(model, texts)
     chosen = base.check(heads)
     groups = [[head] for head in chosen] + ([chosen] if len(chosen) > 1 else [])
-    total, done = 1 + len(groups) * len(texts), 1
-
-    def step(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
-    step(0)
+    step = counter(progress, 1, 1 + len(groups) * len(texts))
     risen = rises(model, texts, base, groups, base.instead(by), step)
     kl, places = _changes(model, texts, base, chosen, by, decode) if texts[0].names_words else (None, ())
     return Ablation(

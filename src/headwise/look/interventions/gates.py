@@ -174,6 +174,19 @@ def off(
     return each
 
 
+def counter(progress: Callable[[int, int], object] | None, done: int, total: int) -> Callable[[int], None]:
+    """Report that `done` of `total` steps are done, and return a function that reports a number of further steps."""
+
+    def step(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    step(0)
+    return step
+
+
 def rises(
     model: nn.Module,
     texts: Sequence[Reading],

@@ -14,7 +14,7 @@ from ...shapes import describe
 from ...shapes.arguments import check_counts, check_flags, check_functions, shown
 from ..inputs.ids import as_row, check_told, model_name
 from ..views.tables import Tabled
-from .gates import Place, rises, survey
+from .gates import Place, counter, rises, survey
 from .losses import Loss, logits_in, readings
 
 if TYPE_CHECKING:
@@ -230,24 +230,11 @@ def patch(
     outputs: dict[int, Tensor] = {}
     healthy = survey(model, [texts[0]], lambda call, out: outputs.update({call.order: out[0]}))
     base = survey(model, [texts[1]])
-    gap = healthy.loss - base.loss
-    if gap == 0:
-        raise ValueError(
-            f"the metric is {base.loss:.6g} on both texts, so there is no difference to restore; give texts that "
-            "differ in what it measures"
-        )
+    gap = _gap(healthy.loss, base.loss)
     chosen: list[Place] = [*(base.heads if heads is None else base.check(heads))]
     if positions:
         chosen = [(*head, position) for head in chosen for position in range(base.rows[head[0]])]
-    done = 2
-
-    def step(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, 2 + len(chosen))
-
-    step(0)
+    step = counter(progress, 2, 2 + len(chosen))
     risen = rises(model, [texts[1]], base, [[place] for place in chosen], outputs.__getitem__, step)
     heads_patched = (
         HeadPatch(place[0], place[1], place[2] if positions else None, rise / gap)
@@ -256,6 +243,17 @@ def patch(
     tokens = [tuple(map(decode, row)) for row in rows]
     told = name or model_name(model), _words(metric, decode)
     return Patching(*told, healthy.loss, base.loss, tokens[0], tokens[1], tuple(heads_patched))
+
+
+def _gap(clean: float, corrupted: float) -> float:
+    """Return the difference that patching may restore; raise ValueError if there is none."""
+    gap = clean - corrupted
+    if gap == 0:
+        raise ValueError(
+            f"the metric is {corrupted:.6g} on both texts, so there is no difference to restore; give texts that "
+            "differ in what it measures"
+        )
+    return gap
 
 
 def _rows_of_one_length(clean: Any, corrupted: Any) -> list[list[int]]:

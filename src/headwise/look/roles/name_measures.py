@@ -58,8 +58,11 @@ class OnNames(OnLinks):
     @staticmethod
     def _signs(got: CallStatistics) -> Tensor | None:
         """Return what the value of each key does to the logit of its token, (B, H, S); None if that is not known."""
-        copying, call = got.scene.copying, got.call
-        if "signs" not in got.kept:
-            signs = None if copying is None else copying.signs(call, got.scene.keys)
-            got.kept["signs"] = torch.empty(0, device="cpu") if signs is None else signs
-        return got.kept["signs"] if got.kept["signs"].numel() else None
+        copying = got.scene.copying
+
+        def measure() -> Tensor:
+            signs = None if copying is None else copying.signs(got.call, got.scene.keys)
+            return torch.empty(0, device="cpu") if signs is None else signs
+
+        signs = got.once("signs", measure)
+        return signs if signs.numel() else None
