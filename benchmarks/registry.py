@@ -18,7 +18,7 @@ from headwise.cache import StaticCache
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 HALVES = ("bfloat16", "float16")
 FULL = "full"  # no mask: every query attends every key
-PEERS = ("onnxruntime", "openvino")
+PEERS = ("onnxruntime", "openvino", "vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,22 @@ def _decode() -> list[Case]:
     return cases
 
 
+def _short_decode() -> list[Case]:
+    """One query on few keys: the first messages of a chat. Nobody should be faster."""
+    marks, without = tuple(Mark(of, 1.0, 1.2) for of in ("torch", "vllm")), ("flex",)
+    sizes = ((32, 8, 128), (28, 4, 128), (12, 12, 64), (16, 16, 128))
+    cases = [
+        Case("decode", B, H, K, 1, S, D, "bfloat16", marks=marks, without=without)
+        for (H, K, D), B, S in product(sizes, (1, 8), (32, 256, 1024))
+        if (H, B, S) != (12, 1, 1024)  # among the decoding cases already
+    ]
+    as_bf16 = (Mark("as-bf16", 1.0, 1.6),)
+    without = ("flex", *PEERS)
+    return cases + [
+        Case("int8 decode", 1, 32, 8, 1, S, 128, "bfloat16", marks=as_bf16, without=without) for S in (512, 4096)
+    ]
+
+
 def _others() -> list[Case]:
     cases = []
     for dtype, kind in product(("float32", "bfloat16"), ("far-bias", "far-logits")):
@@ -237,10 +253,16 @@ def _others() -> list[Case]:
 def _short() -> list[Case]:
     """Batches of short sequences, forward and in training."""
     marks = (Mark("torch", 1.0, 1.3),)
-    return [
-        Case("train" if backward else "batch", B, 8, 8, N, N, 64, dtype, backward=backward, marks=marks, without=PEERS)
-        for dtype, (B, N), backward in product(("float32", "bfloat16"), ((128, 16), (32, 64)), (False, True))
+    forward = (*marks, *(Mark(peer, 1.0) for peer in PEERS))
+    kinds = product(("float32", "bfloat16"), ((128, 16), (32, 64)), (False, True))
+    batches = [
+        Case("train", B, 8, 8, N, N, 64, dtype, backward=True, marks=marks)
+        if backward
+        else Case("batch", B, 8, 8, N, N, 64, dtype, marks=forward, without=("flex",))
+        for dtype, (B, N), backward in kinds
     ]
+    ahead = tuple(Mark(of, 1.0) for of in ("torch", *PEERS))
+    return [*batches, Case("prefill", 1, 12, 12, 128, 128, 64, "bfloat16", "causal", marks=ahead, without=("flex",))]
 
 
 def _training() -> list[Case]:
@@ -270,7 +292,7 @@ def _held_to_avx2() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-CASES = (*_prefill(), *_masked(), *_decode(), *_others(), *_short(), *_training())
+CASES = (*_prefill(), *_masked(), *_decode(), *_short_decode(), *_others(), *_short(), *_training())
 AVX2 = _held_to_avx2()
 FOLD = tuple(
     Case("fold", 1, 4 * G, 4, T, S, 64, without=("flex", *PEERS))

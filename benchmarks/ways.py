@@ -19,10 +19,11 @@ import headwise
 from headwise.cache import quantize
 
 try:
-    from benchmarks import peers
+    from benchmarks import peers, server_peers
     from benchmarks.registry import FULL, HALVES, Case
 except ImportError:  # run as a script: this folder is on the path, its parent is not
     import peers  # type: ignore[import-not-found,no-redef]
+    import server_peers  # type: ignore[import-not-found,no-redef]
     from registry import FULL, HALVES, Case  # type: ignore[import-not-found,no-redef]
 
 Run = Callable[[], Tensor]
@@ -200,4 +201,6 @@ FORMS: dict[str, Callable[[Case, Inputs], Mapping[str, Callable[[], Run]]]] = {
     "flex": flex_forms,
     "onnxruntime": peers.onnxruntime_forms,
     "openvino": peers.openvino_forms,
+    "vllm": server_peers.vllm_forms,
+    "sglang": server_peers.sglang_forms,
 }

@@ -33,10 +33,10 @@ from benchmarks import (  # noqa: E402
     train,
     ways,
 )
-from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark  # noqa: E402
+from benchmarks.registry import AVX2, CASES, FOLD, PEERS, Case, Mark  # noqa: E402
 from scripts import train_encoder  # noqa: E402
 
-QUICK = ("flex", "onnxruntime", "openvino")  # compiling takes seconds a case; the others are looked at below
+QUICK = ("flex", *PEERS)  # compiling takes seconds a case; the others are looked at below
 
 
 def reduced(case: Case) -> Case:
