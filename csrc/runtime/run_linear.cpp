@@ -8,12 +8,12 @@
 namespace headwise {
 
 void linear(const Linear& layer) {
-  constexpr int64_t item_bytes = 64 << 10, bytes_per_nanosecond = 12;
+  constexpr int64_t item_bytes = 256 << 10, bytes_per_nanosecond = 12;
   const Kernels& set = kernels();
   const int64_t padded = set.linear_padded(layer.width),
                 row_bytes = std::max<int64_t>(1, padded * size_of(layer.dtype));
-  const Floats packed((layer.R + 1) * padded);
-  set.pack_linear(layer, packed.data, packed.data + layer.R * padded);
+  const Floats packed((kLinearRows + 1) * padded);
+  set.pack_linear(layer, packed.data, packed.data + kLinearRows * padded);
   // Whole groups of outputs, so that only the last item has a rest.
   const int64_t outputs = std::max<int64_t>(1, item_bytes / row_bytes / 8) * 8;
   const double nanoseconds =

@@ -3,6 +3,7 @@
 
 #include "call/linear_call.h"
 #include "kernels/decode/decode_formats-inl.h"
+#include "kernels/linear/linear_amx-inl.h"
 
 namespace headwise {
 namespace HW_ISA {
@@ -16,6 +17,8 @@ static inline void with_weights(Dtype dtype, const Run& run) {
     run(ReadF32{});
   } else if (dtype == Dtype::f16) {
     run(ReadF16{});
+  } else if constexpr (kHasAmx) {
+    run(ReadBf16Tiles{});
   } else if constexpr (kHasBf16) {
     run(ReadBf16Pairs{});
   } else {
@@ -25,7 +28,7 @@ static inline void with_weights(Dtype dtype, const Run& run) {
 
 static int64_t linear_padded(int64_t width) { return round_up(width, ReadF32::kStep); }
 
-// Writes the rows of x in the order in which `load_query` reads them; `row` has room for one of them.
+// Writes the rows of x in the order in which they are read, into kLinearRows padded rows; `row` has room for one.
 static void pack_linear(const Linear& layer, float* packed, float* row) {
   const int64_t padded = linear_padded(layer.width);
   with_weights(layer.dtype, [&](auto read) {
@@ -58,7 +61,13 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
       for (int n = 0; n < N; ++n) acc[row * N + n] = Read::times(acc[row * N + n], qa, qb, ka[n], kb[n]);
     }
   };
-  for (int64_t i = 0; i < whole; i += Read::kStep) step(weights + i, stride, i);
+  for (int64_t i = 0; i < whole; i += Read::kStep) {
+    // The rows after these are prefetched, because the CPU's own prefetching begins anew in each row. Rows of float32
+    // are so long that it does not matter.
+    HW_UNROLL
+    for (int n = 0; sizeof(T) == 2 && n < N; ++n) HW_PREFETCH_NEAR(weights + (N + n) * stride + i);
+    step(weights + i, stride, i);
+  }
   if (whole < layer.width) {  // nothing behind the end of a row is read
     T rest[N * Read::kStep] = {};
     for (int n = 0; n < N; ++n) {
@@ -102,6 +111,7 @@ static void run_linear(const Linear& layer, const float* packed, int64_t first, 
   const FlushDenormals flush;
   with_weights(layer.dtype, [&](auto read) {
     using Read = decltype(read);
+    if constexpr (Read::kTiles) return linear_tiles(layer, packed, first, last);
     int64_t r = 0;
     for (; layer.R - r >= 4; r += 4) linear_outputs<Read, 4>(layer, packed, r, first, last);
     for (; layer.R - r >= 2; r += 2) linear_outputs<Read, 2>(layer, packed, r, first, last);

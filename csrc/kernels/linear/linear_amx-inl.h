@@ -1,0 +1,58 @@
+// Products of few rows with a bfloat16 weight matrix by matrix instructions. Sixteen rows of weights by 32 columns are a
+// first factor where they are in memory, and pairs of columns by rows of x a second one, so any number of rows costs
+// one pass over the weights.
+#pragma once
+
+#include "call/linear_call.h"
+#include "kernels/tile/micro_amx-inl.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+// Adds to sum I, 0 or 1, the products of `columns` columns of n rows of weights; nothing behind them is read.
+template <int I>
+HW_INLINE void add_weights(const uint16_t* weight, int64_t stride, int64_t n, int64_t columns, const float* packed,
+                           TileCopy& copy) {
+  if (n >= W && columns >= kTileStep) {
+    tile_load<4 + I>(weight, stride * 2);
+  } else {
+    copy.copy(weight, stride, min(n, W), min(columns, kTileStep));
+    tile_load<4 + I>(copy.rows, kTileStep * 2);
+  }
+  tile_load<2 + I>(packed, W * 4);
+  tile_times<I, 4 + I, 2 + I>();
+}
+
+// The outputs first <= n < last of all rows of x. `packed` is [pair of columns][row], as ReadBf16Tiles stores a query.
+// The products of even and of odd steps of 32 columns have sums of their own, so that no product waits for the last.
+static void linear_tiles(const Linear& layer, const float* packed, int64_t first, int64_t last) {
+  [[maybe_unused]] const TileUnit tiles;
+  TileCopy copy;
+  alignas(64) float sums[2][W * W];
+  const auto* weights = reinterpret_cast<const uint16_t*>(layer.weight);
+  const int64_t size = size_of(layer.dtype), stride = layer.weight_stride;
+  for (int64_t n = first; n < last; n += W) {
+    const int64_t count = min(last - n, int64_t{W});
+    const uint16_t* weight = weights + n * stride;
+    tile_zero<0>();
+    tile_zero<1>();
+    for (int64_t i = 0; i < layer.width; i += 2 * kTileStep) {
+      add_weights<0>(weight + i, stride, count, layer.width - i, packed + i / 2 * W, copy);
+      const int64_t next = i + kTileStep;
+      if (next < layer.width) {
+        add_weights<1>(weight + next, stride, count, layer.width - next, packed + next / 2 * W, copy);
+      }
+    }
+    tile_store<0>(sums[0], W * 4);
+    tile_store<1>(sums[1], W * 4);
+    float bias[W] = {}, outputs[W];
+    if (layer.bias) copy_floats(bias, layer.bias + n * size, layer.dtype, 1, count, count);
+    for (int64_t r = 0; r < layer.R; ++r) {
+      for (int64_t i = 0; i < count; ++i) outputs[i] = sums[0][i * W + r] + sums[1][i * W + r] + bias[i];
+      write_floats(layer.out + (r * layer.count + n) * size, layer.dtype, outputs, count);
+    }
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise
