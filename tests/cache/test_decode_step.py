@@ -1,4 +1,7 @@
-"""A layer's decode step in one call: caches, modules and outputs have the bits of rotating, appending and attending."""
+"""A layer's decode step in one call: caches, modules and outputs have the bits of rotating, appending and attending.
+
+The native product of few rows sums in another order than PyTorch's, so it is off here (tests/nn/test_step_products.py).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import headwise
 from headwise.cache import PagedCache, PagePool, Quantized, RollingCache, StaticCache
 from headwise.cache.base import KVCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary, yarn_frequencies
+from headwise.nn.decode import fused_step
 from headwise.ops.native.library import error_for
 from headwise.ops.storage.paged import Paged
 from headwise.testing import assert_same_bits
@@ -28,8 +32,9 @@ KINDS = ("static", "rolling", "rolling, first", "paged", "static int8", "rolling
 
 
 @pytest.fixture(autouse=True)
-def loaded() -> None:
+def torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_for() is None
+    monkeypatch.setattr(fused_step, "few_rows", lambda *inputs: None)
 
 
 def a_cache(kind: str, B: int, K: int, D: int, V: int, dtype: torch.dtype, **shared: bool) -> Any:

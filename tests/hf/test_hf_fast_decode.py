@@ -21,6 +21,11 @@ from headwise.testing import assert_same_bits
 pytestmark = needs_native
 
 
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_linear, "CACHED", 0)
+
+
 def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     torch.manual_seed(5)
     config = LlamaConfig(

@@ -11,6 +11,7 @@ from ...ops.native.decode_step import runs_plain
 
 ROWS = 8  # the most rows that the kernel takes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHED = 2**18  # elements of a float32 weight that the CPU's cache can keep: PyTorch's product is faster there
 
 
 class FastLinear(nn.Linear):
@@ -46,6 +47,7 @@ def few_rows(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Non
         or weight.device.type != "cpu"
         or weight.shape[1] != width
         or weight.stride(1) != 1
+        or (input.dtype == torch.float32 and weight.numel() <= CACHED)
         or type(input) is not Tensor
         or type(weight) not in (Tensor, nn.Parameter)
         or not (bias is None or (bias.dtype == input.dtype and bias.device.type == "cpu" and bias.is_contiguous()))

@@ -1,7 +1,8 @@
 """Fast path for one decode step of a module: its projections, and `step` of the cache between them.
 
 The conditions are checked with little overhead, as decoding takes one step per token. If one of them fails, the modules
-run their general path with all checks; outputs and caches are bitwise equal.
+run their general path with all checks. Attention is bitwise equal in both; projections of at most eight rows are summed
+in another order here (`fast_linear`), so they are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from ..attention_mode import current_mode
 from ..hooks.projections import is_unmodified, plain_weight
 from ..inner_attention import InnerAttention
 from ..rotary import Rotary
+from .fast_linear import FastLinear, few_rows
+
+PLAIN = (nn.Linear, FastLinear)
 
 
 def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -> bool:
@@ -34,7 +38,7 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and x.ndim == 3
         and x.shape[1:] == (1, module.d_model)
         and type(weight) is nn.Parameter  # not a tensor subclass, whose layout is its own
-        and type(projection) is nn.Linear
+        and type(projection) in PLAIN
         and x.dtype == weight.dtype
         and current_mode() is None
         and type(inner) is InnerAttention
@@ -53,11 +57,13 @@ def heads_of(fused: Any, heads: int, size: int) -> Tensor | None:
 
 
 def projected(part: nn.Module, x: Tensor) -> Any:
-    """Compute a projection; a plain linear layer is computed directly, without a module call."""
+    """Compute a projection; a plain linear layer is computed directly, without a module call, natively for few rows."""
     own = vars(part)["_parameters"]
-    if type(part) is not nn.Linear or own.get("weight") is None or not is_unmodified(part):
+    weight = own.get("weight")
+    if type(part) not in PLAIN or weight is None or not is_unmodified(part):
         return part(x)
-    return torch._C._nn.linear(x, own["weight"], own.get("bias"))
+    out = few_rows(x, weight, own.get("bias"))
+    return torch._C._nn.linear(x, weight, own.get("bias")) if out is None else out
 
 
 def rotary_step(rotary: Rotary, lengths: list[int], first: int = 0) -> RotaryStep:
