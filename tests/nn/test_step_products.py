@@ -1,4 +1,4 @@
-"""The projections of a decode step in the native product of few rows: as near to float64 as PyTorch's, and all of them."""
+"""The projections of a decode step in the native product of few rows: as near to float64 as those of PyTorch."""
 
 from __future__ import annotations
 

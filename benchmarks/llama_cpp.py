@@ -1,0 +1,242 @@
+"""Tokens a second of whole decode steps, beside llama.cpp: `python benchmarks/llama_cpp.py [--size 155M] [--json]`.
+
+The model is a Llama of 155 M (8 layers, d_model 1024, 16 heads on 4) or 1.1 B parameters (16 layers, d_model 2048, 32
+heads on 8) with random weights. Ways take turns, after a pause in which the threads of the one before come to rest:
+transformers with PyTorch's attention; with headwise's and its cache; the same with `fast_decode`; and llama.cpp through
+node-llama-cpp with the same weights in a GGUF file, if `make bench-peers` has installed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import headwise.hf
+from headwise.hf.models.architectures import CACHE
+
+try:
+    from benchmarks import clock, table
+except ImportError:  # run as a script: this folder is on the path, its parent is not
+    import clock  # type: ignore[import-not-found,no-redef]
+    import table  # type: ignore[import-not-found,no-redef]
+
+HERE = Path(__file__).resolve().parent
+NODE = HERE.parent / "build" / "peers" / "node" / "node_modules" / "node-llama-cpp" / "dist" / "index.js"
+STEPS = 8  # of a turn
+SIZES = {
+    "155M": {},
+    "1B": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8},
+}
+Steps = Callable[[], list[float]]  # milliseconds of STEPS steps
+
+
+def config(layers: int = 8, hidden: int = 1024, heads: int = 16, kv_heads: int = 4, vocab: int = 32768) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=1 << 16,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+    )
+
+
+def transformers_way(model: Any, cached: int, attention: str, fast: bool) -> Steps:
+    """Steps of the model after `cached` random tokens in a cache of transformers or of headwise."""
+    of = model.config
+    shape = (1, of.num_key_value_heads, cached, of.hidden_size // of.num_attention_heads)
+    own = attention == "headwise"
+    cache = headwise.hf.make_cache(model, max_length=cached + 512) if own else DynamicCache(config=of)
+    source = torch.Generator().manual_seed(2)
+    for layer in range(of.num_hidden_layers):
+        key, value = (torch.randn(shape, generator=source).to(model.dtype) for _ in range(2))
+        cache.update(key, value, layer)
+    ids = torch.tensor([[300 % of.vocab_size]])
+
+    def steps() -> list[float]:
+        of._attn_implementation = attention  # what set_attn_implementation does, without its checks
+        times = []
+        with headwise.hf.fast_decode(model) if fast else nullcontext(), torch.inference_mode():
+            for _ in range(STEPS):
+                start = time.perf_counter()
+                model(ids, **{CACHE: cache})
+                times.append(1e3 * (time.perf_counter() - start))
+        return times
+
+    return steps
+
+
+@contextmanager
+def llama_cpp_way(model: Any, cached: int) -> Iterator[Steps]:
+    """Steps of llama.cpp with the same weights, in a process that waits for its turn.
+
+    Raises:
+        LookupError: node-llama-cpp or gguf is not installed.
+    """
+    path = Path(os.environ.get("NODE_LLAMA_CPP", NODE))
+    if not path.exists():
+        raise LookupError("node-llama-cpp is not installed: make bench-peers")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        write_gguf(model, file)
+        command = ["node", str(HERE / "llama_cpp.mjs"), str(file), str(cached), str(torch.get_num_threads())]
+        env = {**os.environ, "NODE_LLAMA_CPP": str(path)}
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, text=True
+        ) as child:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdout.readline()  # the prompt is in its cache
+
+            def steps() -> list[float]:
+                assert child.stdin is not None and child.stdout is not None
+                print(STEPS, file=child.stdin, flush=True)
+                times: list[float] = json.loads(child.stdout.readline())
+                return times
+
+            try:
+                yield steps
+            finally:
+                child.kill()
+
+
+def write_gguf(model: Any, file: Path) -> None:
+    """Write the weights of a Llama in its dtype, with a vocabulary of numbers.
+
+    Raises:
+        LookupError: the package gguf is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise LookupError("gguf is not installed: make bench-peers") from None
+    of, heads = model.config, {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
+    kinds = {torch.bfloat16: (gguf.GGMLQuantizationType.BF16, 32), torch.float16: (None, 1), torch.float32: (None, 0)}
+    kind, number = kinds[model.dtype]
+    out = gguf.GGUFWriter(str(file), "llama")
+    out.add_context_length(of.max_position_embeddings)
+    out.add_embedding_length(of.hidden_size)
+    out.add_block_count(of.num_hidden_layers)
+    out.add_feed_forward_length(of.intermediate_size)
+    out.add_head_count(heads["q"])
+    out.add_head_count_kv(heads["k"])
+    out.add_layer_norm_rms_eps(of.rms_norm_eps)
+    out.add_rope_freq_base(500000.0)
+    out.add_rope_dimension_count(of.hidden_size // heads["q"])
+    out.add_vocab_size(of.vocab_size)
+    out.add_file_type(number)
+    words = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % byte for byte in range(256))]
+    words += [b"t%d" % number for number in range(of.vocab_size - len(words))]
+    out.add_tokenizer_model("llama")
+    out.add_token_list(words)
+    out.add_token_scores([0.0] * len(words))
+    out.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(words) - 259))
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers.": "blk.",
+    }  # fmt: skip
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue  # the embedding
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        part = name.removesuffix(".weight")[-1]
+        if "attn_q." in name or "attn_k." in name:  # neighbours rotate together there, the halves of a head here
+            split = weight.view(heads[part], 2, -1, weight.shape[1])
+            weight = split.transpose(1, 2).reshape(weight.shape)
+        if weight.ndim == 1:
+            out.add_tensor(name, weight.float().numpy())
+        elif kind is None:
+            out.add_tensor(name, weight.numpy())
+        else:
+            out.add_tensor(name, weight.contiguous().view(torch.int16).numpy().view(np.uint8), raw_dtype=kind)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+def measured(of: LlamaConfig, cached: list[int], dtype: torch.dtype, turns: int) -> dict[str, Any]:
+    """The machine, and for each number of cached tokens the median milliseconds of a step by way."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    try:
+        model = LlamaForCausalLM._from_config(of, attn_implementation="sdpa").eval()
+    finally:
+        torch.set_default_dtype(before)
+    rows = []
+    for count in cached:
+        ways = {
+            "sdpa": transformers_way(model, count, "sdpa", False),
+            "headwise": transformers_way(model, count, "headwise", False),
+            "fast_decode": transformers_way(model, count, "headwise", True),
+        }
+        absent = {}
+        try:
+            with llama_cpp_way(model, count) as steps:
+                times = _in_turns({**ways, "llama.cpp": steps}, turns)
+        except LookupError as reason:
+            absent["llama.cpp"] = str(reason)
+            times = _in_turns(ways, turns)
+        rows.append({"case": f"decode at {count}", "ms": times, "absent": absent})
+    of_model = {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype).removeprefix("torch.")}
+    return {"machine": clock.machine(), "model": of_model, "results": rows}
+
+
+def _in_turns(ways: dict[str, Steps], turns: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns + 1):
+        for name, steps in ways.items():
+            time.sleep(0.1)
+            taken = steps()
+            times[name] += taken if turn else []  # the first turn warms up
+    return {name: statistics.median(of_way) for name, of_way in times.items()}
+
+
+def print_table(report: dict[str, Any]) -> None:
+    of, machine = report["model"], report["machine"]
+    grid = Table(
+        title=f"Llama of {of['parameters'] / 1e6:.0f} M, {of['dtype']}, {machine['threads']} threads; tokens a second"
+    )
+    for name in ("case", "sdpa", "headwise", "fast_decode", "llama.cpp"):
+        grid.add_column(name, justify="left" if name == "case" else "right")
+    for row in report["results"]:
+        ways = (row["ms"].get(name) for name in ("sdpa", "headwise", "fast_decode", "llama.cpp"))
+        grid.add_row(row["case"], *("absent" if ms is None else f"{1e3 / ms:.1f}" for ms in ways))
+    table.console().print(grid)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="155M")
+    parser.add_argument("--cached", type=int, nargs="+", default=[512, 8192])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--turns", type=int, default=5)
+    table.add_delivery(parser)
+    options = parser.parse_args()
+    report = measured(config(**SIZES[options.size]), options.cached, getattr(torch, options.dtype), options.turns)
+    table.deliver(report, print_table, options, "llama-cpp")
+
+
+if __name__ == "__main__":
+    main()
