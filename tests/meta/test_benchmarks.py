@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import (  # noqa: E402
     attention,
     clock,
+    encoders,
     hf_end_to_end,
     hf_small,
     limits,
@@ -105,6 +106,18 @@ def test_whole_decode_steps_are_timed_and_a_missing_llama_cpp_is_named(monkeypat
     [row] = report["results"]
     assert list(row["ms"]) == ["sdpa", "headwise", "fast_decode"] and "make bench-peers" in row["absent"]["llama.cpp"]
     llama_cpp.print_table(report)
+
+
+def test_ways_of_an_encoder_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("onnxruntime", "openvino", "ctranslate2"):  # exporting takes seconds
+        monkeypatch.setattr(encoders, f"of_{other}", lambda *inputs: 1 // 0)
+    ways, absent = encoders.lineup(encoders.config(layers=2, hidden=24, heads=3), 5, 7, True, tmp_path)
+    assert len(absent) == 5 and all("ZeroDivisionError" in why for why in absent.values())
+    real = encoders.sentences(5, 7, True)[1].bool()
+    with torch.inference_mode():
+        for dtype, tolerance in (("fp32", 1e-5), ("bf16", 3e-2)):
+            outs = [ways[f"{attention} {dtype}"]().float()[real] for attention in ("headwise", "sdpa")]
+            assert (outs[0] - outs[1]).norm() < tolerance * outs[1].norm()
 
 
 def test_names_are_unique_and_kinds_are_known() -> None:
