@@ -172,6 +172,12 @@ class RollingCache(PagedCache):
             self._table = None
 
     @override
+    def column_positions(self) -> Tensor:
+        here, kept = torch.arange(max(self.columns), device="cpu"), -(-self.first // PAGE) * PAGE
+        positions = here + torch.tensor(self.dropped, device="cpu")[:, None] * (here >= kept)
+        return positions[:, None].masked_fill(~self._present(), -1)
+
+    @override
     def _compact(self, index: Tensor, counts: list[int]) -> None:
         raise ValueError(
             f"a RollingCache drops tokens by its window of {self.window} alone, and not by score: use a StaticCache or "
