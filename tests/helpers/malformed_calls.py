@@ -128,8 +128,16 @@ def attended(kind: str) -> Call:
     return of(filled(kind).attend, query=normal(B, H, 4, D), mask=headwise.causal())
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "truncate": {"lengths": [2, 3]},
+    "reorder": {"rows": [1, 0]},
+    "keep": {"indices": torch.tensor([[0, 2], [3, -1]])},
+    "drop": {"indices": torch.tensor([[0, 2], [3, -1]])},
+}
+
+
 def changed(kind: str, method: str) -> Call:
-    return of(getattr(filled(kind), method), **({"lengths": [2, 3]} if method == "truncate" else {"rows": [1, 0]}))
+    return of(getattr(filled(kind), method), **CHANGES[method])
 
 
 def mha(**parts: Any) -> MultiHeadAttention:
@@ -256,7 +264,8 @@ STORES: dict[str, Callable[[], Call]] = {
     **{
         f"{name}.{method}": functools.partial(changed, kind, method)
         for name, kind in CLASSES.items()
-        for method in ("truncate", "reorder")
+        for method in CHANGES
+        if kind != "rolling" or method in ("truncate", "reorder")
     },
     "RollingCache.remember": lambda: of(filled("rolling").remember, tokens=4),
     "PagePool.require": lambda: of(filled("paged").pool.require, pages=2),

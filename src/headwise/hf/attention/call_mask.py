@@ -13,7 +13,7 @@ from ...ops.masks.mask import EVERYTHING, Mask
 from ...ops.masks.rules import Band, Segments
 from ..errors import ModelError
 from ..models.architectures import CROSS_ATTENTION
-from .lazy_tensors import Places
+from .lazy_tensors import KeptTokens
 from .mask import StructuralMask
 
 PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
@@ -29,7 +29,7 @@ def mask_of_call(
     causal_without_mask: bool,
     expired: int,
     packing: dict[str, Any],
-    places: Places | None = None,
+    places: KeptTokens | None = None,
 ) -> Mask:
     """Return all that restricts a call: its mask argument, and the sequences of a packed batch.
 

@@ -21,7 +21,7 @@ from ..errors import ModelError
 from ..models.architectures import CACHE
 from ..returned import Returned, attend_and_weigh, attentions_are_collected
 from .call_mask import PACKING, is_causal_without_mask, mask_of, mask_of_call
-from .lazy_tensors import LazyKeys, Places, from_model
+from .lazy_tensors import LazyKeys, KeptTokens, from_model
 from .probe_sessions import is_probed, record
 
 HARMLESS = frozenset(
@@ -208,7 +208,7 @@ def _check_split_tokens(
         )
 
 
-def _check_not_dropped(module: nn.Module, places: Places | None) -> None:
+def _check_not_dropped(module: nn.Module, places: KeptTokens | None) -> None:
     if places is not None:
         raise ModelError(
             f"{type(module).__name__} runs with its heads split over processes, and its cache has dropped tokens: "

@@ -103,7 +103,7 @@ def _as_outside_of_dispatch() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
 
 
-class Places(NamedTuple):
+class KeptTokens(NamedTuple):
     """Where the tokens are that a cache still has, if some were dropped by score."""
 
     positions: Tensor  # int64 (B, K|1, columns), -1 past a row's end
@@ -116,10 +116,10 @@ class LazyKeys(Lazy):
     stored: Tensor | Quantized | Paged
     expired: int
     """The number of first columns that are before the sliding window; a mask with a window hides them, too."""
-    places: Places | None
+    places: KeptTokens | None
 
     def __new__(
-        cls, stored: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: Places | None = None
+        cls, stored: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
     ) -> LazyKeys:
         """Make lazy keys; `dtype` is the dtype of the tensor that a model computes with."""
         held = stored.table if isinstance(stored, Paged) else stored.data if isinstance(stored, Quantized) else stored
@@ -153,7 +153,7 @@ class LazyView(Lazy):
 
 
 def to_model(
-    x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: Places | None = None
+    x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
 ) -> Tensor:
     """Return what a cache stores as the tensor of this dtype that a model expects."""
     return x if isinstance(x, Tensor) and places is None else LazyKeys(x, dtype, expired, places)

@@ -13,7 +13,7 @@ from ...cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ...ops.compiled_calls import outside_graphs
 from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import PAGE
-from ..attention.lazy_tensors import Places, to_model
+from ..attention.lazy_tensors import KeptTokens, to_model
 
 
 class FullLayer(CacheLayerMixin):
@@ -61,9 +61,9 @@ class FullLayer(CacheLayerMixin):
         how = self.input_dtype, expired, self._places()
         return to_model(key, *how), to_model(value, *how)
 
-    def _places(self) -> Places | None:
+    def _places(self) -> KeptTokens | None:
         """Return which tokens are left, if some of the cache's were dropped by score."""
-        return Places(self.cache.column_positions(), self.get_seq_length()) if any(self.cache.dropped) else None
+        return KeptTokens(self.cache.column_positions(), self.get_seq_length()) if any(self.cache.dropped) else None
 
     def _refuse(self, new: Tensor | None) -> None:
         if new is not None:  # transformers sets None when a layer is made
