@@ -192,6 +192,15 @@ def test_lives_with_drops(kind: str, dtype: torch.dtype) -> None:
 
 
 @needs_native
+def test_a_window_is_no_step_after_a_drop() -> None:
+    """A step has its window in columns, and a window is one of positions."""
+    cache = StaticCache(1, K, D, V, capacity=9).append(torch.randn(1, K, 7, D), torch.randn(1, K, 7, V))
+    with torch.no_grad():
+        assert cache.takes_steps(headwise.window(3))
+        assert not cache.drop([2]).takes_steps(headwise.window(3)) and cache.takes_steps()
+
+
+@needs_native
 @pytest.mark.parametrize("kind", ["static", "paged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_decode_step_after_a_drop(kind: str, dtype: torch.dtype) -> None:
@@ -207,7 +216,7 @@ def test_a_decode_step_after_a_drop(kind: str, dtype: torch.dtype) -> None:
             for _ in range(3):
                 query, key, value = torch.randn(B, H, 1, D), torch.randn(B, K, 1, D), torch.randn(B, K, 1, V)
                 both = headwise.attention(query, cache.fork().append(key, value))
-                assert cache.takes_steps() and not cache.takes_steps(headwise.window(9))
+                assert cache.takes_steps()
                 out = cache.step(query, key, value)
                 truth.append(key, value, [1] * B)
                 assert out is not None and torch.equal(out, both)
@@ -264,11 +273,13 @@ def test_pages_go_back_and_a_shared_beginning_stays_shared() -> None:
     assert pool.free == 7
     before = two.column_positions()
     pool.require(7)
-    two.keep(torch.cat([torch.arange(300), torch.tensor([500, 639])]))  # 2 pages as they were, and a part of a third
+    left, keys = torch.cat([torch.arange(300), torch.tensor([500, 639])]), cache.keys
+    two.keep(left)  # 2 pages as they were, and a part of a third
+    assert torch.equal(two.keys, keys[:, :, left].expand(2, -1, -1, -1)) and torch.equal(cache.keys, keys)
     assert pool.free == 5 and [table[:2] for table in two.tables] == [cache.tables[0][:2]] * 2
     assert cache.columns == [640] and before.shape == (2, 1, 640)
-    cache.drop(torch.arange(1, 640))
-    assert cache.columns == [1] and pool.free == 12 - 2 - 2 - 1
+    cache.drop([0]).drop(torch.arange(1, 639))
+    assert torch.equal(cache.keys, keys[:, :, 1:2]) and cache.columns == [1] and pool.free == 12 - 2 - 2 - 1
 
 
 def test_a_full_pool_refuses_and_nothing_changes() -> None:
