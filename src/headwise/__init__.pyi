@@ -28,6 +28,7 @@ from .ops.masks.constructors import rule as rule
 from .ops.masks.constructors import segments as segments
 from .ops.masks.constructors import window as window
 from .ops.masks.mask import Mask as Mask
+from .ops.max_logits import attention_max_logits as attention_max_logits
 from .ops.statistics.api import HeadStatistics as HeadStatistics
 from .ops.statistics.api import RowStatistics as RowStatistics
 from .ops.statistics.api import attention_statistics as attention_statistics

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import headwise
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache, quantize
+from headwise.ops.masks import as_mask
 
 B, H, K, D, V = 3, 6, 2, 16, 11
 TOLERANCE = {torch.float32: 2e-5, torch.int8: 2e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
@@ -248,7 +249,7 @@ def test_dropping_is_masking() -> None:
                 continue
             cache = StaticCache(1, 2, 8, capacity=30).append(k, v)
             rules = headwise.causal() & headwise.keep(left)
-            rules = rules if mask is None else rules & headwise.ops.masks.as_mask(mask)
+            rules = rules if mask is None else rules & as_mask(mask)
             true = headwise.attention(q[:, :, -T:], k, v, mask=rules)
             out = headwise.attention(q[:, :, -T:], cache.drop(gone), mask=mask)
             torch.testing.assert_close(out, true, rtol=1e-5, atol=1e-6, msg=name)  # another order of float32 sums

@@ -21,7 +21,7 @@ from ..errors import ModelError
 from ..models.architectures import CACHE
 from ..returned import Returned, attend_and_weigh, attentions_are_collected
 from .call_mask import PACKING, is_causal_without_mask, mask_of, mask_of_call
-from .lazy_tensors import LazyKeys, KeptTokens, from_model
+from .lazy_tensors import KeptTokens, LazyKeys, from_model
 from .probe_sessions import is_probed, record
 
 HARMLESS = frozenset(

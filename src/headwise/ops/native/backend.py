@@ -51,7 +51,8 @@ def run(call: Call) -> Result:
     return out, lse if call.return_lse else None
 
 
-def _dropout(call: Call) -> tuple[float, Tensor | None]:
+def dropout_of(call: Call) -> tuple[float, Tensor | None]:
+    """Return the probability and the seed of a call's dropout, as the operators take them."""
     if not call.options.dropout > 0:
         return 0.0, None
     return call.options.dropout, torch.randint(1 << 62, (1,), device="cpu") if call.seed is None else call.seed
@@ -63,13 +64,13 @@ def _with_gradient(call: Call) -> Result:
     # The operator is used only for tracing: its dispatcher overhead is as long as a small backward pass.
     tracing = torch.compiler.is_compiling()
     attend_train = torch.ops.headwise.attend_train if tracing else native_library.attend_train
-    return attend_train(call.query, call.key, call.value, *rules, *_dropout(call))
+    return attend_train(call.query, call.key, call.value, *rules, *dropout_of(call))
 
 
 def _without_gradient(call: Call) -> Result:
     (B, H, _, T, S), V = call.sizes, call.value.shape[3]
     gate = None if call.options.gate is None else call.options.gate.expand(B, H, T, V)
-    rules = (*lowered(call.options, T, S), gate, *_dropout(call))
+    rules = (*lowered(call.options, T, S), gate, *dropout_of(call))
     if call.layout is None:
         return torch.ops.headwise.attend_full(call.query, call.key, call.value, *rules)
     key_scale, value_scale, *pages = call.layout
