@@ -22,6 +22,7 @@ from .ops.masks.constructors import causal_top_left as causal_top_left
 from .ops.masks.constructors import dilated as dilated
 from .ops.masks.constructors import keep as keep
 from .ops.masks.constructors import lengths as lengths
+from .ops.masks.constructors import picked as picked
 from .ops.masks.constructors import prefix as prefix
 from .ops.masks.constructors import relative as relative
 from .ops.masks.constructors import rule as rule

@@ -13,6 +13,7 @@ from .attention import _checked, _choose, _run
 from .autocast import in_autocast_dtype, without_autocast
 from .backends.wrappers import gated
 from .call import Call
+from .native.picked_keys import is_picked
 from .native.row_ends import attend_with_ends
 from .nonfinite import mask_nonfinite, show
 from .options import AttentionKeywords
@@ -70,7 +71,7 @@ def attention_max_logits(
     query, key, value = in_autocast_dtype(query, key, value)
     call = _checked(query, key, value, **options)
     with without_autocast(call.device_type):
-        if _choose(call, backend)[0] == "native":
+        if _choose(call, backend)[0] == "native" and not is_picked(call.options.mask):
             out, logits_BHT = gated(attend_with_ends)(call)
         else:
             out, logits_BHT = _run(call, backend)[0], _by_blocks(call)

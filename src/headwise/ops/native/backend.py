@@ -25,6 +25,7 @@ from ..tracing import in_onnx_export
 from . import library as native_library
 from .library import error_for, raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered, trouble_with
+from .picked_keys import attend_picked, is_picked
 
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
@@ -35,6 +36,10 @@ LIMITS = (
     Limit(
         lambda c: any(is_traceable_wrapper_subclass(x) for x in (c.query, c.key, c.value)),
         "headwise's own kernel takes plain tensors, no subclass that wraps others",
+    ),
+    Limit(
+        lambda c: c.options.dropout > 0 and is_picked(c.options.mask),
+        "headwise's own kernel draws dropout by the place of a key among all keys, and it gathers picked keys first",
     ),
     Limit(lambda c: trouble_with(c.options.mask) is not None, lambda c: trouble_with(c.options.mask) or ""),
     Limit(
@@ -47,6 +52,9 @@ LIMITS = (
 
 def run(call: Call) -> Result:
     """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
+    if is_picked(call.options.mask):
+        out, lse = attend_picked(call, run)
+        return out, lse if call.return_lse else None
     out, lse = _with_gradient(call) if call.needs_grad else _without_gradient(call)
     return out, lse if call.return_lse else None
 
