@@ -162,6 +162,10 @@ def attend_pages(pages: Any, table: Any, length: Any) -> Tensor:
     )
 
 
+def attend_to_picked(indices: Any) -> Tensor:
+    return headwise.attention(*(GOOD[name]() for name in ("query", "key", "value")), mask=headwise.picked(indices))
+
+
 def statistics_of(feature: Any, target: Any) -> Any:
     return headwise.statistics(
         *(GOOD[name]() for name in ("query", "key")), features={"a": feature}, targets={"b": target}
@@ -228,6 +232,8 @@ OPS: dict[str, Callable[[], Call]] = {
     "bias": lambda: of(headwise.bias, tensor=normal(T, S)),
     "alibi": lambda: of(headwise.alibi, slopes=normal(H), offset=1),
     "alibi_slopes": lambda: of(headwise.alibi_slopes),
+    "picked": lambda: of(headwise.picked, indices=torch.zeros(B, 1, T, 2).long()),
+    "attention picked": lambda: (attend_to_picked, {"indices": torch.zeros(B, 1, T, 2).long()}),
     "prefix": lambda: of(headwise.prefix, n=2),
     "dilated": lambda: of(headwise.dilated, step=2, offset=1),
     "blocks": lambda: of(headwise.blocks, size=2, offset=1),

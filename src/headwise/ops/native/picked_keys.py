@@ -36,8 +36,9 @@ def is_picked(mask: Mask) -> bool:
 
 def attend_picked(call: Call, run: Run) -> Result:
     """Return out (B, H, T, V) and the lse (B, H, T); `run` attends without picked keys."""
-    lists = [rule for rule in call.options.mask.parts if isinstance(rule, Picked)]
-    shortest = min(lists, key=lambda rule: int(rule.indices.shape[3]))
+    shortest, *others = (rule for rule in call.options.mask.parts if isinstance(rule, Picked))
+    for other in others:
+        shortest = other if other.indices.shape[3] < shortest.indices.shape[3] else shortest
     rest = Mask(tuple(rule for rule in call.options.mask.parts if rule is not shortest))
     indices = shortest.indices if shortest.indices.shape[3] else pad(shortest.indices, (0, 1), value=-1)
     gate = call.options.gate
