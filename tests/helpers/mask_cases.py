@@ -215,7 +215,7 @@ def _picked(*axes: str) -> Callable[[Sizes], Built]:
     def build(n: Sizes) -> Built:
         x = (_random(n, *(1 if a == "1" else getattr(n, a) for a in axes), n.T, 4) * (n.S + 2)).long() - 2
         x = x.clamp(min=-1)
-        x[:, :, n.T // 2] = -1
+        x[:, :, n.T // 2 : n.T // 2 + 1] = -1
         x[..., 3] = x[..., 0]
         listed = x.expand(n.B, n.H, -1, -1).tolist()
         return Built(headwise.picked(x), lambda b, h, i, j: j in listed[b][h][i], interval=False)

@@ -177,7 +177,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 def picked(indices: Tensor) -> Mask:
     """Return a mask in which query i may attend to the keys that are listed for it; the list is all that is stored.
 
-    This is sparse attention whose keys an indexer chooses for each query (DeepSeek-V3.2, arXiv 2512.02556). The native
+    This is sparse attention whose keys an indexer chooses for each query (arXiv 2512.02556). The native
     kernel gathers the listed keys, so that time and memory do not grow with T x S; other rules, joined by `&`, are
     asked about these keys alone. In `~picked(...)` and ``picked(...) | ...`` it is a rule like any other, with a map of
     tiles.

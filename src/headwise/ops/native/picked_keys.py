@@ -21,9 +21,9 @@ from ..masks.constructors import bias, keep
 from ..masks.mask import EVERYTHING, Mask
 from ..masks.picked import Picked
 from ..nonfinite import quiet
-from ..reference import reference
 from ..storage.layout import StorageLayout
 from ..tracing import is_symbol
+from .gradient import by_reference
 
 BLOCK_BYTES = 1 << 22
 """Bytes of keys and values that are gathered at a time, about the L2 cache of a core or two."""
@@ -229,11 +229,7 @@ def _by_definition(
     """Return the same as functions that can be differentiated again, from the T x S matrix."""
     views = [x.view_as(x) if want else x for x, want in zip(leaves, wanted, strict=True)]
     call = _with_leaves(how, views)
-    mask, scale, softcap, sinks, *_ = call.options
-    mask = mask & Mask((Picked(indices),))
-    results = reference(call.query, call.key, call.value, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
-    pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
+    options = call.options._replace(mask=call.options.mask & Mask((Picked(indices),)))
     learning = [x for x, want in zip(views, wanted, strict=True) if want]
-    parts = iter(torch.autograd.grad([x for x, _ in pairs], learning, [grad for _, grad in pairs],
-                                     create_graph=True, allow_unused=True))  # fmt: skip
+    parts = iter(by_reference(replace(call, options=options), learning, grads))
     return [next(parts) if want else None for want in wanted]
