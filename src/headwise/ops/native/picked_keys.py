@@ -42,7 +42,9 @@ def attend_picked(call: Call, run: Run) -> Result:
     rest = Mask(tuple(rule for rule in call.options.mask.parts if rule is not shortest))
     indices = shortest.indices if shortest.indices.shape[3] else pad(shortest.indices, (0, 1), value=-1)
     gate = call.options.gate
-    call = replace(call, return_lse=True, options=call.options._replace(mask=rest, gate=None))
+    key, value = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (call.key, call.value))
+    options = call.options._replace(mask=rest, gate=None)
+    call = replace(call, key=key, value=value, return_lse=True, options=options)
     if call.needs_grad and not torch.compiler.is_compiling():
         leaves, shape = pytree.tree_flatten((call.query, call.key, call.value, call.options.sinks, rest))
         out, lse = _AttendPicked.apply((call, shape, run), indices, *leaves)
@@ -118,27 +120,33 @@ def _of_rows(call: Call, rows: slice, places: Tensor, mask: Mask) -> Call:
 
 def _gathered(x: Tensor, places: Tensor, table: Tensor | None, H: int) -> Tensor:
     """Return (B R, K or H, n, D) at `places` (B, h, R, n) of x (B, K, S, D), or of pages (P, K, size, D)."""
-    (B, h, R, n), (K, D) = places.shape, (x.shape[1], x.shape[3])
+    (B, h, _, _), K = places.shape, x.shape[1]
     heads = K if h == 1 else H
     b = torch.arange(B, device=x.device).view(B, 1, 1, 1)
-    k = torch.arange(heads, device=x.device).view(1, heads, 1, 1) // (heads // K)
     if table is not None:
         b, places = table.to(x.device)[b, places // x.shape[2]], places % x.shape[2]
-    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling():
+        k = torch.arange(heads, device=x.device).view(1, heads, 1, 1) // (heads // K)
         picked = x[b, k, places.expand(-1, heads, -1, -1)]
     else:
-        picked = _rows_of(x, b, k, places).view(B, heads, R, n, D)
+        with torch.no_grad():  # a gradient goes to what is gathered, and from there to the keys
+            picked = _rows_of(x, b, places, heads)
     return picked.transpose(1, 2).flatten(0, 1)
 
 
-def _rows_of(x: Tensor, b: Tensor, k: Tensor, places: Tensor) -> Tensor:
-    """Return a copy of rows of x (B, K, S, D), of any strides; `index_select` copies a row at a time."""
-    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+def _rows_of(x: Tensor, b: Tensor, places: Tensor, heads: int) -> Tensor:
+    """Return a copy (B, heads, R, n, D) of rows of x (B, K, S, D), of any strides; `index_select` copies whole rows."""
+    (B, h, R, n), K, D = places.shape, x.shape[1], x.shape[3]
     steps = x.stride()[:3]
     unit = gcd(*steps) or 1
-    numbers = b * (steps[0] // unit) + k * (steps[1] // unit) + places * (steps[2] // unit)
-    last = sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True)) // unit
-    return x.as_strided((last + 1, x.shape[3]), (unit, 1)).index_select(0, numbers.flatten())
+    numbers = b * (steps[0] // unit) + places * (steps[2] // unit)  # of the first head; the others begin later
+    last = sum((size - 1) * step for size, step in zip(x.shape[::2], steps[::2], strict=False)) // unit
+    out = x.new_empty(heads, B * R * n, D)
+    for head in range(heads):
+        first = x.storage_offset() + head // (heads // K) * steps[1]
+        its = numbers[:, head if h > 1 else 0].reshape(-1)
+        torch.index_select(x.as_strided((last + 1, D), (unit, 1), first), 0, its, out=out[head])
+    return out.view(heads, B, R, n, D).transpose(0, 1)
 
 
 class _AttendPicked(torch.autograd.Function):
