@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def logits(
 
 @pytest.mark.parametrize("kind", ["static", "paged"])
 @pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_a_dropped_token_is_a_masked_one(kind: str, dtype: torch.dtype | None) -> None:
+def test_a_dropped_token_is_a_masked_one(kind: Literal["static", "paged"], dtype: torch.dtype | None) -> None:
     row = BY_NAME["Llama GQA"]
     model = row.build()
     model.set_attn_implementation("headwise")

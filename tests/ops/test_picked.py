@@ -100,9 +100,9 @@ def test_the_gradient_of_a_gradient() -> None:
     leaves = [x.requires_grad_() for x in tensors(5, 17)]
     seconds = []
     for backend in ("native", "reference"):
-        how = {"mask": headwise.picked(torch.arange(3).repeat(1, 1, 5, 1)), "backend": backend}
+        how: dict[str, Any] = {"mask": headwise.picked(torch.arange(3).repeat(1, 1, 5, 1)), "backend": backend}
         first = torch.autograd.grad(headwise.attention(*leaves, **how).square().sum(), leaves, create_graph=True)
-        seconds.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves))
+        seconds.append(torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), leaves))
     for ours, true in zip(*seconds, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-4, atol=1e-4)  # float32 sums in other orders, twice
 
