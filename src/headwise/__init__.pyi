@@ -22,12 +22,14 @@ from .ops.masks.constructors import causal_top_left as causal_top_left
 from .ops.masks.constructors import dilated as dilated
 from .ops.masks.constructors import keep as keep
 from .ops.masks.constructors import lengths as lengths
+from .ops.masks.constructors import picked as picked
 from .ops.masks.constructors import prefix as prefix
 from .ops.masks.constructors import relative as relative
 from .ops.masks.constructors import rule as rule
 from .ops.masks.constructors import segments as segments
 from .ops.masks.constructors import window as window
 from .ops.masks.mask import Mask as Mask
+from .ops.max_logits import attention_max_logits as attention_max_logits
 from .ops.statistics.api import HeadStatistics as HeadStatistics
 from .ops.statistics.api import RowStatistics as RowStatistics
 from .ops.statistics.api import attention_statistics as attention_statistics

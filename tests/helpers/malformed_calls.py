@@ -128,8 +128,16 @@ def attended(kind: str) -> Call:
     return of(filled(kind).attend, query=normal(B, H, 4, D), mask=headwise.causal())
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "truncate": {"lengths": [2, 3]},
+    "reorder": {"rows": [1, 0]},
+    "keep": {"indices": torch.tensor([[0, 2], [3, -1]])},
+    "drop": {"indices": torch.tensor([[0, 2], [3, -1]])},
+}
+
+
 def changed(kind: str, method: str) -> Call:
-    return of(getattr(filled(kind), method), **({"lengths": [2, 3]} if method == "truncate" else {"rows": [1, 0]}))
+    return of(getattr(filled(kind), method), **CHANGES[method])
 
 
 def mha(**parts: Any) -> MultiHeadAttention:
@@ -152,6 +160,10 @@ def attend_pages(pages: Any, table: Any, length: Any) -> Tensor:
     return headwise.attention(
         normal(B, H, T, D), Paged(pages, table, length), Paged(normal(4, K, 128, V), table, length)
     )
+
+
+def attend_to_picked(indices: Any) -> Tensor:
+    return headwise.attention(*(GOOD[name]() for name in ("query", "key", "value")), mask=headwise.picked(indices))
 
 
 def statistics_of(feature: Any, target: Any) -> Any:
@@ -207,6 +219,7 @@ OPS: dict[str, Callable[[], Call]] = {
     "top_keys": lambda: of(headwise.top_keys),
     "statistics": lambda: of(headwise.statistics),
     "statistics tensors": lambda: (statistics_of, {"feature": normal(S), "target": torch.zeros(T, 1).long()}),
+    "attention_max_logits": lambda: of(headwise.attention_max_logits),
     "attention_statistics": lambda: of(headwise.attention_statistics),
     "Quantized.dequantize": lambda: of(small().dequantize),
     "Quantized.dequantize parts": lambda: (as_floats, {"data": small().data, "scale": small().scale}),
@@ -219,6 +232,8 @@ OPS: dict[str, Callable[[], Call]] = {
     "bias": lambda: of(headwise.bias, tensor=normal(T, S)),
     "alibi": lambda: of(headwise.alibi, slopes=normal(H), offset=1),
     "alibi_slopes": lambda: of(headwise.alibi_slopes),
+    "picked": lambda: of(headwise.picked, indices=torch.zeros(B, 1, T, 2).long()),
+    "attention picked": lambda: (attend_to_picked, {"indices": torch.zeros(B, 1, T, 2).long()}),
     "prefix": lambda: of(headwise.prefix, n=2),
     "dilated": lambda: of(headwise.dilated, step=2, offset=1),
     "blocks": lambda: of(headwise.blocks, size=2, offset=1),
@@ -256,7 +271,8 @@ STORES: dict[str, Callable[[], Call]] = {
     **{
         f"{name}.{method}": functools.partial(changed, kind, method)
         for name, kind in CLASSES.items()
-        for method in ("truncate", "reorder")
+        for method in CHANGES
+        if kind != "rolling" or method in ("truncate", "reorder")
     },
     "RollingCache.remember": lambda: of(filled("rolling").remember, tokens=4),
     "PagePool.require": lambda: of(filled("paged").pool.require, pages=2),
@@ -280,6 +296,8 @@ NN: dict[str, Callable[[], Call]] = {
         mha(head_dim=D, value_dim=V).forward,
         **{"memory": LEAVE, "mask": LEAVE, "positions": LEAVE, "cache": filled("paged"), "lengths": [1, 5]},
     ),
+    "MaxLogitAttention": lambda: of(nn.MaxLogitAttention),
+    "MaxLogitAttention.forward": lambda: of(nn.MaxLogitAttention().forward),
     "GatedMultiHeadAttention": lambda: of(nn.GatedMultiHeadAttention, d_model=M, num_heads=H, gate=nn.OutputGate),
     "OutputGate": lambda: of(nn.OutputGate, d_model=M, num_heads=H, value_dim=V, bias=True),
     "OutputGate.forward": lambda: of(nn.OutputGate(M, H).forward, x=normal(B, T, M)),

@@ -209,6 +209,20 @@ def _blocks(size: int, *, batch: bool = False) -> Callable[[Sizes], Built]:
     return build
 
 
+def _picked(*axes: str) -> Callable[[Sizes], Built]:
+    """Up to four keys a query, some twice; none for some queries."""
+
+    def build(n: Sizes) -> Built:
+        x = (_random(n, *(1 if a == "1" else getattr(n, a) for a in axes), n.T, 4) * (n.S + 2)).long() - 2
+        x = x.clamp(min=-1)
+        x[:, :, n.T // 2 : n.T // 2 + 1] = -1
+        x[..., 3] = x[..., 0]
+        listed = x.expand(n.B, n.H, -1, -1).tolist()
+        return Built(headwise.picked(x), lambda b, h, i, j: j in listed[b][h][i], interval=False)
+
+    return build
+
+
 def _relative(radius: int, *, batch: bool = False) -> Callable[[Sizes], Built]:
     def build(n: Sizes) -> Built:
         table = 3 * _random(n, n.H, 2 * radius + 1) - 1
@@ -292,6 +306,9 @@ MASKS: dict[str, Callable[[Sizes], Built]] = {
     "relative 2": _relative(2),
     "relative 3 (B,)": _relative(3, batch=True),
     "relative 200": _relative(200),
+    "picked B1": _picked("B", "1"),
+    "picked 1H": _picked("1", "H"),
+    "picked BH": _picked("B", "H"),
     "rule BHTS": _function,
     "rule": _function_of_places,
     "everything": _simple(lambda n: Mask(()), lambda n: lambda *_: True),
@@ -312,6 +329,11 @@ MASKS |= {
     "not window": _not("window 3 2"),
     "not keep": _not("keep HTS"),
     "causal & dilated": _joined("causal +2", "dilated 2"),
+    "picked & causal": _joined("picked B1", "causal"),
+    "picked & keep & bias": _joined("picked B1", "keep HTS", "bias BHTS", "alibi"),
+    "picked & picked": _joined("picked 1H", "picked B1", "lengths"),
+    "picked | window": _either("picked BH", "window 1"),
+    "not picked": _not("picked BH"),
     "blocks & relative": _joined("blocks 3", "relative 2", "lengths start"),
 }
 MASKS |= {

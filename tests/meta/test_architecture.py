@@ -39,9 +39,10 @@ CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
 MAX_FOLDER, SOURCES = 15, {".py", ".pyi", ".js", ".css", ".j2", ".wat", ".h", ".cpp"}
 PUBLIC = """
-    alibi alibi_slopes attention attention_statistics bias blocks cache causal causal_top_left dilated explain
-    Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn parallel plan prefix
-    relative report reshape RowStatistics rule segments statistics top_keys TopKeys trace weights window
+    alibi alibi_slopes attention attention_max_logits attention_statistics bias blocks cache causal causal_top_left
+    dilated explain Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn parallel
+    picked plan prefix relative report reshape RowStatistics rule segments statistics top_keys TopKeys trace weights
+    window
 """
 EXPORTS = PUBLIC.split()
 ARCHITECTURES = """

@@ -47,6 +47,11 @@ ALSO: dict[str, set[str]] = {
         f"Mask.{name}: {axis}": {"slice", "tensor [1, 2]"} for name in ("allowed", "added") for axis in ("rows", "cols")
     },
     **{f"{name}.truncate: lengths": {"0", "3"} for name in ("KVCache", "StaticCache", "PagedCache", "RollingCache")},
+    **{
+        f"{name}.{method}: indices": {"[]", "[1, 2]", "()", "range", "generator", "tensor [1, 2]", "-1"}
+        for name in ("KVCache", "StaticCache", "PagedCache")
+        for method in ("keep", "drop")
+    },
     "MultiHeadAttention.forward: cache": {"cache"},
     "statistics: offsets": {"np.int64", "tensor 2", "[1, 2]", "range", "generator", "tensor [1, 2]", "[]", "()"},
     "attention_statistics: offsets": {

@@ -2,7 +2,8 @@
 
 from ..ops.storage.int8 import Quantized
 from .base import KVCache
-from .paged import PagedCache, PagePool
+from .page_pool import PagePool
+from .paged import PagedCache
 from .quantize import QuantizationError, quantization_error, quantize
 from .rolling import RollingCache
 from .static import StaticCache

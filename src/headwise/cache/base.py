@@ -23,6 +23,7 @@ from ..shapes import default_scale
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
+from .dropping import Dropping
 from .padding import Append, Side, first_columns, real_queries
 from .row_numbers import RowNumbers
 from .saved import Saved
@@ -36,7 +37,7 @@ IN_GRAPHS = ("append", "attend", "positions", "takes_steps")
 """Methods of caches that torch.compile traces: they put operators into the graph. Other methods run outside of it."""
 
 
-class KVCache(RowNumbers, Saved, ABC):
+class KVCache(Dropping, RowNumbers, Saved, ABC):
     """Keys and values of the earlier tokens of an attention layer, for each row of a batch.
 
     State is explicit: each method that changes a cache returns it. A call that raises an error changes nothing.
@@ -147,11 +148,6 @@ class KVCache(RowNumbers, Saved, ABC):
     def fork(self: CacheT) -> CacheT:
         """Return another cache with the same tokens; later changes of one cache do not affect the other."""
 
-    @property
-    def columns(self) -> list[int]:
-        """The number of keys in `view` that each row attends: its tokens without those that were dropped."""
-        return self._lengths
-
     def _rule(self, offset: Tensor | None) -> Mask:
         """Return the cache's rule; `offset` (B,) is the column of the first query, None if all rows end together."""
         return causal(offset=offset) if self.causal else EVERYTHING
@@ -245,9 +241,9 @@ class KVCache(RowNumbers, Saved, ABC):
         return self._attend(query, mask, options)
 
     def _attend(self, query: Tensor, mask: Mask | Tensor | None, options: dict[str, Any]) -> Any:
-        T, columns = self.check_query(query), self.columns
+        T, further = self.check_query(query), as_mask(mask)
         key, value = self.view()
-        rules = self.rules(T, columns, as_mask(mask), query.device)
+        rules = self._rules_at_columns(query, T, further)
         return attention(query, key, value, mask=rules, **options)
 
     def step(
@@ -304,7 +300,8 @@ class KVCache(RowNumbers, Saved, ABC):
             and self.causal
             and "_reserve_step" in vars(type(self))
             and self.device.type == "cpu"
-            and not (len(set(self._lengths)) > 1 and ((mask is not None and mask.parts) or self._sight()[1]))
+            and not (self._gone and mask is not None and mask.parts)
+            and not (len(set(self.columns)) > 1 and ((mask is not None and mask.parts) or self._sight()[1]))
             and self._has_room()
         )
 
@@ -381,10 +378,12 @@ class KVCache(RowNumbers, Saved, ABC):
     def set_lengths(self, lengths: list[int]) -> None:
         """Set the lengths of all rows, for `truncate`; if they change, the record of the last append is cleared."""
         if lengths != self.lengths:
+            self._forget_after(lengths)
             self.lengths, self._last = lengths, Append(0, [0] * self.batch, "right")
 
     def set_rows(self, rows: list[int]) -> None:
         """Select and reorder the lengths of the rows, for `reorder`."""
+        self._select_rows(rows)
         self.lengths = [self.lengths[r] for r in rows]
         self._last = self._last._replace(counts=[self._last.counts[r] for r in rows])
         self.batch = len(rows)

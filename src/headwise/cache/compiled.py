@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
+from ..ops.masks.picked import Picked
 from ..ops.masks.positional_rules import Alibi, Blocks, Dilated, Relative
 from ..ops.masks.rule import Rule
 from ..ops.masks.rules import Band, Bias, Keep, Lengths, Segments
@@ -36,6 +37,7 @@ FIELDS: dict[type[Rule], tuple[str, ...]] = {
     Segments: ("query_ids", "key_ids"),
     Keep: ("tensor",),
     Bias: ("tensor",),
+    Picked: ("indices",),
     Dilated: ("step", "offset"),
     Blocks: ("size", "offset"),
     Alibi: ("slopes", "offset"),

@@ -16,7 +16,8 @@ from ..ops.native.decode_step import CacheStep
 from ..ops.storage.paged import PAGE
 from ..shapes.arguments import check_counts
 from .checks import check_cache_sizes, check_rows, check_truncate
-from .paged import PagedCache, PagePool
+from .page_pool import PagePool
+from .paged import PagedCache
 
 RollingT = TypeVar("RollingT", bound="RollingCache")
 
@@ -169,6 +170,23 @@ class RollingCache(PagedCache):
             self.pool.give(table.pop(kept))
             self._dropped[b] += 1
             self._table = None
+
+    @override
+    def column_positions(self) -> Tensor:
+        here, kept = torch.arange(max(self.columns), device="cpu"), -(-self.first // PAGE) * PAGE
+        positions = here + torch.tensor(self.dropped, device="cpu")[:, None] * (here >= kept)
+        return positions[:, None].masked_fill(~self._present(), -1)
+
+    @override
+    def _compact(self, index: Tensor, counts: list[int]) -> None:
+        raise ValueError(
+            f"a RollingCache drops tokens by its window of {self.window} alone, and not by score: use a StaticCache or "
+            "a PagedCache"
+        )
+
+    @override
+    def _columns_at(self, lengths: Sequence[int]) -> list[int]:
+        return [n - gone for n, gone in zip(lengths, self.dropped, strict=True)]
 
     @override
     def truncate(self: RollingT, lengths: int | Sequence[int]) -> RollingT:

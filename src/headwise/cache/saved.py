@@ -14,8 +14,8 @@ MODULES = {
     "StaticCache": "static",
     "PagedCache": "paged",
     "RollingCache": "rolling",
-    "PagePool": "paged",
-    "_Pages": "paged",
+    "PagePool": "page_pool",
+    "Pages": "page_pool",
     "Store": "storage",
 }
 

@@ -102,17 +102,17 @@ class StaticCache(KVCache):
 
     def _spare_saved(self) -> None:
         """Continue with a copy if a gradient needs the tensors; an empty cache gets new tensors."""
-        longest = max(self._lengths)
+        longest = max(self.columns)
         if self._is_saved or (longest == 0 and self._store.requires_grad):
             self._store, self._is_saved = self._store.continued(longest), False
 
     @override
     def _make_room(self, counts: list[int]) -> None:
-        ends = [have + n for have, n in zip(self.lengths, counts, strict=True)]
+        ends = [have + n for have, n in zip(self.columns, counts, strict=True)]
         if max(ends) > self.capacity:
             raise ValueError(
                 f"a StaticCache of capacity {self.capacity} has no room for {max(ends)} tokens: make it larger, "
-                "truncate() it, or take a RollingCache (window) or a PagedCache"
+                "truncate() it, drop() tokens, or take a RollingCache (window) or a PagedCache"
             )
         self._widen(max(ends))
 
@@ -125,36 +125,42 @@ class StaticCache(KVCache):
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
         self._spare_saved()
+        columns = self.columns
         spans = (
-            AppendSpan(b, start, b, at, n)
-            for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True))
+            AppendSpan(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(columns, counts, starts, strict=True))
         )
         if self._store.quantize(key, value, spans):
             return
-        if len(set(self.lengths)) == 1 and all(n == key.shape[2] for n in counts):
-            at = self.lengths[0]
+        if len(set(columns)) == 1 and all(n == key.shape[2] for n in counts):
+            at = columns[0]
             self._store.put((slice(None), slice(None), slice(at, at + counts[0])), key, value)
             return
-        for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)):
+        for b, (at, n, start) in enumerate(zip(columns, counts, starts, strict=True)):
             part = (b, slice(None), slice(start, start + n))
             self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
 
     @override
     def _has_room(self) -> bool:
-        return max(self._lengths) < self.capacity
+        return max(self.columns) < self.capacity
 
     @override
     def _reserve_step(self) -> CacheStep:
-        longest = max(self._lengths)
+        columns = self.columns
+        longest = max(columns)
         self._widen(longest + 1)
         self._spare_saved()
-        places = [longest] if min(self._lengths) == longest else self._lengths
+        places = [longest] if min(columns) == longest else columns
         return self._store.storage(None, places)
 
     @override
     def view(self) -> tuple[Stored, Stored]:
         self._is_saved = self._is_saved or (torch.is_grad_enabled() and self._store.requires_grad)
-        return self._store.view(max(self.lengths))
+        return self._store.view(max(self.columns))
+
+    @override
+    def _compact(self, index: Tensor, counts: list[int]) -> None:
+        self._spare_saved()
+        self._store.compact(index)
 
     @override
     def truncate(self: StaticT, lengths: int | Sequence[int]) -> StaticT:

@@ -75,6 +75,11 @@ class Store(Saved):
                 small = rounded(x.reshape(1, 1, -1, x.shape[-1]))
                 to[where], scales[where] = small.data.view(x.shape), small.scale.view(x.shape[:-1])
 
+    def compact(self, index: Tensor) -> None:
+        """Move the tokens at `index` (N, K|1, n) of each entry to its front."""
+        for x in self._tensors().values():
+            x[:, :, : index.shape[2]] = taken(x, index)
+
     @property
     def requires_grad(self) -> bool:
         """True if tokens with a gradient were written."""
@@ -128,3 +133,10 @@ class Store(Saved):
             key = Quantized(key, scale)
             value = Quantized(value, scale if self.value_scale is None else self.value_scale[:, :, part])
         return key, value
+
+
+def taken(x: Tensor, index: Tensor) -> Tensor:
+    """Return a copy of the tokens of x (N, K, L) or (N, K, L, n) at the places `index` (N, K|1, m) of L."""
+    at = index.to(x.device).expand(*x.shape[:2], -1)
+    x = x.clone() if x.requires_grad else x  # the gradient of `gather` needs its input, which is written to next
+    return x.gather(2, at if x.ndim == 3 else at[..., None].expand(-1, -1, -1, x.shape[3]))

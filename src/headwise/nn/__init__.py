@@ -9,6 +9,7 @@ from .hooks.trace import Stage, Trace, trace, trace_shape
 from .hooks.unwrap import split_over, unwrap
 from .inner_attention import Inner, InnerAttention
 from .latent import LatentAttention, LatentCache
+from .max_logit_attention import MaxLogitAttention
 from .multihead import MultiHeadAttention
 from .rotary import Rotary, rotate
 from .torch_multihead import from_torch, mask_from_torch, mask_to_torch, to_torch
@@ -22,6 +23,7 @@ __all__ = [
     "InnerAttention",
     "LatentAttention",
     "LatentCache",
+    "MaxLogitAttention",
     "MultiHeadAttention",
     "OutputGate",
     "Probe",

@@ -117,6 +117,8 @@ def why_absorbed(cache: ModuleCache, new: int, stored: Sequence[int], *, masked:
     traits = cache_traits(cache)
     if not traits.has_keys:
         return f"{type(cache).__name__} has no keys to read"
+    if any(getattr(cache, "dropped", ())):
+        return f"{type(cache).__name__} has dropped tokens"
     if traits.chunk is not None and new > traits.chunk:
         return f"{type(cache).__name__} takes {traits.chunk} tokens at a time"
     if masked and any(stored) and (padded or len(set(stored)) > 1):

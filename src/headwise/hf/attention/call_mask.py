@@ -13,6 +13,7 @@ from ...ops.masks.mask import EVERYTHING, Mask
 from ...ops.masks.rules import Band, Segments
 from ..errors import ModelError
 from ..models.architectures import CROSS_ATTENTION
+from .lazy_tensors import KeptTokens
 from .mask import StructuralMask
 
 PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
@@ -28,6 +29,7 @@ def mask_of_call(
     causal_without_mask: bool,
     expired: int,
     packing: dict[str, Any],
+    places: KeptTokens | None = None,
 ) -> Mask:
     """Return all that restricts a call: its mask argument, and the sequences of a packed batch.
 
@@ -39,8 +41,9 @@ def mask_of_call(
         causal_without_mask: True if the call has no mask and is causal; then query and key are aligned at the top left.
         expired: The number of first keys that a cache holds although they are before its sliding window.
         packing: The keyword arguments of the call; those in `PACKING` are read.
+        places: The tokens that are left of a cache; the mask that is returned has all tokens, dropped ones, too.
     """
-    T, S = query.shape[2], key.shape[2]
+    T, S = query.shape[2], key.shape[2] if places is None else places.length
     if causal_without_mask:
         mask = causal(offset=0 if S < T else None)
     else:

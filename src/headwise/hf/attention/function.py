@@ -11,6 +11,7 @@ from ...cache.base import Stored
 from ...nn.attention_mode import current_mode
 from ...ops.attention import attention_of_part
 from ...ops.masks.constructors import bias, causal
+from ...ops.masks.key_positions import mask_at_positions
 from ...ops.masks.mask import Mask
 from ...ops.storage.layout import in_one_piece
 from ...parallel.head_split.shards import HeadShards
@@ -20,7 +21,7 @@ from ..errors import ModelError
 from ..models.architectures import CACHE
 from ..returned import Returned, attend_and_weigh, attentions_are_collected
 from .call_mask import PACKING, is_causal_without_mask, mask_of, mask_of_call
-from .lazy_tensors import LazyKeys, from_model
+from .lazy_tensors import KeptTokens, LazyKeys, from_model
 from .probe_sessions import is_probed, record
 
 HARMLESS = frozenset(
@@ -84,21 +85,24 @@ def headwise_attention(
         return _attend_split_tokens(module, shards, query, key, value, options | {"mask": mask}), None
     wanted = bool(output_attentions) or attentions_are_collected()
     returned = Returned(key.shape[2], query.dtype) if wanted else None
-    expired = key.expired if isinstance(key, LazyKeys) else 0
+    expired, places = (key.expired, key.places) if isinstance(key, LazyKeys) else (0, None)
     key, value = stored_pair(key, value, query.dtype)
     if shards is not None:
+        _check_not_dropped(module, places)
         key, value = own_keys(module, shards, key, value, query.dtype)
         options["sinks"], position_bias = own_part(shards, s_aux), own_part(shards, position_bias)
     query, key, value = _one_batch(query, key, value)
     top_left = is_causal_without_mask(module, attention_mask, is_causal, query.shape[2])
-    if top_left:
+    if top_left and places is None:
         key, value, position_bias = _up_to_last_query(query.shape[2], key, value, position_bias)
     options["mask"] = mask_of_call(
-        module, attention_mask, query, key, causal_without_mask=top_left, expired=expired, packing=kwargs
+        module, attention_mask, query, key, causal_without_mask=top_left, expired=expired, packing=kwargs, places=places
     )
     if shards is None:
         if position_bias is not None:
             options["mask"] &= bias(position_bias)
+        if places is not None:
+            options["mask"] = mask_at_positions(options["mask"], *places, query)
         out, matrix = attend(module, query, key, value, returned=returned, **options)
     else:
         out, matrix = _attend_own_heads(module, shards, query, key, value, position_bias, returned, options)
@@ -201,6 +205,14 @@ def _check_split_tokens(
         raise ModelError(
             f"{type(module).__name__} runs on tokens split over processes, which does not go with {', '.join(wrong)}; "
             "leave that out, or run the model outside of context_parallel"
+        )
+
+
+def _check_not_dropped(module: nn.Module, places: KeptTokens | None) -> None:
+    if places is not None:
+        raise ModelError(
+            f"{type(module).__name__} runs with its heads split over processes, and its cache has dropped tokens: "
+            "each process would have its own; keep all tokens, or run the model in one process"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,18 +103,28 @@ def _as_outside_of_dispatch() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
 
 
-class LazyKeys(Lazy):
-    """Keys or values (B, K, S, n) of a cache that stores them in int8, in pages, or in both."""
+class KeptTokens(NamedTuple):
+    """Where the tokens are that a cache still has, if some were dropped by score."""
 
-    stored: Quantized | Paged
+    positions: Tensor  # int64 (B, K|1, columns), -1 past a row's end
+    length: int  # the number of all tokens, for which masks are made
+
+
+class LazyKeys(Lazy):
+    """Keys or values (B, K, S, n) of a cache that stores them in int8, in pages, or in both, or without some tokens."""
+
+    stored: Tensor | Quantized | Paged
     expired: int
     """The number of first columns that are before the sliding window; a mask with a window hides them, too."""
+    places: KeptTokens | None
 
-    def __new__(cls, stored: Quantized | Paged, dtype: torch.dtype, expired: int = 0) -> LazyKeys:
+    def __new__(
+        cls, stored: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
+    ) -> LazyKeys:
         """Make lazy keys; `dtype` is the dtype of the tensor that a model computes with."""
-        device = stored.table.device if isinstance(stored, Paged) else stored.data.device
-        keys: LazyKeys = cls._of(partial(in_one_piece, stored, dtype), stored.shape, dtype, device)
-        keys.stored, keys.expired = stored, expired
+        held = stored.table if isinstance(stored, Paged) else stored.data if isinstance(stored, Quantized) else stored
+        keys: LazyKeys = cls._of(partial(in_one_piece, stored, dtype), stored.shape, dtype, held.device)
+        keys.stored, keys.expired, keys.places = stored, expired, places
         return keys
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -142,9 +152,11 @@ class LazyView(Lazy):
         return view
 
 
-def to_model(x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0) -> Tensor:
+def to_model(
+    x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
+) -> Tensor:
     """Return what a cache stores as the tensor of this dtype that a model expects."""
-    return x if isinstance(x, Tensor) else LazyKeys(x, dtype, expired)
+    return x if isinstance(x, Tensor) and places is None else LazyKeys(x, dtype, expired, places)
 
 
 def from_model(x: Tensor | Quantized | Paged) -> Tensor | Quantized | Paged:

@@ -13,7 +13,7 @@ from ...cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ...ops.compiled_calls import outside_graphs
 from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import PAGE
-from ..attention.lazy_tensors import to_model
+from ..attention.lazy_tensors import KeptTokens, to_model
 
 
 class FullLayer(CacheLayerMixin):
@@ -58,7 +58,12 @@ class FullLayer(CacheLayerMixin):
         if self.get_seq_length() == 0:
             return None, None
         key, value = self.cache.view()
-        return to_model(key, self.input_dtype, expired), to_model(value, self.input_dtype, expired)
+        how = self.input_dtype, expired, self._places()
+        return to_model(key, *how), to_model(value, *how)
+
+    def _places(self) -> KeptTokens | None:
+        """Return which tokens are left, if some of the cache's were dropped by score."""
+        return KeptTokens(self.cache.column_positions(), self.get_seq_length()) if any(self.cache.dropped) else None
 
     def _refuse(self, new: Tensor | None) -> None:
         if new is not None:  # transformers sets None when a layer is made
@@ -106,12 +111,16 @@ class FullLayer(CacheLayerMixin):
         return self._for_model()
 
     def _check_room(self, count: int) -> None:
-        length = self.get_seq_length() + count
+        length = self._held() + count
         if length > self.max_length:
             raise ValueError(
                 f"this cache has max_length = {self.max_length:,}, and the text comes to {length:,} tokens: "
                 f"make_cache(model, max_length={length}), or more"
             )
+
+    def _held(self) -> int:
+        """Return the number of tokens that the longest row has, without dropped ones."""
+        return 0 if self.cache is None else max(self.cache.columns)
 
     def _fits(self, key: Tensor, value: Tensor) -> bool:
         cache = self.cache
@@ -193,6 +202,14 @@ class SlidingLayer(FullLayer):
         self.record_past = True
         if self.cache is not None:
             self.cache.remember(PAGE)
+
+    @override
+    def _held(self) -> int:
+        return self.get_seq_length()
+
+    @override
+    def _places(self) -> None:
+        return None  # a window drops its own tokens, and `expired` says so
 
     @property
     def _expired(self) -> int:

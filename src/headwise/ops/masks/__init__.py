@@ -12,6 +12,7 @@ from .constructors import causal_top_left as causal_top_left
 from .constructors import dilated as dilated
 from .constructors import keep as keep
 from .constructors import lengths as lengths
+from .constructors import picked as picked
 from .constructors import prefix as prefix
 from .constructors import relative as relative
 from .constructors import rule as rule
@@ -22,6 +23,7 @@ from .mask import FULL as FULL
 from .mask import MIXED as MIXED
 from .mask import Mask as Mask
 from .mask import as_mask as as_mask
+from .picked import Picked as Picked
 from .positional_rules import Alibi as Alibi
 from .positional_rules import Blocks as Blocks
 from .positional_rules import Dilated as Dilated

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...shapes import MASK_RULE, check_integers, check_made, describe
 from ...shapes.arguments import check_counts, check_flags, check_index, check_tensor
 from .mask import Mask
+from .picked import Picked
 from .positional_rules import Alibi, Blocks, Dilated, Function, Relative
 from .rules import Band, Bias, Keep, Lengths, Segments
 
@@ -171,6 +172,26 @@ def alibi_slopes(num_heads: int) -> Tensor:
     slopes = [2.0 ** (-8.0 * (n + 1) / floor) for n in range(floor)]
     extra = [2.0 ** (-4.0 * (n + 1) / floor) for n in range(0, 2 * (num_heads - floor), 2)]
     return torch.tensor(slopes + extra)
+
+
+def picked(indices: Tensor) -> Mask:
+    """Return a mask in which query i may attend to the keys that are listed for it; the list is all that is stored.
+
+    This is sparse attention whose keys an indexer chooses for each query (arXiv 2512.02556). The native
+    kernel gathers the listed keys, so that time and memory do not grow with T x S; other rules, joined by `&`, are
+    asked about these keys alone. In `~picked(...)` and ``picked(...) | ...`` it is a rule like any other, with a map of
+    tiles.
+
+    `indices`: integer (B, H, T, n); B and H may be 1. A key is 0 <= j < S, -1 is none, and one that is listed twice
+    counts once. Raises TypeError for an argument that is not an integer tensor, ValueError for other axes.
+
+    >>> print(picked(torch.tensor([[[[0, -1], [0, 2], [1, 3]]]])).draw(3, 4))
+    ■ · · ·
+    ■ · ■ ·
+    · ■ · ■
+    """
+    check_index("an integer tensor (B, H or 1, T, n) for picked()", (4,), "n keys a query", indices=indices)
+    return Mask((Picked(indices),))
 
 
 def prefix(n: int | Tensor) -> Mask:

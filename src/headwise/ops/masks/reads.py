@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from .algebra import AllOf, AnyOf, Not
+from .picked import Picked
 from .positional_rules import Blocks, Dilated, Function
 from .rule import Rule
 from .rules import Band, Keep, Lengths, Segments
 
-_OWN = (Band, Lengths, Segments, Keep, Dilated, Blocks)
+_OWN = (Band, Lengths, Segments, Keep, Picked, Dilated, Blocks)
 """Rules that depend only on their fields."""
 
 

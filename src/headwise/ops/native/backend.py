@@ -25,6 +25,7 @@ from ..tracing import in_onnx_export
 from . import library as native_library
 from .library import error_for, raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered, trouble_with
+from .picked_keys import attend_picked, is_picked
 
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
@@ -35,6 +36,10 @@ LIMITS = (
     Limit(
         lambda c: any(is_traceable_wrapper_subclass(x) for x in (c.query, c.key, c.value)),
         "headwise's own kernel takes plain tensors, no subclass that wraps others",
+    ),
+    Limit(
+        lambda c: c.options.dropout > 0 and is_picked(c.options.mask),
+        "headwise's own kernel draws dropout by the place of a key among all keys, and it gathers picked keys first",
     ),
     Limit(lambda c: trouble_with(c.options.mask) is not None, lambda c: trouble_with(c.options.mask) or ""),
     Limit(
@@ -47,11 +52,15 @@ LIMITS = (
 
 def run(call: Call) -> Result:
     """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
+    if is_picked(call.options.mask):
+        out, lse = attend_picked(call, run)
+        return out, lse if call.return_lse else None
     out, lse = _with_gradient(call) if call.needs_grad else _without_gradient(call)
     return out, lse if call.return_lse else None
 
 
-def _dropout(call: Call) -> tuple[float, Tensor | None]:
+def dropout_of(call: Call) -> tuple[float, Tensor | None]:
+    """Return the probability and the seed of a call's dropout, as the operators take them."""
     if not call.options.dropout > 0:
         return 0.0, None
     return call.options.dropout, torch.randint(1 << 62, (1,), device="cpu") if call.seed is None else call.seed
@@ -63,13 +72,13 @@ def _with_gradient(call: Call) -> Result:
     # The operator is used only for tracing: its dispatcher overhead is as long as a small backward pass.
     tracing = torch.compiler.is_compiling()
     attend_train = torch.ops.headwise.attend_train if tracing else native_library.attend_train
-    return attend_train(call.query, call.key, call.value, *rules, *_dropout(call))
+    return attend_train(call.query, call.key, call.value, *rules, *dropout_of(call))
 
 
 def _without_gradient(call: Call) -> Result:
     (B, H, _, T, S), V = call.sizes, call.value.shape[3]
     gate = None if call.options.gate is None else call.options.gate.expand(B, H, T, V)
-    rules = (*lowered(call.options, T, S), gate, *_dropout(call))
+    rules = (*lowered(call.options, T, S), gate, *dropout_of(call))
     if call.layout is None:
         return torch.ops.headwise.attend_full(call.query, call.key, call.value, *rules)
     key_scale, value_scale, *pages = call.layout

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import Call
 from ..masks.mask import Mask
 from ..masks.positional_rules import Alibi
 from ..masks.rule import Rule
@@ -119,6 +120,17 @@ def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tens
         gradients = iter(torch.autograd.grad(results, learning, grads, create_graph=again, allow_unused=True))
     wanted = [next(gradients) if x.requires_grad else None for x in leaves]
     return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(wanted, leaves, strict=True)]
+
+
+def by_reference(
+    call: Call, learning: Sequence[Tensor], grads: tuple[Tensor | None, Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of tensors that a call is made of, as functions of them and of `grads` of out and lse."""
+    mask, scale, softcap, sinks, *_ = call.options
+    results = reference(call.query, call.key, call.value, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+    outputs = [x for x, grad in zip(results, grads, strict=True) if grad is not None]
+    given = [grad for grad in grads if grad is not None]
+    return torch.autograd.grad(outputs, learning, given, create_graph=True, allow_unused=True)
 
 
 # The operators for installations without the library. A saved program with them then runs on the reference.

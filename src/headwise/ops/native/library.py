@@ -79,16 +79,17 @@ class _Attend(torch.autograd.Function):
     """`attend_kept` with a gradient; its tensors are separate arguments, because autograd does not look into lists."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         call = _joined(numbers, tensors)
         out, lse, ends = attend_kept(*call.arguments)
         ctx.numbers = numbers
         ctx.save_for_backward(out, ends, *tensors)
         ctx.set_materialize_grads(False)  # so that the gradient of an unused lse is None
-        return out, lse
+        ctx.mark_non_differentiable(ends)
+        return out, lse, ends
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
         out, ends, *tensors = ctx.saved_tensors
         numbers: _Numbers = ctx.numbers
         call, fixed = _joined(numbers, tensors), numbers.segments + numbers.maps
@@ -150,11 +151,18 @@ def attend_band(query: Tensor, key: Tensor, value: Tensor, scale: float, low: in
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
     """Run the operator of this name without the dispatcher."""
+    out, lse, _ = attend_ends(*args)
+    return out, lse
+
+
+def attend_ends(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `attend_train`, and return `ends` too, (2, B, H, T): each row's largest score, and its weight."""
     query, key, value, rules, dropout, seed = Training.of(*args)
     lists = [x or () for x in (rules.segments, rules.maps, rules.dense, rules.alibi, rules.relative)]
     numbers = _Numbers(rules.scale, rules.softcap, rules.low, rules.high, dropout, *map(len, lists))
     single = (query, key, value, rules.sinks, rules.bounds, seed)
-    return _Attend.apply(numbers, *single, *(x for some in lists for x in some))
+    result: tuple[Tensor, Tensor, Tensor] = _Attend.apply(numbers, *single, *(x for some in lists for x in some))
+    return result
 
 
 def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Training:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...shapes import DTYPES, INTEGERS
 from ...shapes.arguments import FAR
 from ..masks.mask import Mask
+from ..masks.picked import Picked
 from ..masks.positional_rules import Alibi, Blocks, Relative
 from ..masks.rule import Rule
 from ..masks.rules import Band, Bias, Keep, Lengths, Segments
@@ -187,6 +188,10 @@ def _put_map(rule: Rule, terms: _Terms) -> None:
     terms.maps += tile_map(rule, terms.T, terms.S)
 
 
+def _put_picked(rule: Picked, terms: _Terms) -> None:
+    raise UnsupportedMask("picked keys are gathered before the kernel runs")  # `picked_keys`
+
+
 class RuleForm(NamedTuple):
     """The conversion of a rule type into arguments, and the kind in `ROOM` that limits its number."""
 
@@ -203,6 +208,7 @@ FORMS: dict[type[Rule], RuleForm] = {
     Bias: RuleForm(_put_dense, "mask tensors"),
     Alibi: RuleForm(_put_alibi, "rules of ALiBi"),
     Relative: RuleForm(_put_relative, "mask tensors"),
+    Picked: RuleForm(_put_picked),
 }
 
 

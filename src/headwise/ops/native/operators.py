@@ -4,9 +4,9 @@ A saved program (`torch.export`, AOTInductor) has operator names, and a process 
 headwise before. So `import headwise` registers the operators. It does not import torch for this, but waits until torch
 is imported. Nothing is registered later, so the first call of a process takes the same path as every other call.
 
-The library (csrc/binding/*.cpp) defines all operators except `attend_train`, which is `attend_kept` with
-`attend_backward` as its gradient. Without the library, the reference defines the operators that an exported program
-may have.
+The library (csrc/binding/*.cpp) defines all operators except `attend_train` and `attend_ends`, which are `attend_kept`
+with `attend_backward` as its gradient, without and with its third result. Without the library, the reference defines
+the operators that an exported program may have.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ RULES = (
 TRAIN = (
     f"attend_train(Tensor query, Tensor key, Tensor value, {RULES}, float dropout, Tensor? seed) -> (Tensor, Tensor)"
 )
+ENDS = TRAIN.replace("attend_train", "attend_ends").replace("(Tensor, Tensor)", "(Tensor, Tensor, Tensor)")
 EXPORTED = {  # the operators that an exported program may have, besides `attend_train`
     "attend": "(Tensor query, Tensor key, Tensor value, float scale, SymInt low, SymInt high) -> Tensor",
     "attend_full": f"(Tensor query, Tensor key, Tensor value, {RULES}, Tensor? gate, float dropout, Tensor? seed) "
@@ -51,6 +52,7 @@ DEFINITIONS = "headwise.ops.native.gradient"  # the module that has functions wi
 FLOPS = "headwise.ops.native.flops"  # the module with the FLOP formulas
 COUNTED = {  # the function of FLOPS that counts each operator
     "attend": "attend", "attend_full": "attend_full", "attend_kept": "attend_full", "attend_train": "attend_full",
+    "attend_ends": "attend_full",
     "attend_held": "attend_held", "attend_backward": "attend_backward", "attend_part_backward": "attend_backward",
     "attend_statistics": "attend_statistics", "attend_received": "attend_received",
 }  # fmt: skip
@@ -153,14 +155,17 @@ def _define(native: bool) -> None:
                 _fragment.impl(name, _late(DEFINITIONS, name), "CompositeImplicitAutograd")
         _fragment.impl("attend_train", _late(DEFINITIONS, "attend_train"), "CompositeImplicitAutograd")
         return
-    attend_train = _late("headwise.ops.native.library", "attend_train")
-    _fragment.impl("attend_train", attend_train, "CPU")
-    _fragment.impl("attend_train", attend_train, "Autograd")
+    _fragment.define(ENDS)
+    for name in ("attend_train", "attend_ends"):
+        with_gradient = _late("headwise.ops.native.library", name)
+        _fragment.impl(name, with_gradient, "CPU")
+        _fragment.impl(name, with_gradient, "Autograd")
     fakes: dict[str, Callable[..., Any]] = {
         "attend": lambda *args: _empty_pair(*args)[0],
         "attend_full": _empty_pair,
         "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
         "attend_kept": _empty_kept,
+        "attend_ends": _empty_kept,
         "attend_train": _empty_pair,
         "attend_backward": _empty_gradients,
         "attend_part_backward": _empty_gradients,

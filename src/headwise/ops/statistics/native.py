@@ -13,6 +13,7 @@ from torch import Tensor
 from ..call import Call, refusal
 from ..native import backend as native
 from ..native.mask_arguments import lowered
+from ..native.picked_keys import is_picked
 from ..tracing import without_numbers
 from .request import Request
 
@@ -20,7 +21,8 @@ from .request import Request
 def serves(request: Request, value: Tensor | None) -> bool:
     """Return whether the kernel supports the call: the limits of `native`, and no tracing (the code reads numbers)."""
     call = Call(request.query, request.key, request.key if value is None else value, request.options)
-    return not without_numbers() and refusal(native.LIMITS, call) is None
+    # Statistics of picked keys would need a map of T x S bits; plain operations have one block of it at a time.
+    return not without_numbers() and not is_picked(request.options.mask) and refusal(native.LIMITS, call) is None
 
 
 def measure_natively(request: Request, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:
