@@ -1,0 +1,78 @@
+"""Arguments of the Triton kernels: padded sizes, shapes of programs by card, and what stands for an absent tensor."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LEAST = 16
+"""The least size of a matrix product's axis."""
+
+
+@cache
+def trouble() -> str | None:
+    """Return why no kernel can be compiled in this process; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed: pip install triton"
+    import triton
+
+    least = (3, 4)  # tuples as the state of a loop
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < least:
+        return f"triton {triton.__version__} is older than {least[0]}.{least[1]}"
+    return None
+
+
+@cache
+def interpreted() -> bool:
+    """Return True if Triton interprets kernels in this process (TRITON_INTERPRET=1), also on tensors of the CPU."""
+    if trouble() is not None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def power(n: int) -> int:
+    """Return the least power of two >= n that a matrix product takes."""
+    return max(LEAST, 1 << (n - 1).bit_length())
+
+
+@cache
+def shapes() -> dict[str, Any]:
+    """Return `shapes.json`: for each kernel, card and head dim the rows of a program, its warps and its stages."""
+    return json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf8"))  # type: ignore[no-any-return]
+
+
+def shape_of(kernel: str, dim: int, device: torch.device) -> tuple[int, int, int]:
+    """Return rows, warps and stages for a padded head dim on a card; those of the nearest older card it knows."""
+    table = shapes()[kernel]
+    capability = "80"
+    if device.type == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = max((known for known in table if int(known) <= 10 * major + minor), key=int, default="80")
+    of_card = table[capability]
+    rows, warps, stages = of_card[str(min((int(d) for d in of_card if int(d) >= dim), default=max(map(int, of_card))))]
+    return rows, warps, stages
+
+
+def strides(x: Tensor | None, *axes: int) -> tuple[int, ...]:
+    """Return the strides of some axes, 0 for one of size 1, so that it repeats; zeros without a tensor."""
+    return tuple(0 if x is None or x.shape[axis] == 1 else x.stride(axis) for axis in axes)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return a tensor whose last axis is contiguous, as kernels read it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def ends_of(ends: Sequence[Tensor | None], absent: Tensor) -> tuple[int, list[Tensor], list[int]]:
+    """Return which of low, high, start and stop are tensors, as bits; the tensors; their strides."""
+    which = sum(1 << n for n, x in enumerate(ends) if x is not None)
+    return which, [absent if x is None else x for x in ends], [n for x in ends for n in strides(x, 0)]

@@ -1,0 +1,210 @@
+"""The kernels as operators of torch, so that torch.compile, torch.export and fake tensors know them.
+
+Kernels are imported at the first call: triton takes half a second, and not every process has a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import ends_of, power, rows_of, shape_of, strides
+
+RULES = (
+    "float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, Tensor?[] ends, Tensor[] tiles, "
+    "Tensor? dense, Tensor? diagonals"
+)
+"""What acts on the scores: options, and a `KernelMask`. softcap 0 means none."""
+SCHEMAS = {
+    "triton_attend": f"(Tensor query, Tensor key, Tensor? value, {RULES}, Tensor? features, int bins, bool statistics)"
+    " -> (Tensor out, Tensor lse, Tensor floats, Tensor ints, Tensor sums)",
+    "triton_picks": f"(Tensor query, Tensor key, Tensor keys, Tensor floats, {RULES})"
+    " -> (Tensor weights, Tensor seen)",
+    "triton_received": f"(Tensor query, Tensor key, Tensor floats, {RULES}) -> (Tensor mass, Tensor rows)",
+}
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    low: int,
+    high: int,
+    ends: Sequence[Tensor | None],
+    tiles: Sequence[Tensor],
+    dense: Tensor | None,
+    diagonals: Tensor | None,
+    features: Tensor | None,
+    bins: int,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute out (B, H, T, V), lse (B, H, T) and with `statistics` what is known of each row.
+
+    Returns also floats (5, B, H, T): entropy, distance, sink, largest score (in base 2), largest weight; ints
+    (2, B, H, T): key with the largest weight, number of keys; sums (T, B, H, bins + n): mass in each bin of keys as a
+    share of the mass on all, and sums of the n features (B|1, S, n). Without a value, V is 0.
+    """
+    from .attend_kernel import attend as kernel
+    from .flags import flags
+
+    query, key = rows_of(query), rows_of(key)
+    value = None if value is None else rows_of(value)
+    (B, H, T, D), (K, S), dev = query.shape, key.shape[1:3], query.device
+    out, lse, floats, ints, sums = _made(query, value, features, bins, statistics)
+    VD = out.shape[3]
+    DK, DV = power(D), power(max(VD, 1))
+    rows, warps, stages = shape_of("attend", max(DK, DV), dev)
+    rows = 64 if tiles else rows
+    NQ, NK = -(-T // rows), -(-S // 64)
+    bad = torch.empty(B, K, S, dtype=torch.uint8, device=dev)
+    some = torch.zeros(1, dtype=torch.int32, device=dev)
+    v = key if value is None else value
+    places = (*strides(query, 0, 1, 2), *strides(key, 0, 1, 2), *strides(v, 0, 1, 2))
+    tiles_q = -(-T // 64)
+    sizes = {"VALUES": value is not None, "DK": DK, "DV": DV, "D": D, "VD": VD}
+    flags[(B * K * NK + B * H * tiles_q,)](query, key, v, bad, some, *places, B, H, K, T, S, NK, tiles_q, **sizes)
+    which, end_tensors, end_strides = ends_of(ends, some)
+    order, counts, index, bits = tiles or (some, some, some, some)
+    n = 0 if features is None else features.shape[2]
+    columns = bins + n if statistics else 0
+    of_features = strides(features, 0, 1, 2)
+    of_map = (strides(index, 0)[0] // NK, strides(index, 1)[0] // NK) if tiles else (0, 0)
+    forms = {
+        "MAP": bool(tiles), "WHICH": which, "STATISTICS": statistics, "BINS": bins, "FEATURES": n,
+        "NC": power(columns) if columns else 0, "DENSE": dense is not None, "DIAGONALS": diagonals is not None,
+        "CAP": softcap != 0.0, "SINK": sinks is not None, "BM": rows, "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip
+    absent = query.new_empty(1, dtype=torch.float32)
+    given = [absent if x is None else x for x in (features, dense, diagonals, sinks)]
+    for careful in (False, True):
+        kernel[(B * H * NQ,)](
+            query, key, v, out, lse, floats, ints, sums, given[0], order, counts, index, bits, given[1], given[2],
+            given[3], bad, some, *end_tensors, *end_strides, low, high, *places, *strides(out, 0, 1, 2), *of_features,
+            *of_map, *strides(dense, 0, 1, 2, 3), *strides(diagonals, 0, 1), B, H, H // K, T, S, NQ, NK, scale,
+            softcap or 1.0, CAREFUL=careful, **forms, **sizes,
+        )  # fmt: skip
+    return out, lse, floats, ints, sums
+
+
+def _made(
+    query: Tensor, value: Tensor | None, features: Tensor | None, bins: int, statistics: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    B, H, T, _ = query.shape
+    V = 0 if value is None else value.shape[3]
+    n = bins + (0 if features is None else features.shape[2])
+    of_rows = (B, H, T) if statistics else (0, 0, 0)
+    return (
+        query.new_empty(B, H, T, V),
+        query.new_empty((B, H, T), dtype=torch.float32),
+        query.new_empty((5, *of_rows), dtype=torch.float32),
+        query.new_empty((2, *of_rows), dtype=torch.int32),
+        query.new_empty((T, B, H, n) if statistics else (0, 0, 0, 0), dtype=torch.float32),
+    )
+
+
+def picks(
+    query: Tensor, key: Tensor, keys: Tensor, floats: Tensor, scale: float, softcap: float, *rules: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute the weights of each row on n keys, (B, H, T, n) float32, and which of them it may attend to, uint8.
+
+    keys: (B|1, T, n) long; numbers that are no key are attended by no row. floats: from `attend`.
+    """
+    from .weights_kernels import picks as kernel
+
+    query, key, keys = rows_of(query), rows_of(key), keys.contiguous()
+    B, H, T, _ = query.shape
+    n = keys.shape[2]
+    weights, seen = _picked(query, key, keys)
+    forms, sizes, tensors, numbers = _second_pass(query, key, softcap, *rules)
+    if n:
+        kernel[(B * H * -(-T // 64),)](
+            query, key, keys, floats, weights, seen, *tensors, *numbers, *strides(keys, 0), *sizes, n, scale,
+            softcap or 1.0, **forms,
+        )  # fmt: skip
+    return weights, seen
+
+
+def received(
+    query: Tensor, key: Tensor, floats: Tensor, scale: float, softcap: float, *rules: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute the mass that each key receives, (B, H, S) float32, and how many rows may attend to it, int32."""
+    from .weights_kernels import received as kernel
+
+    query, key = rows_of(query), rows_of(key)
+    (B, H, _, _), S = query.shape, key.shape[2]
+    mass, rows = _of_keys(query, key)
+    forms, sizes, tensors, numbers = _second_pass(query, key, softcap, *rules)
+    kernel[(B * H * -(-S // 64),)](
+        query, key, floats, mass, rows, *tensors, *numbers, *sizes, scale, softcap or 1.0, **forms
+    )
+    return mass, rows
+
+
+def _second_pass(
+    query: Tensor,
+    key: Tensor,
+    softcap: float,
+    sinks: Tensor | None,
+    low: int,
+    high: int,
+    ends: Sequence[Tensor | None],
+    tiles: Sequence[Tensor],
+    dense: Tensor | None,
+    diagonals: Tensor | None,
+) -> tuple[dict[str, Any], tuple[int, ...], list[Tensor], tuple[int, ...]]:
+    """Return what the kernels of the second pass share: forms, sizes, the tensors of the mask, and numbers."""
+    (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
+    absent = query.new_empty(1, dtype=torch.float32)
+    which, end_tensors, end_strides = ends_of(ends, absent)
+    index, bits = (tiles[2], tiles[3]) if tiles else (absent, absent)
+    NQ, NK = -(-T // 64), -(-S // 64)
+    forms = {
+        "MAP": bool(tiles), "WHICH": which, "DENSE": dense is not None, "DIAGONALS": diagonals is not None,
+        "CAP": softcap != 0.0, "DK": power(D), "D": D,
+    }  # fmt: skip
+    of_map = (strides(index, 0)[0] // NK, strides(index, 1)[0] // NK) if tiles else (0, 0)
+    numbers = (
+        *end_strides, low, high, *strides(query, 0, 1, 2), *strides(key, 0, 1, 2), *of_map,
+        *strides(dense, 0, 1, 2, 3), *strides(diagonals, 0, 1),
+    )  # fmt: skip
+    given = [absent if x is None else x for x in (dense, diagonals)]
+    return forms, (B, H, H // K, T, S, NQ, NK), [index, bits, *given, *end_tensors], numbers
+
+
+def _picked(query: Tensor, key: Tensor, keys: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    shape = (*query.shape[:3], keys.shape[2])
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.uint8)
+
+
+def _of_keys(query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    shape = (*query.shape[:2], key.shape[2])
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int32)
+
+
+def _fake_attend(query: Tensor, key: Tensor, value: Tensor | None, *rest: object) -> tuple[Tensor, ...]:
+    features, bins, statistics = rest[-3:]
+    return _made(query, value, features, bins, statistics)  # type: ignore[arg-type]
+
+
+def _define() -> torch.library.Library:
+    """Register the operators; they exist as long as the returned library."""
+    library = torch.library.Library("headwise", "FRAGMENT")
+    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "triton_attend": (attend, _fake_attend),
+        "triton_picks": (picks, _picked),
+        "triton_received": (received, _of_keys),
+    }
+    for name, (function, fake) in functions.items():
+        library.define(name + SCHEMAS[name])
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"headwise::{name}", fake, lib=library)
+    return library
+
+
+_LIBRARY = _define()
