@@ -37,6 +37,9 @@ import draw
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before triton is imported: without a card its kernels run in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A shell without job control starts background jobs deaf to Ctrl-C, and so would be what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

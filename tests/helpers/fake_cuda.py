@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton_definitions import LAUNCHES
 
 from headwise.ops.backends import flex, sdpa
 
@@ -43,12 +44,16 @@ class Cost(TorchDispatchMode):
     def count(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
         """Count one operator."""
         devices = {x.device.type for x in (*read, *written) if x.ndim or x.device.type != "cpu"}
+        if name == "triton_append":  # it changes a part of its arguments: as much as it reads
+            read = written = read[:2]
         if "cuda" not in devices or name in NO_LAUNCH or not written:  # such as the question for a tensor's device
             return
         if len(devices) > 1:
             self.from_host[name] += 1
-        self.launches[name] += 1
+        self.launches[name] += LAUNCHES.get(name, 1)
         self.bytes[name] += _moved(name, read, written)
+        if name == "triton_attend":  # `flags` reads all of it once more
+            self.bytes[name] += sum(map(_own_bytes, read[:3]))
         self.largest = max([self.largest, *(_own_bytes(x) // x.itemsize for x in written)])
 
 

@@ -52,8 +52,8 @@ def test_doubles_run_on_the_definition() -> None:
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"backend is auto, native, sdpa, flex, blocks, reference; got 'triton'"):
-        headwise.attention(*make_qkv(*SHORT), backend="triton")
+    with pytest.raises(ValueError, match=r"backend is auto, native, triton, sdpa, flex, blocks, reference; got 'tritton'"):
+        headwise.attention(*make_qkv(*SHORT), backend="tritton")
 
 
 # What torch's kernels cannot honour: by name they must refuse, and never run without it.

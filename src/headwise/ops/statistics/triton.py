@@ -8,17 +8,23 @@ import torch
 from torch import Tensor
 
 from ..call import Call, refusal
-from ..triton import backend
+from ..triton import triton_backend as backend
+from ..triton.launch import power
 from .request import Request
 
+DEVICES = ("cuda",)
 COLUMNS = 64
 """The most bins of keys and features together: the kernel keeps a sum of each for each row."""
+
+
+ONE_PASS = 64
+"""Up to this head dim one pass computes output and statistics; with more it would lack registers, and two are quicker."""
 
 
 def serves(request: Request, value: Tensor | None) -> bool:
     """Return whether the kernels support the call: the limits of the backend, and room for its sums."""
     call = Call(request.query, request.key, request.key if value is None else value, request.options)
-    return call.device_type == "cuda" and request.bins[1] <= COLUMNS and refusal(backend.LIMITS, call) is None
+    return call.device_type in DEVICES and request.bins[1] <= COLUMNS and refusal(backend.LIMITS, call) is None
 
 
 def measure_by_triton(
@@ -28,12 +34,18 @@ def measure_by_triton(
     (query, key, options), (bins_T, bins_S) = request[:3], request.bins
     (B, _, T, _), S, dev = query.shape, key.shape[2], query.device
     rules = backend.rules_of(options, T, S, dev)
-    exact = {name: x for name, x in request.features.items() if not x.is_floating_point()}
-    # A float may be NaN, and 0 times NaN is NaN: such a feature uses the mass that each key receives.
+    # Others than 0 and 1 use the mass that each key receives: a product with them would have to be exact.
+    exact = {name: x for name, x in request.features.items() if x.dtype == torch.bool}
     second = received or len(exact) < len(request.features) or bins_S + len(exact) > COLUMNS
-    columns = None if second or not exact else torch.stack([*exact.values()], -1).float()
+    columns = _columns({} if second else exact, S, bins_S, query)
+    used = bins_S if second else bins_S + len(exact)
     ops = torch.ops.headwise
-    out, _, floats, ints, sums = ops.triton_attend(query, key, value, *rules, columns, bins_S, True)
+    together = value is None or max(query.shape[3], value.shape[3]) <= ONE_PASS
+    out, _, floats, ints, sums = ops.triton_attend(
+        query, key, value if together else None, *rules, columns, used, bins_S, True
+    )
+    if not together:
+        out, *_ = ops.triton_attend(query, key, value, *rules, None, 0, 0, False)
     entropy, distance, sink, _, largest = floats
     largest_key, keys = ints.long()
     alive = keys > 0
@@ -59,6 +71,17 @@ def measure_by_triton(
         featured = _mean(totals[..., bins_S:].sum(2, dtype=torch.float64), rows[..., None]).unbind(-1)
         fields["features"] = dict(zip(exact, featured, strict=True))
     return None if value is None else out, fields
+
+
+def _columns(features: dict[str, Tensor], S: int, bins: int, query: Tensor) -> Tensor:
+    """Return columns of zeros and ones for each key: whether it lies in a bin, then the features, then padding."""
+    device = query.device
+    bin_of = torch.arange(S, device=device) * bins // S
+    columns = (bin_of[:, None] == torch.arange(power(bins + len(features)), device=device)).to(query.dtype)[None]
+    if features:
+        columns = columns.repeat(next(iter(features.values())).shape[0], 1, 1)
+        columns[:, :, bins : bins + len(features)] = torch.stack([*features.values()], -1)
+    return columns
 
 
 def _picked(request: Request, floats: Tensor, rules: tuple[Any, ...], alive: Tensor) -> dict[str, Any]:

@@ -8,21 +8,27 @@ import triton.language as tl
 from .tile import LN2, LOG2E, SIDE, added_to, bits_of, interval, is_bad, softcapped
 
 
+@triton.constexpr_function
+def up_of(dtype):
+    """A factor of weights, so that those far below 1 are not lost in float16."""
+    return 4096.0 if dtype == tl.float16 else 1.0
+
+
 @triton.jit
 def _tile(
     q, K, V, Columns, Bits, Dense, Diagonals, Bad, slot, tile, rows, lo, hi, state,
-    s_k, s_v, s_fs, s_fn, s_dt, s_ds, scale, softcap, T, S,
-    MASKED: tl.constexpr, MAP: tl.constexpr, STATISTICS: tl.constexpr, BINS: tl.constexpr, FEATURES: tl.constexpr,
+    s_k, s_v, s_dt, s_ds, scale, softcap, T, S,
+    MASKED: tl.constexpr, MAP: tl.constexpr, STATISTICS: tl.constexpr,
     NC: tl.constexpr, DENSE: tl.constexpr, DIAGONALS: tl.constexpr, CAP: tl.constexpr, CAREFUL: tl.constexpr,
     VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, VD: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. Scores are in base 2; the sums are those of exp2(score - m), m the largest score so far."""
     m, l, acc, plogp, distance, columns, keys, top_key, met = state  # noqa: E741
-    cols = tile * SIDE + tl.arange(0, SIDE)
+    near = tl.arange(0, SIDE)
+    cols = (near + tile * SIDE).to(tl.int32)
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
     inside = cols < S
-    far = cols.to(tl.int64)
-    at = K + far[None, :] * s_k + dk[:, None]
+    at = K + s_k * SIDE * tile + (near[None, :] * s_k + dk[:, None])  # the tile is int64, places in it are int32
     if MASKED:
         k = tl.load(at, mask=inside[None, :] & (dk < D)[:, None], other=0.0)
     else:
@@ -54,30 +60,32 @@ def _tile(
     alpha = tl.exp2(m - safe)
     s -= safe[:, None]
     p = tl.exp2(s)
+    UP: tl.constexpr = up_of(V.dtype.element_ty)
+    high = (p * UP).to(V.dtype.element_ty)
     if STATISTICS:  # sums of terms of one sign, so that nothing cancels; places as floats, which is cheaper
-        plogp = alpha * (plogp + l * (tl.maximum(m, -1e30) - safe)) + tl.sum(p * tl.maximum(s, -1e30), 1)
+        z = tl.maximum(s, -1e30) if MASKED or DENSE else s  # 0 times -inf is NaN
+        plogp = alpha * (plogp + l * (tl.maximum(m, -1e30) - safe)) + tl.sum(p * z, 1)
         place = (rows + (S - T)).to(tl.float32)
         distance = alpha * distance + tl.sum(p * tl.abs(place[:, None] - cols.to(tl.float32)[None, :]), 1)
         here = tl.min(tl.where(s == 0.0, cols[None, :], 2147483647), 1)
         top_key = tl.where(m_new > m, here, top_key)
-        if NC > 0:  # further columns of values: whether the key lies in a bin, then the features
+        if NC > 0:  # further columns of values, 0 or 1: whether the key lies in a bin, and the features
             c = tl.arange(0, NC)
-            of_key = ((far * BINS // S)[:, None] == c[None, :]).to(tl.float32)
-            if FEATURES > 0:
-                at_f = Columns + far[:, None] * s_fs + (c - BINS)[None, :] * s_fn
-                is_feature = inside[:, None] & ((c >= BINS) & (c < BINS + FEATURES))[None, :]
-                of_key += tl.load(at_f, mask=is_feature, other=0.0)
-            columns = columns * alpha[:, None] + tl.dot(p, of_key, input_precision="tf32x3")
+            at = Columns + (near[:, None] * NC + c[None, :]) + tile * (SIDE * NC)
+            of_key = tl.load(at, mask=inside[:, None], other=0.0) if MASKED else tl.load(at)
+            rest = (p * UP - high.to(tl.float32)).to(high.dtype)  # with zeros and ones the products of both are exact
+            columns = columns * alpha[:, None] + tl.dot(high, of_key, input_precision="tf32x3")
+            columns += tl.dot(rest, of_key, input_precision="tf32x3")
     l = l * alpha + tl.sum(p, 1)  # noqa: E741
     if VALUES:
-        at = V + far[:, None] * s_v + dv[None, :]
+        at = V + s_v * SIDE * tile + (near[:, None] * s_v + dv[None, :])
         if MASKED:
             v = tl.load(at, mask=inside[:, None] & (dv < VD)[None, :], other=0.0)
         else:
             v = tl.load(at, mask=(dv < VD)[None, :], other=0.0)
         if CAREFUL:
             v = tl.where(bad[:, None], 0.0, v)
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
+        acc = acc * alpha[:, None] + tl.dot(high, v, input_precision="tf32x3")
     return m_new, l, acc, plogp, distance, columns, keys, top_key, met
 
 
@@ -85,9 +93,9 @@ def _tile(
 def attend(
     Q, K, V, Out, Lse, Floats, Ints, Sums, Columns, Order, Counts, Index, Bits, Dense, Diagonals, Sinks, Bad, Any,
     Low, High, Start, Stop, s_low, s_high, s_start, s_stop, low, high,
-    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ob, s_oh, s_o, s_fb, s_fs, s_fn,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ob, s_oh, s_o, s_fb,
     s_mb, s_mh, s_db, s_dh, s_dt, s_ds, s_gb, s_gh, B, H, G, T, S, NQ, NK, scale, softcap,
-    MAP: tl.constexpr, WHICH: tl.constexpr, STATISTICS: tl.constexpr, BINS: tl.constexpr, FEATURES: tl.constexpr,
+    MAP: tl.constexpr, WHICH: tl.constexpr, STATISTICS: tl.constexpr, BINS: tl.constexpr, USED: tl.constexpr,
     NC: tl.constexpr, DENSE: tl.constexpr, DIAGONALS: tl.constexpr, CAP: tl.constexpr, SINK: tl.constexpr,
     CAREFUL: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, VD: tl.constexpr,
     BM: tl.constexpr,
@@ -123,9 +131,9 @@ def attend(
         line = (b * s_mb + h * s_mh + tile_q).to(tl.int64)
         lo, hi = none, none
         for n in range(0, tl.load(Counts + line)):
-            tile = tl.load(Order + line * NK + n)
+            tile = tl.load(Order + line * NK + n).to(tl.int64)
             slot = tl.load(Index + line * NK + tile) - 2
-            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, slot, tile, rows, lo, hi, state, s_k, s_v, s_fs, s_fn, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, BINS, FEATURES, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
+            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, slot, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
     else:
         lo, hi = interval(rows, b, S, low, high, Low, High, Start, Stop, s_low, s_high, s_start, s_stop, WHICH)
         sees = alive & (hi > lo)
@@ -136,13 +144,16 @@ def attend(
         ends = tl.min(tl.where(alive, hi, S)) // SIDE
         full = tl.minimum(tl.maximum(full, first), last)
         ends = tl.minimum(tl.maximum(ends, full), last)
+        first, full, ends, last = first.to(tl.int64), full.to(tl.int64), ends.to(tl.int64), last.to(tl.int64)
         for tile in range(first, full):
-            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_fs, s_fn, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, BINS, FEATURES, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
+            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
         for tile in range(full, ends):
-            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_fs, s_fn, s_dt, s_ds, scale, softcap, T, S, False, MAP, STATISTICS, BINS, FEATURES, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
+            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, False, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
         for tile in range(ends, last):
-            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_fs, s_fn, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, BINS, FEATURES, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
+            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
     m, l, acc, plogp, distance, sums, keys, top_key, met = state  # noqa: E741
+    sums *= 1.0 / up_of(V.dtype.element_ty)
+    acc *= 1.0 / up_of(V.dtype.element_ty)
     if STATISTICS and not (MAP or DENSE):
         keys = tl.maximum(hi - lo, 0)
     empty = (m == float("-inf")) & (l == 0.0)
@@ -178,6 +189,6 @@ def attend(
             c = tl.arange(0, NC)
             of_bins = tl.where(faint[:, None], 0.0, sums / (l + total * 0.0)[:, None])
             row = (rows.to(tl.int64) * B + b) * H + h
-            to = Sums + row[:, None] * (BINS + FEATURES) + c[None, :]
+            to = Sums + row[:, None] * USED + c[None, :]
             written = tl.where((c < BINS)[None, :], of_bins, sums / total[:, None])
-            tl.store(to, written, mask=alive[:, None] & (c < BINS + FEATURES)[None, :])
+            tl.store(to, written, mask=alive[:, None] & (c < USED)[None, :])

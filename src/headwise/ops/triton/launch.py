@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CAPABILITY = 8
 LEAST = 16
 """The least size of a matrix product's axis."""
 
@@ -29,6 +30,18 @@ def trouble() -> str | None:
     return None
 
 
+def trouble_on(device: torch.device) -> str | None:
+    """Return why the kernels do not run on a device; None if they do."""
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return "the Triton kernels run on NVIDIA GPUs"
+    if trouble() is None and device.type == "cuda":
+        if torch.version.hip is not None:
+            return "the Triton kernels were never run on ROCm"
+        if torch.cuda.get_device_properties(device).major < CAPABILITY:
+            return f"the Triton kernels need a card of compute capability {CAPABILITY}.0"
+    return trouble()
+
+
 @cache
 def interpreted() -> bool:
     """Return True if Triton interprets kernels in this process (TRITON_INTERPRET=1), also on tensors of the CPU."""
@@ -44,22 +57,33 @@ def power(n: int) -> int:
     return max(LEAST, 1 << (n - 1).bit_length())
 
 
+def halves(n: int) -> tuple[int, int]:
+    """Return two powers of two that hold n, the second 0 if one does: 576 = 512 + 64, 80 = 64 + 16."""
+    one = max(LEAST, 1 << (n.bit_length() - 1))
+    return one, power(n - one) if n > one else 0
+
+
 @cache
 def shapes() -> dict[str, Any]:
-    """Return `shapes.json`: for each kernel, card and head dim the rows of a program, its warps and its stages."""
+    """Return `shapes.json`: for each kernel, card and head dim the shape of a program.
+
+    It is the rows of queries, for `decode` the keys of a tile and the most rows; then warps and stages.
+    """
     return json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf8"))  # type: ignore[no-any-return]
 
 
-def shape_of(kernel: str, dim: int, device: torch.device) -> tuple[int, int, int]:
-    """Return rows, warps and stages for a padded head dim on a card; those of the nearest older card it knows."""
+def shape_of(kernel: str, dim: int, device: torch.device) -> tuple[int, ...]:
+    """Return the shape of a program for a padded head dim on a card, as in `shapes.json`.
+
+    Of a card that is not in the file, it is that of the nearest older one.
+    """
     table = shapes()[kernel]
     capability = "80"
     if device.type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(device)
         capability = max((known for known in table if int(known) <= 10 * major + minor), key=int, default="80")
     of_card = table[capability]
-    rows, warps, stages = of_card[str(min((int(d) for d in of_card if int(d) >= dim), default=max(map(int, of_card))))]
-    return rows, warps, stages
+    return tuple(of_card[str(min((int(d) for d in of_card if int(d) >= dim), default=max(map(int, of_card))))])
 
 
 def strides(x: Tensor | None, *axes: int) -> tuple[int, ...]:

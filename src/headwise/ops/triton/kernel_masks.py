@@ -70,13 +70,16 @@ def trouble_with(mask: Mask) -> str | None:
     return None
 
 
-def lowered(mask: Mask, T: int, S: int, device: torch.device) -> KernelMask:
-    """Return a mask that `trouble_with` allows in the form of the kernels."""
+def lowered(mask: Mask, T: int, S: int, device: torch.device, *, kept: bool = False) -> KernelMask:
+    """Return a mask that `trouble_with` allows in the form of the kernels.
+
+    With `kept`, the first keys that a window keeps in sight are left to the caller, and every band is an interval.
+    """
     restricting = [rule for rule in mask.parts if rule.restricts and not rule.biases]
     low, high = -FARTHEST, FARTHEST
     ends: list[Tensor | None] = [None] * 4
     tiles: list[Tensor] = []
-    if all(is_interval(rule) for rule in restricting):
+    if all(is_interval(rule) or (kept and isinstance(rule, Band)) for rule in restricting):
         low, high, ends = _interval(restricting, T, S, device)
     else:
         tiles = list(_tile_lists(restricting, T, S, device))
