@@ -82,8 +82,8 @@ def told(made: Any) -> dict[str, Any]:
 def builds(arch: int, dim: int) -> list[tuple[str, Any, dict[str, Any], tuple[int, int, int], dict[str, str]]]:
     """What is built for a card and a head dim."""
     from headwise.ops.statistics.triton import ONE_PASS
-    from headwise.ops.triton.attend_kernel import attend
-    from headwise.ops.triton.decode_kernel import split
+    from headwise.ops.triton.kernels.attend_kernel import attend
+    from headwise.ops.triton.kernels.decode_kernel import split
     from headwise.ops.triton.launch import halves, shapes
 
     found = []

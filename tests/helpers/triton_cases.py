@@ -14,6 +14,8 @@ import headwise
 
 WITHOUT = "needs the package triton, which is in the extra `test` for Linux"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=WITHOUT)
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""NumPy warns of log(0), and of NaN, which kernels make on purpose where rows are empty or numbers bad."""
 ON_CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
 HALVES = (torch.float16, torch.bfloat16) if ON_CARD else (torch.float16,)  # the interpreter has no bfloat16

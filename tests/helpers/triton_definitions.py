@@ -106,10 +106,9 @@ def attend(
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor | None, key_scale: Any, value_scale: Any, table: Any, length: int,
-    value_dim: int, always: int, scale: float, softcap: float, sinks: Tensor | None, *mask: Any,
+    query: Tensor, key: Tensor, value: Tensor, key_scale: Any, value_scale: Any, table: Any, length: int,
+    always: int, scale: float, softcap: float, sinks: Tensor | None, *mask: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    value = key[..., :value_dim] if value is None else value
     parts = [(key, key_scale), (value, value_scale)]
     if table is not None:
         parts = [(gathered(x, table, length), None if y is None else gathered(y, table, length)) for x, y in parts]

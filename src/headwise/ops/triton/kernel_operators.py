@@ -21,8 +21,8 @@ RULES = (
 SCHEMAS = {
     "triton_attend": f"(Tensor query, Tensor key, Tensor? value, {RULES}, Tensor? columns, int used, int bins, bool statistics)"
     " -> (Tensor out, Tensor lse, Tensor floats, Tensor ints, Tensor sums)",
-    "triton_decode": "(Tensor query, Tensor key, Tensor? value, Tensor? key_scale, Tensor? value_scale, Tensor? table, "
-    f"SymInt length, SymInt value_dim, SymInt always, {RULES}) -> (Tensor out, Tensor lse)",
+    "triton_decode": "(Tensor query, Tensor key, Tensor value, Tensor? key_scale, Tensor? value_scale, Tensor? table, "
+    f"SymInt length, SymInt always, {RULES}) -> (Tensor out, Tensor lse)",
     "triton_append": "(Tensor key, Tensor? value, Tensor(a!) to_key, Tensor(b!)? to_value, Tensor(c!)? key_scale, "
     "Tensor(d!)? value_scale, Tensor? table, Tensor? columns, SymInt column, SymInt row) -> ()",
     "triton_picks": f"(Tensor query, Tensor key, Tensor keys, Tensor floats, {RULES})"
@@ -60,8 +60,8 @@ def attend(
     columns (B|1, S, a power of two) in the query's dtype, of zeros and ones; with `bins` columns as a share of the mass on all keys.
     Without a value, V is 0.
     """
-    from .attend_kernel import attend as kernel
-    from .flags import flags
+    from .kernels.attend_kernel import attend as kernel
+    from .kernels.flags import flags
 
     query, key = rows_of(query), rows_of(key)
     value = None if value is None else rows_of(value)
@@ -118,12 +118,11 @@ def _made(
 def decode(
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
+    value: Tensor,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     table: Tensor | None,
     length: int,
-    value_dim: int,
     always: int,
     scale: float,
     softcap: float,
@@ -137,19 +136,19 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Compute out (B, H, T, V) and lse (B, H, T) of few queries.
 
-    key: (B, K, S, D), or with a table pages (P, K, size, D); int8 with scales. value: None for the first columns of the
-    keys. always: keys j < always are attended outside of the interval, too.
+    key: (B, K, S, D), or with a table pages (P, K, size, D); int8 with scales. always: keys j < always are attended
+    outside of the interval, too. Values that are the first columns of the keys are not read again.
     """
-    from .decode_kernel import SPLIT, combine, split
+    from .kernels.decode_kernel import SPLIT, combine, split
 
-    query, key = rows_of(query), rows_of(key)
-    value = None if value is None else rows_of(value)
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
     (B, H, T, D), K, dev = query.shape, key.shape[1], query.device
-    S, V, shared = (key.shape[2] if table is None else length), value_dim, value is None
-    out, lse = _of_rows(query, key, value, key_scale, value_scale, table, length, value_dim)
+    S, V = (key.shape[2] if table is None else length), value.shape[3]
+    shared = _is_shared(key, value, key_scale, value_scale)
+    out, lse = _of_rows(query, key, value)
     D1, D2 = halves(D)
     DV = D1 if shared else power(V)
-    rows, splits, v = H // K * T, -(-S // SPLIT.value), key if value is None else value
+    rows, splits = H // K * T, -(-S // SPLIT.value)
     keys, most, warps, stages = shape_of("decode", max(D1, DV), dev)
     BM = min(most, power(rows))
     blocks = -(-rows // BM)
@@ -160,8 +159,8 @@ def decode(
     biases = [part if x is None else x for x in (dense, diagonals)]
     of_tables = (*strides(key_scale, 0, 1, 2), *strides(value_scale, 0, 1, 2), *strides(table, 0))
     split[(B * K * blocks * splits,)](
-        query, key, v, *given, part, part_lse, *biases, *end_tensors, *end_strides, low, high, always,
-        *strides(query, 0, 1, 2), *strides(key, 0, 1, 2), *strides(v, 0, 1, 2), *of_tables,
+        query, key, value, *given, part, part_lse, *biases, *end_tensors, *end_strides, low, high, always,
+        *strides(query, 0, 1, 2), *strides(key, 0, 1, 2), *strides(value, 0, 1, 2), *of_tables,
         key.shape[2], *strides(dense, 0, 1, 2, 3), *strides(diagonals, 0, 1), K, H // K, T, S, splits, blocks, scale,
         softcap or 1.0, PAGED=table is not None, INT8=key_scale is not None, SHARED=shared, WHICH=which,
         DENSE=dense is not None, DIAGONALS=diagonals is not None, CAP=softcap != 0.0, D1=D1, D2=D2, DV=DV, D=D, VD=V,
@@ -174,9 +173,18 @@ def decode(
     return out, lse
 
 
-def _of_rows(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _is_shared(key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> bool:
+    """Return True if the values are the first columns of the keys (MLA)."""
+    same_scales = key_scale is value_scale or (
+        key_scale is not None and value_scale is not None and key_scale.data_ptr() == value_scale.data_ptr()
+    )
+    same_place = key.data_ptr() == value.data_ptr() and key.stride() == value.stride()
+    return same_place and same_scales and value.shape[3] <= halves(key.shape[3])[0]
+
+
+def _of_rows(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = query.shape[:3]
-    return query.new_empty(*shape, rest[6]), query.new_empty(shape, dtype=torch.float32)
+    return query.new_empty(*shape, value.shape[3]), query.new_empty(shape, dtype=torch.float32)
 
 
 def append(
@@ -196,7 +204,7 @@ def append(
     Token t of row b goes to row `row + b` of the cache, and there to column `columns[b] + t`, or `column + t`.
     to_key: (N, K, L, D), or with a table pages. Scales are given for int8.
     """
-    from .append_kernel import append as kernel
+    from .kernels.append_kernel import append as kernel
 
     key = rows_of(key)
     (B, K, T, D), y = key.shape, key if value is None else rows_of(value)
@@ -224,7 +232,7 @@ def picks(
 
     keys: (B|1, T, n) long; numbers that are no key are attended by no row. floats: from `attend`.
     """
-    from .weights_kernels import picks as kernel
+    from .kernels.weights_kernels import picks as kernel
 
     query, key, keys = rows_of(query), rows_of(key), keys.contiguous()
     B, H, T, _ = query.shape
@@ -243,7 +251,7 @@ def received(
     query: Tensor, key: Tensor, floats: Tensor, scale: float, softcap: float, *rules: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute the mass that each key receives, (B, H, S) float32, and how many rows may attend to it, int32."""
-    from .weights_kernels import received as kernel
+    from .kernels.weights_kernels import received as kernel
 
     query, key = rows_of(query), rows_of(key)
     (B, H, _, _), S = query.shape, key.shape[2]

@@ -13,21 +13,14 @@ import torch
 from torch import Tensor
 
 CAPABILITY = 8
+LEAST_VERSION = (3, 4)  # `constexpr_function`, and tuples as the state of a loop
 LEAST = 16
 """The least size of a matrix product's axis."""
 
 
-@cache
 def trouble() -> str | None:
     """Return why no kernel can be compiled in this process; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed: pip install triton"
-    import triton
-
-    least = (3, 4)  # tuples as the state of a loop
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < least:
-        return f"triton {triton.__version__} is older than {least[0]}.{least[1]}"
-    return None
+    return _found()[0]
 
 
 def trouble_on(device: torch.device) -> str | None:
@@ -42,14 +35,24 @@ def trouble_on(device: torch.device) -> str | None:
     return trouble()
 
 
-@cache
 def interpreted() -> bool:
     """Return True if Triton interprets kernels in this process (TRITON_INTERPRET=1), also on tensors of the CPU."""
-    if trouble() is not None:
-        return False
+    return _found()[1]
+
+
+@cache
+def _found() -> tuple[str | None, bool]:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed: pip install triton", False
     import triton
 
-    return bool(triton.knobs.runtime.interpret)
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < LEAST_VERSION:
+        return f"triton {triton.__version__} is older than {'.'.join(map(str, LEAST_VERSION))}", False
+    return None, bool(triton.knobs.runtime.interpret)
+
+
+for _constant in (trouble, interpreted):  # to torch.compile, which would trace the import; see `call._is_transformed`
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def power(n: int) -> int:

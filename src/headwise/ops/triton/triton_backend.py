@@ -15,7 +15,7 @@ from ..options import ScoreOptions
 from ..storage.layout import StorageLayout
 from ..tracing import in_onnx_export, statically_true
 from . import kernel_operators  # noqa: F401
-from .launch import halves, trouble_on
+from .launch import trouble_on
 from .kernel_masks import lowered, trouble_with
 
 HEAD_DIM, DECODE_DIM, DECODE_VALUE_DIM = 256, 576, 512
@@ -87,23 +87,10 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 def _decode(call: Call) -> tuple[Tensor, Tensor]:
     (_, _, _, T, S), layout = call.sizes, call.layout or StorageLayout(None, None, None, 0)
     mask, table = call.options.mask, layout.table
-    always = max((rule.kept for rule in mask.parts if isinstance(rule, Band)), default=0)
+    always = max([0, *(rule.kept for rule in mask.parts if isinstance(rule, Band))])
     rules = rules_of(call.options, T, S, call.query.device, kept=True)
-    value = None if _is_shared(call) else call.value
     if table is not None:
         table = table.to(call.query.device)
     return torch.ops.headwise.triton_decode(  # type: ignore[no-any-return]
-        call.query, call.key, value, layout.key_scale, layout.value_scale, table, S, call.value.shape[3], always, *rules
-    )
-
-
-def _is_shared(call: Call) -> bool:
-    """Return True if the values are the first columns of the keys (MLA), so that they are read once."""
-    key, value = call.key, call.value
-    return (
-        key.stride() == value.stride()
-        and key.storage_offset() == value.storage_offset()
-        and key.untyped_storage()._cdata == value.untyped_storage()._cdata
-        and value.shape[3] <= halves(key.shape[3])[0]
-        and (call.layout is None or call.layout.key_scale is call.layout.value_scale)
+        call.query, call.key, call.value, layout.key_scale, layout.value_scale, table, S, always, *rules
     )
