@@ -1,8 +1,9 @@
 """CUDA tensors without a GPU: they say `cuda`, refuse tensors of other devices as CUDA does, and compute on the CPU.
 
 Counted are kernel launches, waits for the device (`.item()`, `.tolist()`, `bool()`), and copies to it or from it. Views
-launch nothing. The fused kernels of torch are one launch each: SDPA is the CPU's, and in place of compiled FlexAttention
-plain arithmetic runs over the listed tiles. Our kernels are their definitions (`triton_definitions`). Gradients cannot run: autograd has no thread for the device.
+launch nothing. The fused kernels of torch are one launch each: SDPA is the CPU's, and in place of compiled
+FlexAttention plain arithmetic runs over the listed tiles. Our kernels are their definitions (`triton_definitions`).
+Gradients cannot run: autograd has no thread for the device.
 """
 
 from __future__ import annotations

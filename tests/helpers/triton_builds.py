@@ -91,7 +91,9 @@ def builds(arch: int, dim: int) -> list[tuple[str, Any, dict[str, Any], tuple[in
     if str(dim) in shapes()["attend"][str(arch)]:
         for name in ("attend", "statistics"):
             rows, warps, stages = shapes()[name][str(arch)][str(dim)]
-            forms = {**ATTEND, **dims, "BM": rows} | (WITH_STATISTICS | {"VALUES": dim <= ONE_PASS} if name == "statistics" else {})
+            forms = {**ATTEND, **dims, "BM": rows} | (
+                WITH_STATISTICS | {"VALUES": dim <= ONE_PASS} if name == "statistics" else {}
+            )
             found.append((name, attend, forms, (rows, warps, stages), {}))
     keys, rows, warps, stages = shapes()["decode"][str(arch)][str(dim)]
     latent = dim == 512
@@ -109,7 +111,9 @@ def main() -> None:
     arch, dim = int(sys.argv[1]), int(sys.argv[2])
     for name, kernel, forms, (rows, warps, stages), types in builds(arch, dim):
         result = build(kernel, forms, arch, warps, stages, types)
-        print(json.dumps({"kernel": name, "arch": arch, "dim": dim, "shape": [rows, warps, stages], **result}), flush=True)
+        print(
+            json.dumps({"kernel": name, "arch": arch, "dim": dim, "shape": [rows, warps, stages], **result}), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 import headwise
 
 WITHOUT = "needs the package triton, which is in the extra `test` for Linux"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=WITHOUT)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WITHOUT)
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """NumPy warns of log(0), and of NaN, which kernels make on purpose where rows are empty or numbers bad."""
 ON_CARD = torch.cuda.is_available()

@@ -52,7 +52,9 @@ def test_doubles_run_on_the_definition() -> None:
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"backend is auto, native, triton, sdpa, flex, blocks, reference; got 'tritton'"):
+    with pytest.raises(
+        ValueError, match=r"backend is auto, native, triton, sdpa, flex, blocks, reference; got 'tritton'"
+    ):
         headwise.attention(*make_qkv(*SHORT), backend="tritton")
 
 

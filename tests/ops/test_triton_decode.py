@@ -101,9 +101,11 @@ def test_values_among_the_keys_are_read_once() -> None:
 def test_bits_do_not_depend_on_the_batch() -> None:
     q, k, v = make_qkv(3, 2, 1, 2, 700, 16, 16)
     lengths = [700, 260, 30]
-    mask = lambda rows: headwise.lengths(torch.tensor([lengths[r] for r in rows])) & headwise.causal(  # noqa: E731
-        offset=torch.tensor([lengths[r] - 2 for r in rows])
-    )
+
+    def mask(rows: list[int]) -> headwise.Mask:
+        ends = torch.tensor([lengths[r] for r in rows])
+        return headwise.lengths(ends) & headwise.causal(offset=ends - 2)
+
     together, lse = attend(q, k, v, mask=mask([0, 1, 2]), return_lse=True)
     for row, n in enumerate(lengths):
         part = slice(row, row + 1)

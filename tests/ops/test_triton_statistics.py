@@ -8,8 +8,8 @@ import pytest
 import statistics_cases as cases
 import torch
 from mask_cases import FEW, MASKS, Sizes
-from triton_cases import ON_CARD, needs_triton, quiet, there
 from torch.utils._pytree import tree_map
+from triton_cases import ON_CARD, needs_triton, quiet, there
 
 import headwise
 from headwise.ops.statistics import native, row_statistics, triton

@@ -264,7 +264,8 @@ def _run_reference(call: Call) -> Result:
     )
 
 
-# The native kernel and those in Triton need few wrappers: they support int8, pages and unaligned rows, isolates NaN and Inf, and gates.
+# The native kernel and those in Triton need few wrappers: they support int8, pages and unaligned rows, and isolate
+# NaN and Inf.
 _BACKENDS = {
     "native": _Backend(native.run, native.LIMITS, "supports the call, but another backend was requested", copies=False),
     "triton": _Backend(gated(triton.run), triton.LIMITS, "supports the call, but SDPA is faster here", copies=False),

@@ -18,7 +18,7 @@ COLUMNS = 64
 
 
 ONE_PASS = 64
-"""Up to this head dim one pass computes output and statistics; with more it would lack registers, and two are quicker."""
+"""Up to this head dim one pass computes output and statistics; with more it would lack registers, and there are two."""
 
 
 def serves(request: Request, value: Tensor | None) -> bool:
@@ -32,7 +32,7 @@ def measure_by_triton(
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """Return out (None without a value) and the fields of `RowStatistics`, plus `received` if it is requested."""
     (query, key, options), (bins_T, bins_S) = request[:3], request.bins
-    (B, _, T, _), S, dev = query.shape, key.shape[2], query.device
+    T, S, dev = query.shape[2], key.shape[2], query.device
     rules = backend.rules_of(options, T, S, dev)
     # Others than 0 and 1 use the mass that each key receives: a product with them would have to be exact.
     exact = {name: x for name, x in request.features.items() if x.dtype == torch.bool}

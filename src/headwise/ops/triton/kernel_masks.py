@@ -34,7 +34,7 @@ class TileLists(NamedTuple):
 
     order: Tensor  # int32 (B|1, H|1, rows, columns)
     counts: Tensor  # int32 (B|1, H|1, rows)
-    index: Tensor  # int32 (B|1, H|1, rows, columns): 0 empty, 1 full, 2 + n for the n-th block of `bits`
+    kinds: Tensor  # int32 (B|1, H|1, rows, columns): 0 empty, 1 full, 2 + n for the n-th block of `bits`
     bits: Tensor  # int64 (n, 64)
 
 
@@ -93,7 +93,9 @@ def _interval(rules: list[Any], T: int, S: int, device: torch.device) -> tuple[i
     tensors: list[list[Tensor]] = [[], [], [], []]
     for rule in rules:
         if isinstance(rule, Lengths):
-            tensors[STOP].append(rule.stop if isinstance(rule.stop, Tensor) else torch.full((1,), rule.stop, device=device))
+            tensors[STOP].append(
+                rule.stop if isinstance(rule.stop, Tensor) else torch.full((1,), rule.stop, device=device)
+            )
             if rule.start is not None:
                 tensors[START].append(rule.start)
             continue

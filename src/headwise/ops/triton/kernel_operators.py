@@ -19,14 +19,13 @@ RULES = (
 )
 """What acts on the scores: options, and a `KernelMask`. softcap 0 means none."""
 SCHEMAS = {
-    "triton_attend": f"(Tensor query, Tensor key, Tensor? value, {RULES}, Tensor? columns, int used, int bins, bool statistics)"
-    " -> (Tensor out, Tensor lse, Tensor floats, Tensor ints, Tensor sums)",
+    "triton_attend": f"(Tensor query, Tensor key, Tensor? value, {RULES}, Tensor? columns, int used, int bins, "
+    "bool statistics) -> (Tensor out, Tensor lse, Tensor floats, Tensor ints, Tensor sums)",
     "triton_decode": "(Tensor query, Tensor key, Tensor value, Tensor? key_scale, Tensor? value_scale, Tensor? table, "
     f"SymInt length, SymInt always, {RULES}) -> (Tensor out, Tensor lse)",
     "triton_append": "(Tensor key, Tensor? value, Tensor(a!) to_key, Tensor(b!)? to_value, Tensor(c!)? key_scale, "
     "Tensor(d!)? value_scale, Tensor? table, Tensor? columns, SymInt column, SymInt row) -> ()",
-    "triton_picks": f"(Tensor query, Tensor key, Tensor keys, Tensor floats, {RULES})"
-    " -> (Tensor weights, Tensor seen)",
+    "triton_picks": f"(Tensor query, Tensor key, Tensor keys, Tensor floats, {RULES}) -> (Tensor weights, Tensor seen)",
     "triton_received": f"(Tensor query, Tensor key, Tensor floats, {RULES}) -> (Tensor mass, Tensor rows)",
 }
 
@@ -56,9 +55,9 @@ def attend(
     """Compute out (B, H, T, V), lse (B, H, T) and with `statistics` what is known of each row.
 
     Returns also floats (5, B, H, T): entropy, distance, sink, largest score (in base 2), largest weight; ints
-    (2, B, H, T): key with the largest weight, number of keys; sums (T, B, H, used): the weights' products with the first
-    columns (B|1, S, a power of two) in the query's dtype, of zeros and ones; with `bins` columns as a share of the mass on all keys.
-    Without a value, V is 0.
+    (2, B, H, T): key with the largest weight, number of keys; sums (T, B, H, used): products of the weights with the
+    first columns (B|1, S, a power of two), which are zeros and ones in the query's dtype; those with the first `bins`
+    are a share of the mass on all keys. Without a value, V is 0.
     """
     from .kernels.attend_kernel import attend as kernel
     from .kernels.flags import flags
@@ -78,15 +77,17 @@ def attend(
     places = (*strides(query, 0, 1, 2), *strides(key, 0, 1, 2), *strides(v, 0, 1, 2))
     tiles_q = -(-T // 64)
     sizes = {"VALUES": value is not None, "DK": DK, "DV": DV, "D": D, "VD": VD}
-    flags[(B * K * NK + B * H * tiles_q,)](query, key, v, bad, some, *places, B, H, K, T, S, NK, tiles_q, **sizes, **UNFUSED)
+    flags[(B * K * NK + B * H * tiles_q,)](
+        query, key, v, bad, some, *places, B, H, K, T, S, NK, tiles_q, **sizes, **UNFUSED
+    )
     which, end_tensors, end_strides = ends_of(ends, some)
     order, counts, index, bits = tiles or (some, some, some, some)
     of_map = (strides(index, 0)[0] // NK, strides(index, 1)[0] // NK) if tiles else (0, 0)
     forms = {
         "MAP": bool(tiles), "WHICH": which, "STATISTICS": statistics, "BINS": bins, "USED": used,
-        "NC": columns.shape[2] if columns is not None else 0, "DENSE": dense is not None, "DIAGONALS": diagonals is not None,
-        "CAP": softcap != 0.0, "SINK": sinks is not None, "BM": rows, "num_warps": warps, "num_stages": stages,
-        **UNFUSED,
+        "NC": columns.shape[2] if columns is not None else 0, "DENSE": dense is not None,
+        "DIAGONALS": diagonals is not None, "CAP": softcap != 0.0, "SINK": sinks is not None, "BM": rows,
+        "num_warps": warps, "num_stages": stages, **UNFUSED,
     }  # fmt: skip
     absent = query.new_empty(1, dtype=torch.float32)
     given = [absent if x is None else x for x in (columns, dense, diagonals, sinks)]
@@ -94,8 +95,8 @@ def attend(
         kernel[(B * H * NQ,)](
             query, key, v, out, lse, floats, ints, sums, given[0], order, counts, index, bits, given[1], given[2],
             given[3], bad, some, *end_tensors, *end_strides, low, high, *places, *strides(out, 0, 1, 2),
-            *strides(columns, 0), *of_map, *strides(dense, 0, 1, 2, 3), *strides(diagonals, 0, 1), B, H, H // K, T, S, NQ, NK, scale,
-            softcap or 1.0, CAREFUL=careful, **forms, **sizes,
+            *strides(columns, 0), *of_map, *strides(dense, 0, 1, 2, 3), *strides(diagonals, 0, 1), B, H, H // K, T, S,
+            NQ, NK, scale, softcap or 1.0, CAREFUL=careful, **forms, **sizes,
         )  # fmt: skip
     return out, lse, floats, ints, sums
 
@@ -304,9 +305,9 @@ def _of_keys(query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor]
     return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int32)
 
 
-def _fake_attend(query: Tensor, key: Tensor, value: Tensor | None, *rest: object) -> tuple[Tensor, ...]:
-    features, bins, statistics = rest[-3:]
-    return _made(query, value, used, statistics)  # type: ignore[arg-type]
+def _fake_attend(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    used, _, statistics = rest[-3:]
+    return _made(query, value, used, statistics)
 
 
 def _define() -> torch.library.Library:

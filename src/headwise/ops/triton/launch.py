@@ -51,8 +51,9 @@ def _found() -> tuple[str | None, bool]:
     return None, bool(triton.knobs.runtime.interpret)
 
 
-for _constant in (trouble, interpreted):  # to torch.compile, which would trace the import; see `call._is_transformed`
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# To torch.compile they are constants, for it would trace the import; see `call._is_transformed`.
+trouble._dynamo_marked_constant = True  # type: ignore[attr-defined]
+interpreted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def power(n: int) -> int:
@@ -72,7 +73,7 @@ def shapes() -> dict[str, Any]:
 
     It is the rows of queries, for `decode` the keys of a tile and the most rows; then warps and stages.
     """
-    return json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf8"))  # type: ignore[no-any-return]
+    return json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf8"))
 
 
 def shape_of(kernel: str, dim: int, device: torch.device) -> tuple[int, ...]:

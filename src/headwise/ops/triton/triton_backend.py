@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..call import Call, Limit
 from ..masks.rules import Band, Lengths
@@ -15,8 +14,8 @@ from ..options import ScoreOptions
 from ..storage.layout import StorageLayout
 from ..tracing import in_onnx_export, statically_true
 from . import kernel_operators  # noqa: F401
-from .launch import trouble_on
 from .kernel_masks import lowered, trouble_with
+from .launch import trouble_on
 
 HEAD_DIM, DECODE_DIM, DECODE_VALUE_DIM = 256, 576, 512
 DECODE_ROWS = 16  # up to this many queries the keys are split among programs
@@ -55,7 +54,7 @@ def decodes(call: Call) -> bool:
 
 
 def is_worthwhile(call: Call) -> bool:
-    """Return True on CUDA for what torch's fused kernels do not serve, or serve by reading more than the keys and values."""
+    """Return True on CUDA for what torch's fused kernels do not serve, or by reading more than keys and values."""
     if call.device_type != "cuda":
         return False
     (_, H, K, _, _), options = call.sizes, call.options
@@ -65,9 +64,7 @@ def is_worthwhile(call: Call) -> bool:
     return not (plain and usual) or masked or decodes(call)
 
 
-def rules_of(
-    options: ScoreOptions, T: int, S: int, device: torch.device, *, kept: bool = False
-) -> tuple[object, ...]:
+def rules_of(options: ScoreOptions, T: int, S: int, device: torch.device, *, kept: bool = False) -> tuple[object, ...]:
     """Return the options as arguments of the operators, in the order of `kernel_operators.RULES`."""
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     return (options.scale, options.softcap or 0.0, sinks, *lowered(options.mask, T, S, device, kept=kept))
@@ -91,6 +88,6 @@ def _decode(call: Call) -> tuple[Tensor, Tensor]:
     rules = rules_of(call.options, T, S, call.query.device, kept=True)
     if table is not None:
         table = table.to(call.query.device)
-    return torch.ops.headwise.triton_decode(  # type: ignore[no-any-return]
+    return torch.ops.headwise.triton_decode(
         call.query, call.key, call.value, layout.key_scale, layout.value_scale, table, S, always, *rules
     )

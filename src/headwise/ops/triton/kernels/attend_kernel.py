@@ -10,7 +10,7 @@ from .tile import LN2, LOG2E, SIDE, added_to, bits_of, interval, is_bad, softcap
 
 @triton.constexpr_function
 def up_of(dtype):
-    """A factor of weights, so that those far below 1 are not lost in float16."""
+    """Return a factor of weights, so that those far below 1 are not lost in float16."""
     return 4096.0 if dtype == tl.float16 else 1.0
 
 
@@ -101,7 +101,7 @@ def attend(
     BM: tl.constexpr,
 ):  # fmt: skip
     """BM query rows of one head; the last rows come first, for a causal mask gives them the most keys."""
-    if CAREFUL:  # the second launch: it has nothing to do where every number is finite
+    if CAREFUL:  # noqa: SIM102 - the second launch, which has nothing to do where every number is finite
         if tl.load(Any) == 0:
             return
     pid = tl.program_id(0)

@@ -14,7 +14,7 @@ SIDE = tl.constexpr(64)  # keys of a tile, and rows of a tile of a map
 
 @triton.jit
 def interval(rows, b, S, low, high, Low, High, Start, Stop, s_low, s_high, s_start, s_stop, WHICH: tl.constexpr):
-    """The keys lo <= j < hi of each row, int32: numbers, and tensors with a number a row of the batch."""
+    """Return the keys lo <= j < hi of each row, int32, from numbers and tensors with a number a row of the batch."""
     lo = tl.maximum(rows + low, 0)
     hi = tl.minimum(rows + high, S)
     if WHICH & 1:
@@ -34,7 +34,7 @@ def interval(rows, b, S, low, high, Low, High, Start, Stop, s_low, s_high, s_sta
 
 @triton.jit
 def softcapped(s, cap):
-    """cap * tanh(s / cap). Near 0 by a polynomial (Cephes), for there 1 - 2 / (exp + 1) has lost its digits."""
+    """Cap * tanh(s / cap). Near 0 by a polynomial (Cephes), for there 1 - 2 / (exp + 1) has lost its digits."""
     x = s / cap
     z = x * x
     near = ((((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z

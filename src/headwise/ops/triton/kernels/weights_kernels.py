@@ -19,7 +19,7 @@ def picks(
     MAP: tl.constexpr, WHICH: tl.constexpr, DENSE: tl.constexpr, DIAGONALS: tl.constexpr, CAP: tl.constexpr,
     DK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The weights of 64 query rows of one head on N keys each, -1 or a key that does not exist for none."""
+    """Compute the weights of 64 query rows of one head on N keys each, -1 or a key that does not exist for none."""
     bh = tl.program_id(0) // NQ
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows = (tl.program_id(0) % NQ) * SIDE + tl.arange(0, SIDE)
@@ -70,7 +70,7 @@ def received(
     MAP: tl.constexpr, WHICH: tl.constexpr, DENSE: tl.constexpr, DIAGONALS: tl.constexpr, CAP: tl.constexpr,
     DK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The mass that 64 keys receive from all queries of one head, and how many of those may attend to each."""
+    """Compute the mass that 64 keys receive from all queries of one head, and how many may attend to each."""
     bh = tl.program_id(0) // NK
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     tile = tl.program_id(0) % NK
