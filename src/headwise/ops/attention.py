@@ -229,10 +229,10 @@ def explain(
     Raises the errors of `attention`.
 
     >>> q = torch.randn(1, 4, 9, 16, dtype=torch.float64)
-    >>> print(explain(q, q, q, softcap=30.0))
+    >>> print(explain(q, q, q, softcap=30.0))  # doctest: +ELLIPSIS
     reference: float64 is computed by the reference
       not native: headwise's own kernel has no float64
-      not triton: the Triton kernels run on NVIDIA GPUs
+      not triton: ...
       not sdpa: torch's SDPA has no softcap
       not flex: FlexAttention has no float64
       not blocks: supports the call, but is slower than a fused kernel

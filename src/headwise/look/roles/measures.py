@@ -51,7 +51,7 @@ def forbidden(call: AttentionCall) -> Mask | None:
 
 
 def device_of_mask(call: AttentionCall) -> torch.device:
-    """Return the device on which the call's mask is asked: the CPU for a mask of numbers alone, which waits for none."""
+    """Return the device on which the call's mask is asked: the CPU for one of numbers alone, which waits for none."""
     rules = () if call.mask is None else call.mask.parts
     return torch.device("cpu") if all(map(is_constant, rules)) else call.query.device
 
