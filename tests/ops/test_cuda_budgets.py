@@ -163,7 +163,7 @@ def test_statistics_come_in_blocks_where_the_kernels_do_not_serve() -> None:
         q, k, v = qkv(2048, 2048)
         with counted() as cost:
             headwise.attention_statistics(q, k, v, mask=headwise.causal(), pool=100)
-    assert cost.launches.total() <= 1100
+    assert cost.launches.total() <= 1182
     assert next(row_blocks(8192, 8192, "cuda")).stop == 8 * next(row_blocks(8192, 8192)).stop == 256
 
 

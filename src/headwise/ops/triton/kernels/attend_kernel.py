@@ -90,6 +90,45 @@ def _tile(
 
 
 @triton.jit
+def _ranges(lo, hi, alive, S):
+    """Return the tiles of BM rows: first <= tile < last, of which every row attends those from full to ends whole."""
+    sees = alive & (hi > lo)
+    first = tl.min(tl.where(sees, lo, S)) // SIDE
+    last = tl.maximum((tl.max(tl.where(sees, hi, 0)) + SIDE - 1) // SIDE, first)
+    full = (tl.max(tl.where(alive, lo, 0)) + SIDE - 1) // SIDE
+    ends = tl.min(tl.where(alive, hi, S)) // SIDE
+    full = tl.minimum(tl.maximum(full, first), last)
+    ends = tl.minimum(tl.maximum(ends, full), last)
+    return first.to(tl.int64), full.to(tl.int64), ends.to(tl.int64), last.to(tl.int64)
+
+
+@triton.jit
+def _write_statistics(
+    Floats, Ints, Sums, b, h, rows, at, alive, empty, m, top, l, total, escaped, plogp, distance, sums, keys, top_key,  # noqa: E741
+    B, H, T, BINS: tl.constexpr, USED: tl.constexpr, NC: tl.constexpr,
+):  # fmt: skip
+    """Write what is known of BM rows, from the sums over their keys."""
+    n = B.to(tl.int64) * H * T
+    mass = l / total
+    faint = mass < 1.1754944e-38  # such a mass counts as none, as in the kernel for the CPU
+    on_keys = tl.where(faint, 1.0, l + total * 0.0)  # NaN for a row that is spoiled
+    tl.store(Floats + at, tl.where(empty, 0.0, (tl.log2(total) - plogp / total) * LN2), mask=alive)
+    tl.store(Floats + n + at, tl.where(faint, 0.0, distance / on_keys), mask=alive)
+    tl.store(Floats + 2 * n + at, escaped, mask=alive)
+    tl.store(Floats + 3 * n + at, tl.where(empty, 0.0, m), mask=alive)
+    tl.store(Floats + 4 * n + at, tl.where(empty, 0.0, tl.exp2(m - top) / total), mask=alive)
+    tl.store(Ints + at, tl.where(empty, -1, top_key), mask=alive)
+    tl.store(Ints + n + at, keys, mask=alive)
+    if NC > 0:  # (T, B, H, USED): bins are those of the keys alone, features of the whole row
+        c = tl.arange(0, NC)
+        of_bins = tl.where(faint[:, None], 0.0, sums / on_keys[:, None])
+        row = (rows.to(tl.int64) * B + b) * H + h
+        to = Sums + row[:, None] * USED + c[None, :]
+        written = tl.where((c < BINS)[None, :], of_bins, sums / total[:, None])
+        tl.store(to, written, mask=alive[:, None] & (c < USED)[None, :])
+
+
+@triton.jit
 def attend(
     Q, K, V, Out, Lse, Floats, Ints, Sums, Columns, Order, Counts, Index, Bits, Dense, Diagonals, Sinks, Bad, Any,
     Low, High, Start, Stop, s_low, s_high, s_start, s_stop, low, high,
@@ -136,15 +175,7 @@ def attend(
             state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, slot, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
     else:
         lo, hi = interval(rows, b, S, low, high, Low, High, Start, Stop, s_low, s_high, s_start, s_stop, WHICH)
-        sees = alive & (hi > lo)
-        first = tl.min(tl.where(sees, lo, S)) // SIDE
-        last = tl.maximum((tl.max(tl.where(sees, hi, 0)) + SIDE - 1) // SIDE, first)
-        # Tiles that every row attends whole: no mask.
-        full = (tl.max(tl.where(alive, lo, 0)) + SIDE - 1) // SIDE
-        ends = tl.min(tl.where(alive, hi, S)) // SIDE
-        full = tl.minimum(tl.maximum(full, first), last)
-        ends = tl.minimum(tl.maximum(ends, full), last)
-        first, full, ends, last = first.to(tl.int64), full.to(tl.int64), ends.to(tl.int64), last.to(tl.int64)
+        first, full, ends, last = _ranges(lo, hi, alive, S)
         for tile in range(first, full):
             state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
         for tile in range(full, ends):
@@ -175,20 +206,5 @@ def attend(
         tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=alive[:, None] & (dv < VD)[None, :])
     tl.store(Lse + at, tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2), mask=alive)
     if STATISTICS:
-        n = B.to(tl.int64) * H * T
-        mass = l / total
-        faint = mass < 1.1754944e-38  # such a mass counts as none, as in the kernel for the CPU
-        tl.store(Floats + at, tl.where(empty, 0.0, (tl.log2(total) - plogp / total) * LN2), mask=alive)
-        tl.store(Floats + n + at, tl.where(faint, 0.0, distance / (l + total * 0.0)), mask=alive)
-        tl.store(Floats + 2 * n + at, tl.where(empty, 0.0, escaped / total), mask=alive)
-        tl.store(Floats + 3 * n + at, tl.where(empty, 0.0, m), mask=alive)
-        tl.store(Floats + 4 * n + at, tl.where(empty, 0.0, tl.exp2(m - top) / total), mask=alive)
-        tl.store(Ints + at, tl.where(empty, -1, top_key), mask=alive)
-        tl.store(Ints + n + at, keys, mask=alive)
-        if NC > 0:  # (T, B, H, NC): bins are those of the keys alone, features of the whole row
-            c = tl.arange(0, NC)
-            of_bins = tl.where(faint[:, None], 0.0, sums / (l + total * 0.0)[:, None])
-            row = (rows.to(tl.int64) * B + b) * H + h
-            to = Sums + row[:, None] * USED + c[None, :]
-            written = tl.where((c < BINS)[None, :], of_bins, sums / total[:, None])
-            tl.store(to, written, mask=alive[:, None] & (c < USED)[None, :])
+        escaped = tl.where(empty, 0.0, escaped / total)
+        _write_statistics(Floats, Ints, Sums, b, h, rows, at, alive, empty, m, top, l, total, escaped, plogp, distance, sums, keys, top_key, B, H, T, BINS, USED, NC)  # noqa: E501  # fmt: skip

@@ -108,8 +108,9 @@ def split(
         m = m_new
     out = ((b * KH * G + h) * T + t) * SPLITS + n
     to = Part + out[:, None] * VD + dv[None, :]
-    tl.store(to, acc / tl.where(l > 0, l, 1.0)[:, None], mask=alive[:, None] & (dv < VD)[None, :])
-    lse = tl.where(met > 0, float("nan"), tl.where(l > 0, m + tl.log2(l), float("-inf")))
+    some = tl.where(l > 0, l, 1.0)
+    tl.store(to, acc / some[:, None], mask=alive[:, None] & (dv < VD)[None, :])
+    lse = tl.where(met > 0, float("nan"), tl.where(l > 0, m + tl.log2(some), float("-inf")))
     tl.store(PartLse + out, lse, mask=alive)
 
 
