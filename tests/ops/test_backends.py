@@ -30,7 +30,7 @@ def test_explain_tells_of_every_backend(extra: str) -> None:
     qkv = make_qkv(*SHORT)
     options = options_of(extra, SHORT)
     choice = headwise.explain(*qkv, mask=headwise.causal(), **options)
-    assert {choice.backend, *choice.others} == {*BACKENDS} - {"auto"}
+    assert {choice.backend, *choice.others} == {*BACKENDS, "triton"} - {"auto"}
     assert choice.why and all(choice.others.values())
     lines = str(choice).splitlines()
     assert lines[0] == f"{choice.backend}: {choice.why}"
@@ -243,4 +243,4 @@ def test_a_backend_asked_for_by_name_is_the_one_explained() -> None:
     for backend in (*MUST[1:], *(name for name in OPTIONAL if name != "native" or ISAS)):
         choice = headwise.explain(*qkv, backend=backend)
         assert (choice.backend, choice.why) == (backend, "requested by name")
-        assert {backend, *choice.others} == {*BACKENDS} - {"auto"}
+        assert {backend, *choice.others} == {*BACKENDS, "triton"} - {"auto"}
