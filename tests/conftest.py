@@ -30,12 +30,16 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is a defect
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subprocess tests do not mix
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, in which Triton's interpreter computes small tiles
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would take the other test process's core
 
 import dirty_memory
 import draw
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before triton is imported: without a card its kernels run in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell without job control starts background jobs deaf to Ctrl-C, and so would be what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -55,9 +59,11 @@ if CHECKED:
         raise RuntimeError(f"the shape checker came too late: {', '.join(early)} was imported before tests/conftest.py")
     src = Path(__file__).parents[1] / "src"
     names = [".".join(path.relative_to(src).with_suffix("").parts) for path in src.glob("headwise/**/*.py")]
-    # FlexAttention traces the functions it is given, even uncompiled: the checker's wrappers would stop it.
-    hooked = [name.removesuffix(".__init__") for name in names if name != "headwise.ops.backends.flex"]
-    packages = ("headwise", "headwise.ops", "headwise.ops.backends")  # a package hooks all below it
+    # FlexAttention traces the functions it is given, even uncompiled, and Triton compiles its kernels from their text:
+    # the checker's wrappers would stop both. A package hooks all below it.
+    traced = ("headwise.ops.backends.flex", "headwise.ops.triton.kernels")
+    hooked = [name.removesuffix(".__init__") for name in names if not name.startswith(traced)]
+    packages = ("headwise", "headwise.ops", "headwise.ops.backends", "headwise.ops.triton")
     hooked = [name for name in hooked if name not in packages]
     checker.install(hooked)
     checker.switch(False)  # until a test asks for it: see `shape_checker`

@@ -25,7 +25,7 @@ KNOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon_bf16"
 ISAS = isas()  # of this CPU and build; none where the library is not built
 MUST = ("auto", "reference", "blocks")  # these run everything that is valid
 OPTIONAL = ("native", "sdpa", "flex")
-BACKENDS = (*MUST, *OPTIONAL)
+BACKENDS = (*MUST, *OPTIONAL)  # and `triton`, which has tests of its own: test_triton*.py
 # avx512 is avx512_vnni but for int8: where that is there, the fuzzer and test_native_isa.py run both.
 NATIVE = [f"native-{isa}" for isa in ISAS if isa != "avx512" or "avx512_vnni" not in ISAS]
 BEST = NATIVE[:1]  # where one instruction set is enough

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton_definitions import LAUNCHES
 
 from headwise.ops.backends import flex, sdpa
 
@@ -43,22 +44,41 @@ class Cost(TorchDispatchMode):
     def count(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
         """Count one operator."""
         devices = {x.device.type for x in (*read, *written) if x.ndim or x.device.type != "cpu"}
+        if name == "triton_append":  # it changes a part of its arguments: as much as it reads
+            read = written = read[:2]
         if "cuda" not in devices or name in NO_LAUNCH or not written:  # such as the question for a tensor's device
             return
         if len(devices) > 1:
             self.from_host[name] += 1
-        self.launches[name] += 1
+        self.launches[name] += LAUNCHES.get(name, 1)
         self.bytes[name] += _moved(name, read, written)
+        if name == "triton_decode":  # the parts of each split are written and read, in float32
+            table = [x for x in read if x.ndim == 2 and x.dtype == torch.int64]
+            splits = -(-read[1].shape[2] * (table[0].shape[1] if table else 1) // 256)
+            self.bytes[name] += 8 * written[0].numel() * splits
+        if name == "triton_attend":  # `flags` reads all of it once more
+            self.bytes[name] += sum(map(_own_bytes, read[:3]))
         self.largest = max([self.largest, *(_own_bytes(x) // x.itemsize for x in written)])
 
 
 def _moved(name: str, read: list[Tensor], written: list[Tensor]) -> int:
     """The bytes that an operator reads and writes; of a tensor that it indexes, the places that it picks."""
+    if name == "triton_decode":
+        read = _of_listed_pages(read)
     if name in ("index", "gather", "index_select"):
         read = [*read[1:], *written]
     elif name == "index_put_":
         read, written = [*read[1:], read[-1]], []
     return sum(_own_bytes(x) for x in (*read, *written))
+
+
+def _of_listed_pages(read: list[Tensor]) -> list[Tensor]:
+    """Of pages of a pool, those that a table lists: key, value and their scales are (P, K, size, ...)."""
+    table = next((x for x in read if x.ndim == 2 and x.dtype == torch.int64), None)
+    if table is None:
+        return read
+    pages = read[1].shape[0]
+    return [x[: min(pages, table.numel())] if x.shape[0] == pages and x.ndim >= 3 else x for x in read]
 
 
 def _own_bytes(x: Tensor) -> int:

@@ -1,8 +1,9 @@
 """CUDA tensors without a GPU: they say `cuda`, refuse tensors of other devices as CUDA does, and compute on the CPU.
 
 Counted are kernel launches, waits for the device (`.item()`, `.tolist()`, `bool()`), and copies to it or from it. Views
-launch nothing. The fused kernels are one launch each: SDPA is the CPU's, and in place of compiled FlexAttention plain
-arithmetic runs over the listed tiles. Gradients cannot run: autograd has no thread for the device.
+launch nothing. The fused kernels of torch are one launch each: SDPA is the CPU's, and in place of compiled
+FlexAttention plain arithmetic runs over the listed tiles. Our kernels are their definitions (`triton_definitions`).
+Gradients cannot run: autograd has no thread for the device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from triton_definitions import DEFINITIONS, LAUNCHES
 
 from headwise.ops.backends import flex
 
@@ -115,7 +117,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     a, k = tree_map(_real, args), tree_map(_real, dict(kwargs))
     if target == "cuda":
         k["device"] = torch.device("cpu")
-    out = func(*a, **k)
+    out = DEFINITIONS.get(name, func)(*a, **k)
     if name == "copy_":
         return args[0]
     if target == "cpu" or (cuda and name in NUMBERS):
@@ -151,7 +153,7 @@ def _count(name: str, args: Any, cuda: list[Pretend], cpu: list[Tensor], target:
     if (cuda and name in WAITS) or any(isinstance(x, Pretend) and x.dtype == torch.bool for x in chosen):
         COUNTS.syncs[name] += 1
     if name not in NO_LAUNCH:
-        COUNTS.launches[name] += 1
+        COUNTS.launches[name] += LAUNCHES.get(name, 1)
 
 
 class _Factories(TorchDispatchMode):

@@ -12,6 +12,7 @@ from hf_models import BY_NAME, PAD, inputs
 from pretend_cuda import pretend_cuda
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from triton_cases import needs_triton
 
 from headwise import look
 from headwise.hf import make_cache
@@ -70,11 +71,12 @@ def test_look(name: str, cuda: Any) -> None:
         assert (x.entropy, x.largest, x.distance) == pytest.approx((y.entropy, y.largest, y.distance), abs=1e-5)
 
 
+@needs_triton
 @pytest.mark.parametrize(
-    ("full_maps", "waits", "launches"), [(False, 12, 745), (True, 24, 1796)], ids=["small maps", "and what they move"]
+    ("full_maps", "waits", "launches"), [(False, 2, 100), (True, 14, 240)], ids=["small maps", "and what they move"]
 )
 def test_what_a_look_costs(full_maps: bool, waits: int, launches: int) -> None:
-    """Waits and launches of each layer; most launches are those of the pooled maps, bin by bin."""
+    """Waits and launches of each layer, beside 5 waits of a look and the 91 launches of the model's own forward."""
     model = model_of("Llama GQA")
     ids = torch.randint(3, 50, (61,), generator=torch.Generator().manual_seed(1))
     with pretend_cuda() as counts:
@@ -82,4 +84,4 @@ def test_what_a_look_costs(full_maps: bool, waits: int, launches: int) -> None:
         counts.clear()
         look.at(model, ids, full_maps=full_maps, repeats=None)
     layers = model.config.num_hidden_layers
-    assert counts.waits() <= waits * layers and counts.launches.total() <= launches * layers
+    assert counts.waits() <= 5 + waits * layers and counts.launches.total() <= 91 + launches * layers

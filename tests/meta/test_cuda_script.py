@@ -45,9 +45,19 @@ def test_every_case_runs(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pretend_cuda():
         rows = [gpu.measure(case, 2, clock) for case in gpu.cases(gpu.Sizes(4, 2, 16, divisor=64, dtype=torch.float32))]
-    ours = {"headwise", "static float32", "static int8", "paged float32", "paged int8", "sdpa folded", "whole matrix"}
+    ours = {
+        "headwise",
+        "static float32",
+        "static int8",
+        "paged float32",
+        "paged int8",
+        "sdpa folded",
+        "whole matrix",
+        "headwise triton",
+        "headwise, received",
+    }
     for row in rows:
         for name, way in row["ways"].items():
             assert name not in ours or way["median_ms"] > 0, (row["case"], name, way)
         gpu.show(json.loads(json.dumps(row, allow_nan=False)))
-    assert len(rows) == 8 and all("headwise" in row["ways"] for row in rows)
+    assert len(rows) == 11 and all("headwise" in row["ways"] for row in rows)

@@ -30,7 +30,7 @@ def test_explain_tells_of_every_backend(extra: str) -> None:
     qkv = make_qkv(*SHORT)
     options = options_of(extra, SHORT)
     choice = headwise.explain(*qkv, mask=headwise.causal(), **options)
-    assert {choice.backend, *choice.others} == {*BACKENDS} - {"auto"}
+    assert {choice.backend, *choice.others} == {*BACKENDS, "triton"} - {"auto"}
     assert choice.why and all(choice.others.values())
     lines = str(choice).splitlines()
     assert lines[0] == f"{choice.backend}: {choice.why}"
@@ -52,8 +52,10 @@ def test_doubles_run_on_the_definition() -> None:
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"backend is auto, native, sdpa, flex, blocks, reference; got 'triton'"):
-        headwise.attention(*make_qkv(*SHORT), backend="triton")
+    with pytest.raises(
+        ValueError, match=r"backend is auto, native, triton, sdpa, flex, blocks, reference; got 'tritton'"
+    ):
+        headwise.attention(*make_qkv(*SHORT), backend="tritton")
 
 
 # What torch's kernels cannot honour: by name they must refuse, and never run without it.
@@ -241,4 +243,4 @@ def test_a_backend_asked_for_by_name_is_the_one_explained() -> None:
     for backend in (*MUST[1:], *(name for name in OPTIONAL if name != "native" or ISAS)):
         choice = headwise.explain(*qkv, backend=backend)
         assert (choice.backend, choice.why) == (backend, "requested by name")
-        assert {backend, *choice.others} == {*BACKENDS} - {"auto"}
+        assert {backend, *choice.others} == {*BACKENDS, "triton"} - {"auto"}

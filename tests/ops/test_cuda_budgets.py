@@ -15,6 +15,7 @@ import torch
 from fake_cuda import fake_cuda
 from pretend_cuda import pretend_cuda
 from torch import Tensor
+from triton_cases import HAS_TRITON, needs_triton
 
 import headwise
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
@@ -44,12 +45,13 @@ class Budget(NamedTuple):
 
 
 DECODE = {
-    "plain": ({}, Budget(32, 11.1)),
-    "softcap": ({"softcap": 30.0}, Budget(49, 15.6)),
-    "lse": ({"return_lse": True}, Budget(48, 15.6)),
+    "plain": ({}, Budget(2, 1.04)),
+    "softcap": ({"softcap": 30.0}, Budget(2, 1.04)),
+    "lse": ({"return_lse": True}, Budget(2, 1.04)),
 }
 
 
+@needs_triton
 @pytest.mark.parametrize("name", DECODE)
 def test_decoding(name: str) -> None:
     options, budget = DECODE[name]
@@ -70,16 +72,17 @@ ROLLING: Make = lambda B, dtype: RollingCache(  # noqa: E731
     B, K, D, window=1024, chunk=2048, dtype=dtype, device="cuda"
 )
 STEPS: dict[str, tuple[Make, int, torch.dtype, Budget]] = {
-    "static": (STATIC, 1, torch.bfloat16, Budget(34, 11.1)),
-    "static, ragged": (STATIC, 8, torch.bfloat16, Budget(95, 11.3)),
-    "static int8": (STATIC, 1, torch.int8, Budget(78, 51.2)),
-    "paged": (PAGED, 1, torch.bfloat16, Budget(38, 15.2)),
-    "paged, ragged": (PAGED, 8, torch.bfloat16, Budget(88, 15.4)),
-    "paged int8": (PAGED, 1, torch.int8, Budget(86, 55.4)),
-    "rolling": (ROLLING, 1, torch.bfloat16, Budget(74, 15.7)),
+    "static": (STATIC, 1, torch.bfloat16, Budget(3, 1.04)),
+    "static, ragged": (STATIC, 8, torch.bfloat16, Budget(7, 1.05)),
+    "static int8": (STATIC, 1, torch.int8, Budget(3, 1.11)),
+    "paged": (PAGED, 1, torch.bfloat16, Budget(3, 1.07)),
+    "paged, ragged": (PAGED, 8, torch.bfloat16, Budget(7, 1.08)),
+    "paged int8": (PAGED, 1, torch.int8, Budget(3, 1.14)),
+    "rolling": (ROLLING, 1, torch.bfloat16, Budget(3, 1.2)),
 }
 
 
+@needs_triton
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_a_cache(name: str) -> None:
     make, B, dtype, budget = STEPS[name]
@@ -104,14 +107,15 @@ def _segments(n: int) -> Mask:
 PREFILLS: dict[str, tuple[Callable[[int], Mask | None], int]] = {
     "no mask": (lambda n: None, 32),
     "causal": (lambda n: headwise.causal(), 55),
-    "window": (lambda n: headwise.window(1024), 131),
-    "lengths": (lambda n: headwise.lengths(of(1, dtype=torch.long)) & headwise.causal(), 127),
-    "padding": (lambda n: headwise.lengths(of(1, dtype=torch.long)), 117),
+    "window": (lambda n: headwise.window(1024), 4),
+    "lengths": (lambda n: headwise.lengths(of(1, dtype=torch.long)) & headwise.causal(), 4),
+    "padding": (lambda n: headwise.lengths(of(1, dtype=torch.long)), 4),
     "segments": (_segments, 240),
-    "alibi": (lambda n: headwise.causal() & headwise.alibi(of(H, dtype=torch.float32)), 131),
+    "alibi": (lambda n: headwise.causal() & headwise.alibi(of(H, dtype=torch.float32)), 12),
 }
 
 
+@needs_triton
 @pytest.mark.parametrize("name", PREFILLS)
 def test_prefill(name: str) -> None:
     mask, launches = PREFILLS[name]
@@ -142,12 +146,24 @@ def test_no_backend_builds_the_whole_matrix(name: str, backend: str, dtype: torc
     assert 0 < cost.largest < WHOLE
 
 
-def test_statistics_come_in_blocks() -> None:
+@needs_triton
+@pytest.mark.parametrize("T", [2048, LONG])
+def test_statistics_are_linear(T: int) -> None:
+    """What they move beside queries, keys, values and output: at most 64 sums a row, of bins and features."""
+    with fake_cuda() as counted:
+        q, k, v = qkv(T, T)
+        with counted() as cost:
+            headwise.attention_statistics(q, k, v, mask=headwise.causal())
+    assert cost.launches.total() <= 43 and not cost.from_host
+    assert cost.bytes.total() <= 5 * 2 * (q.nbytes + k.nbytes) and cost.largest <= H * T * D
+
+
+def test_statistics_come_in_blocks_where_the_kernels_do_not_serve() -> None:
     with fake_cuda() as counted:
         q, k, v = qkv(2048, 2048)
         with counted() as cost:
-            headwise.attention_statistics(q, k, v, mask=headwise.causal())
-    assert cost.launches.total() <= 570
+            headwise.attention_statistics(q, k, v, mask=headwise.causal(), pool=100)
+    assert cost.launches.total() <= 1182
     assert next(row_blocks(8192, 8192, "cuda")).stop == 8 * next(row_blocks(8192, 8192)).stop == 256
 
 
@@ -182,7 +198,9 @@ def test_sdpa_refuses_what_only_its_matrix_would_serve(case: Any) -> None:
             assert headwise.explain(q, k, v, mask=mask, backend="sdpa").backend == "sdpa"
         else:
             assert why in explained.others["sdpa"]
-            assert explained.backend == ("flex" if T >= flex.TILE else "blocks")
+            assert explained.backend == (
+                "triton" if HAS_TRITON and max(d, width) <= 256 else "flex" if T >= flex.TILE else "blocks"
+            )
             with pytest.raises(ValueError, match=why):
                 headwise.attention(q, k, v, mask=mask, backend="sdpa")
 
@@ -255,8 +273,8 @@ def test_other_errors_of_flex_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(flex, "_compiled", lambda: fail)
         q, k, v = (x.cuda() for x in make_qkv(1, 2, 1, 130, 130, 16, 16))
         with pytest.raises(RuntimeError, match="out of memory"):
-            headwise.attention(q, k, v, mask=headwise.window(3))
-        assert headwise.explain(q, k, v, mask=headwise.window(3)).backend == "flex"
+            headwise.attention(q, k, v, mask=headwise.window(3), backend="flex")
+        assert headwise.explain(q, k, v, mask=headwise.window(3), backend="flex").backend == "flex"
 
 
 CONSTANT: list[Callable[[], Mask]] = [

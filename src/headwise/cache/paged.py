@@ -121,6 +121,8 @@ class PagedCache(KVCache):
         size, store, columns = self.pool.page_size, self.pool.store, self.columns
         if store.quantize(key, value, self._spans(counts, starts)):
             return
+        if self.device.type == "cuda" and self._append_on_device(key, value, counts, starts):
+            return
         if self.batch > 1 and key.shape[2] == 1 and all(n == 1 for n in counts):
             at = self._numbers_on("columns", columns, self.device)
             pages = self._table_of_rows().gather(1, (at // size)[:, None])[:, 0]
@@ -130,6 +132,19 @@ class PagedCache(KVCache):
         for b, start, page, first, n in self._spans(counts, starts):
             part = (b, slice(None), slice(start, start + n))
             store.put((page, slice(None), slice(first, first + n)), key[part], None if value is None else value[part])
+
+    def _append_on_device(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> bool:
+        """Write the tokens in one launch, or with padding in one for each row; False if that is not possible."""
+        store, columns, table = self.pool.store, self.columns, self._table_of_rows()
+        if all(n == key.shape[2] for n in counts):
+            even = len(set(columns)) == 1
+            return store.append(key, value, table=table, **self._columns_of_rows(even))
+        for b, (at, count, start) in enumerate(zip(columns, counts, starts, strict=True)):
+            rows, tokens = slice(b, b + 1), slice(start, start + count)
+            x, y = key[rows, :, tokens], None if value is None else value[rows, :, tokens]
+            if not store.append(x, y, table=table, column=at, row=b):
+                return False
+        return True
 
     def _spans(self, counts: list[int], starts: list[int]) -> Iterator[AppendSpan]:
         """Yield the places of new tokens, page by page, at the end of each row."""

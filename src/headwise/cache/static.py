@@ -131,13 +131,18 @@ class StaticCache(KVCache):
         )
         if self._store.quantize(key, value, spans):
             return
-        if len(set(columns)) == 1 and all(n == key.shape[2] for n in counts):
-            at = columns[0]
+        whole, even = all(n == key.shape[2] for n in counts), len(set(columns)) == 1
+        at = columns[0]
+        if whole and self.device.type == "cuda" and self._store.append(key, value, **self._columns_of_rows(even)):
+            return
+        if whole and even:
             self._store.put((slice(None), slice(None), slice(at, at + counts[0])), key, value)
             return
         for b, (at, n, start) in enumerate(zip(columns, counts, starts, strict=True)):
-            part = (b, slice(None), slice(start, start + n))
-            self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
+            rows, tokens = slice(b, b + 1), slice(start, start + n)
+            x, y = key[rows, :, tokens], None if value is None else value[rows, :, tokens]
+            if not self._store.append(x, y, column=at, row=b):
+                self._store.put((rows, slice(None), slice(at, at + n)), x, y)
 
     @override
     def _has_room(self) -> bool:

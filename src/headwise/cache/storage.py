@@ -12,6 +12,7 @@ from torch import Tensor
 from ..ops.native.append import AppendSpan, append_int8
 from ..ops.native.decode_step import CacheStep
 from ..ops.storage.int8 import Quantized
+from ..ops.triton.appending import append_on_device
 from .huge_pages import on_huge_pages, reserve
 from .quantize import rounded
 from .saved import Saved
@@ -53,6 +54,11 @@ class Store(Saved):
         if self.key_scale is None:
             return False
         return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
+
+    def append(self, key: Tensor, value: Tensor | None, **places: Any) -> bool:
+        """Write tokens (B, K, T, n) in one kernel launch on a GPU; if it returns False, use `put`."""
+        storage = (self.key, self.value, self.key_scale, self.value_scale)
+        return append_on_device(key, value, storage, **places)
 
     def storage(self, table: Tensor | None, places: list[int]) -> CacheStep:
         """Return the store in the form of a decode step, whose tokens are written to the columns `places`."""

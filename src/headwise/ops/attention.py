@@ -23,6 +23,7 @@ from .storage.int8 import Quantized
 from .storage.layout import Cache, StorageLayout, parts_of
 from .storage.paged import Paged
 from .torch_keywords import refuse_others
+from .triton import triton_backend as triton
 
 Query: TypeAlias = Float[Tensor, "B H T D"]
 Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Cache
@@ -100,7 +101,7 @@ def attention(
         dropout: probability of zeroing a weight; always active, so pass 0 outside of training.
         gate: (H,), (B, H), (B, H, T) or (B, H, T, V); multiplies the output.
         return_lse: also return the log of the softmax's denominator (sink included), float32 (B, H, T).
-        backend: `auto`, or a backend's name: `native`, `sdpa`, `flex`, `blocks`, `reference`.
+        backend: `auto`, or a backend's name: `native`, `triton`, `sdpa`, `flex`, `blocks`, `reference`.
         **others: an error; the message names the equivalent of another library's option.
 
     Returns:
@@ -228,9 +229,10 @@ def explain(
     Raises the errors of `attention`.
 
     >>> q = torch.randn(1, 4, 9, 16, dtype=torch.float64)
-    >>> print(explain(q, q, q, softcap=30.0))
+    >>> print(explain(q, q, q, softcap=30.0))  # doctest: +ELLIPSIS
     reference: float64 is computed by the reference
       not native: headwise's own kernel has no float64
+      not triton: ...
       not sdpa: torch's SDPA has no softcap
       not flex: FlexAttention has no float64
       not blocks: supports the call, but is slower than a fused kernel
@@ -262,9 +264,11 @@ def _run_reference(call: Call) -> Result:
     )
 
 
-# The native kernel needs no wrapper: it supports int8, pages and unaligned rows, isolates NaN and Inf, and gates.
+# The native kernel and those in Triton need few wrappers: they support int8, pages and unaligned rows, and isolate
+# NaN and Inf.
 _BACKENDS = {
     "native": _Backend(native.run, native.LIMITS, "supports the call, but another backend was requested", copies=False),
+    "triton": _Backend(gated(triton.run), triton.LIMITS, "supports the call, but SDPA is faster here", copies=False),
     "sdpa": _Backend(
         dense_keys(gated(aligned(fenced(sdpa.run)))), sdpa.LIMITS, "supports the call, but is slower here"
     ),
@@ -304,6 +308,12 @@ _PREFERENCES = (
         "headwise's own kernel, also for the gradient; gradients of gradients are computed by the reference",
     ),
     _Preference(
+        "triton",
+        triton.is_worthwhile,
+        "headwise's own kernel for NVIDIA GPUs: no fused kernel of torch supports this call without copies or tiles "
+        "that are empty",
+    ),
+    _Preference(
         "flex",
         flex.is_worthwhile,
         "on CUDA, the mask lets FlexAttention skip tiles, or SDPA does not support an option",
@@ -317,6 +327,7 @@ _PREFERENCES = (
         "SDPA's fused kernel supports this call; on some CPUs the number of threads changes its gradient's bits",
     ),
     _Preference("sdpa", lambda c: True, "SDPA's fused kernel supports this call"),
+    _Preference("triton", lambda c: c.device_type == "cuda", "headwise's own kernel for NVIDIA GPUs"),
     _Preference(
         "flex", flex.is_large_enough, "on CUDA, no fused kernel of SDPA supports this call, and FlexAttention does"
     ),

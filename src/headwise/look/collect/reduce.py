@@ -15,7 +15,7 @@ from ...shapes import check_gate
 from ..inputs.nonfinite import remedy
 from ..records.head import HeadMap
 from ..roles.call_tokens import CallTokens
-from ..roles.measures import FAR, OFFSETS, CallStatistics, StatisticsRequest, forbidden
+from ..roles.measures import FAR, OFFSETS, CallStatistics, StatisticsRequest, device_of_mask, forbidden
 from ..roles.role import Role
 from .sums import MOST_SHOWN, LayerTally
 
@@ -63,9 +63,10 @@ def looks_ahead(call: AttentionCall) -> bool | None:
     T, S = call.query.shape[2], call.key.shape[2]
     if T != S:
         return None
+    device = device_of_mask(call)
     for i in {0, T // 2}:
         rows, later = slice(i, i + 1), slice(i + 1, S)
-        seen = None if call.mask is None else call.mask.allowed(T, S, rows=rows, cols=later, device=call.query.device)
+        seen = None if call.mask is None else call.mask.allowed(T, S, rows=rows, cols=later, device=device)
         if i + 1 < S and (seen is None or bool(seen.any())):
             return True
     return False

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.masks import Mask
+from ...ops.masks.reads import is_constant
 from ...ops.options import ScoreOptions
 from ...ops.row_blocks import softcapped
 from ...ops.statistics.api import RowStatistics
@@ -47,6 +48,12 @@ def forbidden(call: AttentionCall) -> Mask | None:
     """Return the call's mask of keys that no head may attend to, without biases; None without a mask."""
     B, H = call.query.shape[:2]
     return None if call.mask is None else call.mask.sized(B, H).forbids()
+
+
+def device_of_mask(call: AttentionCall) -> torch.device:
+    """Return the device on which the call's mask is asked: the CPU for one of numbers alone, which waits for none."""
+    rules = () if call.mask is None else call.mask.parts
+    return torch.device("cpu") if all(map(is_constant, rules)) else call.query.device
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class CallStatistics:
     def able(self) -> Tensor:
         """The number of queries that may attend to the key at each of `OFFSETS`, (B|1, n), in self-attention."""
         call, T = self.call, self.rows.entropy.shape[2]
-        i = torch.arange(T, device=call.query.device)[:, None]
+        i = torch.arange(T, device=device_of_mask(call))[:, None]
         j = i + torch.tensor(OFFSETS, device=i.device)
         inside = (j >= 0) & (j < T)
         seen = self.allowed(i[None, None], j.clamp(0, T - 1)[None, None]) & inside
@@ -95,7 +102,7 @@ class CallStatistics:
 
     def seeing(self, links: Tensor) -> Tensor:
         """Return the number of queries that may attend to a link, (B|1, 1); links are (B|1, T, n), padded with -1."""
-        links = links.to(self.call.query.device)
+        links = links.to(device_of_mask(self.call))
         rows = torch.arange(links.shape[1], device=links.device)[None, None, :, None]
         seen = self.allowed(rows, links.clamp(min=0)[:, None]) & (links >= 0)[:, None]
         return seen.any(-1).sum(-1)[:, 0, None].double().cpu()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..inputs.repeated_tokens import as_tensors
 from .call_tokens import CallTokens
-from .measures import FAR, CallStatistics, ScoreSums
+from .measures import FAR, CallStatistics, ScoreSums, device_of_mask
 
 FEW_KEYS = 8
 """The fewest keys of a row for `broad`: on few keys any row is even; two at 0.7 and 0.3 are already "88 % even"."""
@@ -72,7 +72,7 @@ def far_offset(got: CallStatistics) -> ScoreSums | None:
     filled, T = got.largest_key >= 0, got.largest_key.shape[2]
     _, place = _far(got)
     most = on_far_offset(got, got.largest_key).sum(-1)
-    rows = torch.arange(T, device=got.call.query.device)[:, None]
+    rows = torch.arange(T, device=device_of_mask(got.call))[:, None]
     keys = rows + (T - place)[..., None, None].to(rows.device)
     able = got.allowed(rows[None, None], keys.clamp(0, T - 1)) & (keys >= 0) & (keys < T)
     count = torch.maximum(able.sum((2, 3)).cpu(), (filled.sum(-1) + 1) // 2)
@@ -120,7 +120,7 @@ def other_sink(got: CallStatistics) -> ScoreSums | None:
         return None
     alpha = _sinks(got)
     value, place = alpha.max(-1)
-    device = got.call.query.device
+    device = device_of_mask(got.call)
     rows, keys = torch.arange(T, device=device)[:, None], place[..., None, None].to(device)
     seen = got.allowed(rows[None, None], keys)[..., 0].cpu()
     shares = torch.where(seen, 1 / got.rows.keys.double().cpu().clamp(min=1), 0.0)

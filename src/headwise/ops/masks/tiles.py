@@ -24,6 +24,7 @@ SIDE = 64
 NONE, ALL, BITS = 0, 1, 2
 STRIP_PAIRS = 1 << 22  # pairs of one head per block
 DEVICE_STRIP_PAIRS = 1 << 24  # the same on other devices, where each operator is a kernel launch
+CPU = torch.device("cpu")
 KEPT = 4  # sizes per rule with a cached map: the other layers of a forward pass use the same sizes
 
 
@@ -53,13 +54,13 @@ def tile_map(rule: Rule, T: int, S: int) -> TileMap:
 
 def _kept_or_built(rule: Rule, T: int, S: int) -> TileMap:
     if 0 in (T, S):
-        return _built(rule, T, S)
+        return built_map(rule, T, S, CPU)
     maps: dict[tuple[int, int], tuple[Reads, TileMap]] = rule.__dict__.setdefault("_maps", {})
     reads, kept = reads_of(rule, T, S), maps.get((T, S))
     if kept is not None and reads.equals(kept[0]):
         return kept[1]
     with torch.inference_mode(False):  # the cached map is also used in calls with a gradient
-        before, made = reads.copied(), _built(rule, T, S)
+        before, made = reads.copied(), built_map(rule, T, S, CPU)
     maps.pop((T, S), None)
     again = reads_of(rule, T, S)
     if again.is_at(reads) and again.equals(before):  # else changes could be missed
@@ -78,31 +79,33 @@ def unpacked(tiles: TileMap, T: int, S: int) -> Tensor:
     return pairs.movedim(4, 3).flatten(4, 5).flatten(2, 3)[:, :, :T, :S]
 
 
-def _built(rule: Rule, T: int, S: int) -> TileMap:
+def built_map(rule: Rule, T: int, S: int, device: torch.device) -> TileMap:
+    """Return the tile map of a restricting rule on a device, without a look at kept maps; this waits for the device."""
     index: list[Tensor] = []
     bits: list[Tensor] = []
     blocks, columns = 0, -(-S // SIDE)
     if not T or not S:
-        nothing = torch.zeros(1, 1, -(-T // SIDE), columns, dtype=torch.int64, device="cpu")
-        return TileMap(nothing, torch.zeros(0, SIDE, device="cpu").long())
-    step = SIDE * max(1, STRIP_PAIRS // (SIDE * SIDE * columns))
-    every = torch.full((columns,), -1, dtype=torch.int64, device="cpu")  # all keys allowed
+        nothing = torch.zeros(1, 1, -(-T // SIDE), columns, dtype=torch.int64, device=device)
+        return TileMap(nothing, torch.zeros(0, SIDE, dtype=torch.int64, device=device))
+    pairs = STRIP_PAIRS if device.type == "cpu" else DEVICE_STRIP_PAIRS
+    step = SIDE * max(1, pairs // (SIDE * SIDE * columns))
+    every = torch.full((columns,), -1, dtype=torch.int64, device=device)  # all keys allowed
     if S % SIDE:
         every[-1] = (1 << S % SIDE) - 1
     with torch.no_grad():
         for first in range(0, T, step):
             rows = slice(first, min(first + step, T))
-            seen = rank4(rule.grid(T, S, rows, None, torch.device("cpu")))
+            seen = rank4(rule.grid(T, S, rows, None, device))
             words = _words(seen.expand(-1, -1, count(rows, T), S), columns)
             lacking = -words.shape[2] % SIDE
             queries = pad(words, (0, 0, 0, lacking)).unflatten(2, (-1, SIDE))
-            of_rows = torch.full((queries.shape[2], 1), SIDE, device="cpu")
+            of_rows = torch.full((queries.shape[2], 1), SIDE, device=device)
             of_rows[-1] = SIDE - lacking
             some, full = (queries != 0).any(3), (queries == every).sum(3) == of_rows
             mixed = some & ~full  # (B|1, H|1, rows of tiles, columns)
             n = int(mixed.sum())
             here = some.long()
-            here[mixed] = torch.arange(BITS + blocks, BITS + blocks + n, dtype=torch.int64, device="cpu")
+            here[mixed] = torch.arange(BITS + blocks, BITS + blocks + n, dtype=torch.int64, device=device)
             index.append(here)
             bits.append(queries.movedim(3, 4)[mixed])
             blocks += n

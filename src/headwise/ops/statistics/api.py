@@ -1,6 +1,7 @@
 """Statistics of a head's attention matrix P, (B, H, T, S), computed without storing P.
 
-On the CPU the native kernel computes them in the pass that makes the output (`native`); elsewhere one block of query
+On the CPU the native kernel computes them in the pass that makes the output (`native`), on NVIDIA GPUs kernels in
+Triton do (`triton`); elsewhere one block of query
 rows at a time is scored and added to sums (`blockwise`). The memory is O(T + S) in both cases, and every number is
 exact. "Row" means a query, "mass" a sum of weights. Two rules hold for all statistics:
 
@@ -27,7 +28,7 @@ from ..masks.mask import Mask
 from ..options import ScoreKeywords
 from ..torch_keywords import refuse
 from . import blockwise as blocks
-from . import native
+from . import native, triton
 from .request import Request, StatisticsSums, checked
 
 
@@ -148,6 +149,8 @@ def _measured(
     with torch.no_grad():
         if native.serves(request, value):
             return native.measure_natively(request, value, received=received)
+        if triton.serves(request, value):
+            return triton.measure_by_triton(request, value, received=received)
         fields = blocks.measure_in_blocks(request)
     if not received:
         del fields["received"]

@@ -1,0 +1,1 @@
+"""The kernels themselves: Python that Triton compiles, so no other code may rewrite it (`tests/conftest.py`)."""
