@@ -36,8 +36,8 @@ template <class N>
 struct PrefillAmxScratch {
   uint32_t* query[kAmxBlocks];
   float* sums[kAmxBlocks];
-  // [block][row]: the greatest score, the score to which the weights are relative, and the sum of the weights.
-  float *row_max, *row_ref, *row_sum;
+  // [block][row]: the score to which the weights are relative, near the greatest one, and the sum of the weights.
+  float *row_max, *row_sum;
   float* scores[2];      // [key][row]
   uint32_t* weights[2];  // [key / 2][row]
   uint16_t *keys[kVisitTiles], *values[kVisitTiles];
@@ -54,7 +54,6 @@ struct PrefillAmxScratch {
       sums[i] = arena.take<float>(p.V * kAmxRows);
     }
     row_max = arena.take<float>(kAmxBlocks * kRows);
-    row_ref = arena.take<float>(kAmxBlocks * kRows);
     row_sum = arena.take<float>(kAmxBlocks * kRows);
     for (int i = 0; i < 2; ++i) {
       scores[i] = arena.take<float>(kVisitKeys * kAmxRows);
