@@ -43,7 +43,11 @@ static inline void place_rows(const Call& p, int64_t b, int64_t kv_head, int64_t
   rows.first_max = static_cast<int32_t>(max(min(always, stop), start));
   // incremented, because a division for each row would take longer than everything else here
   int64_t t = first / G, member = first % G;
-  for (int r = 0; r < padded; ++r) {
+  for (int r = 0; G == 1 && r < padded; ++r) {
+    rows.t[r] = first + min(r, n - 1);
+    rows.h[r] = kv_head;
+  }
+  for (int r = 0; G > 1 && r < padded; ++r) {
     rows.t[r] = t;
     rows.h[r] = kv_head * G + member;
     if (r + 1 < n && ++member == G) {

@@ -142,9 +142,13 @@ static inline const float* searched_scores(const Call& p, int64_t b, const KeyTi
 // reads.
 template <class N, int NV, int Vector = NV - 1>
 static inline void check_sums(const float* sums, int64_t V, bool& finite) {
-  constexpr int kSums = 4;  // a single sum would wait for each addition
-  F sum[kSums] = {zero(), zero(), zero(), zero()};
-  for (int64_t d = 0; d < V; ++d) sum[d % kSums] = add(sum[d % kSums], load(sums + (d * NV + Vector) * W));
+  F sum[4] = {zero(), zero(), zero(), zero()};  // a single one would wait for each addition
+  int64_t d = 0;
+  for (; d + 4 <= V; d += 4) {
+    HW_UNROLL
+    for (int i = 0; i < 4; ++i) sum[i] = add(sum[i], load(sums + ((d + i) * NV + Vector) * W));
+  }
+  for (; d < V; ++d) sum[0] = add(sum[0], load(sums + (d * NV + Vector) * W));
   float of_rows[W];
   store(of_rows, add(add(sum[0], sum[1]), add(sum[2], sum[3])));
   finite &= floats_are_finite(of_rows, W);
@@ -159,6 +163,15 @@ static inline void clear_block(const Call& p, int block, PrefillScratch<N>& s) {
   }
 }
 
+// Prefetches the memory of a block's results. A short item would end by waiting for it.
+static inline void prefetch_results(const Call& p, int64_t b, const QueryRows& rows) {
+  const int64_t bytes = p.V * size_of(p.out.dtype);
+  for (int r = 0; r < rows.n; ++r) {
+    const char* row = at(p.out, b, rows.h[r], rows.t[r]);
+    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_TO_WRITE(row + line);
+  }
+}
+
 // Places the rows of a block, packs its queries and clears its sums.
 template <class N>
 static inline void start_block(const Call& p, int64_t b, int64_t kv_head, int64_t first, int n, int block,
@@ -166,6 +179,7 @@ static inline void start_block(const Call& p, int64_t b, int64_t kv_head, int64_
   place_rows(p, b, kv_head, first, n, static_cast<int>(round_up(n, W)), s.rows[block]);
   HW_BY_VECTORS(n, pack_query, p, b, s.rows[block], s.query[block], s.spare);
   HW_BY_VECTORS(n, clear_block, p, block, s);
+  if (p.S <= kTile) prefetch_results(p, b, s.rows[block]);
 }
 
 // Computes one block of rows against one tile.
@@ -217,7 +231,13 @@ static inline void write_rows(const Call& p, const float* sums, const float* fac
                             [](char* row, int64_t d, F x) HW_LAMBDA { store(reinterpret_cast<float*>(row) + d, x); });
     case Dtype::bf16:
       return write_rows<NV>(sums, p.V, factor, n, rows,
-                            [&](char* row, int64_t d, F x) HW_LAMBDA { store_bf16(half(row, d), x); });
+                            [&](char* row, int64_t d, F x) HW_LAMBDA {
+                              if constexpr (kHasBf16) {  // the same bits: there are no denormals, and NaN has one form
+                                store_bf16_fast(half(row, d), select(equal(x, x), x, set1(NAN)));
+                              } else {
+                                store_bf16(half(row, d), x);
+                              }
+                            });
     default:
       return write_rows<NV>(sums, p.V, factor, n, rows,
                             [&](char* row, int64_t d, F x) HW_LAMBDA { store_f16(half(row, d), x); });
