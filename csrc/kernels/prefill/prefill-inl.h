@@ -230,14 +230,13 @@ static inline void write_rows(const Call& p, const float* sums, const float* fac
       return write_rows<NV>(sums, p.V, factor, n, rows,
                             [](char* row, int64_t d, F x) HW_LAMBDA { store(reinterpret_cast<float*>(row) + d, x); });
     case Dtype::bf16:
-      return write_rows<NV>(sums, p.V, factor, n, rows,
-                            [&](char* row, int64_t d, F x) HW_LAMBDA {
-                              if constexpr (kHasBf16) {  // the same bits: there are no denormals, and NaN has one form
-                                store_bf16_fast(half(row, d), select(equal(x, x), x, set1(NAN)));
-                              } else {
-                                store_bf16(half(row, d), x);
-                              }
-                            });
+      return write_rows<NV>(sums, p.V, factor, n, rows, [&](char* row, int64_t d, F x) HW_LAMBDA {
+        if constexpr (kHasBf16) {  // the same bits: there are no denormals, and NaN has one form
+          store_bf16_fast(half(row, d), select(equal(x, x), x, set1(NAN)));
+        } else {
+          store_bf16(half(row, d), x);
+        }
+      });
     default:
       return write_rows<NV>(sums, p.V, factor, n, rows,
                             [&](char* row, int64_t d, F x) HW_LAMBDA { store_f16(half(row, d), x); });
