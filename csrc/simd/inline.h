@@ -22,6 +22,7 @@
 #define HW_NOINLINE __attribute__((noinline))            // for functions that need all registers
 #define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, HW_PREFETCH_LOCALITY)
 #define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the L2 cache
+#define HW_PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1, 3)
 #define HW_RESTRICT __restrict__
 #elif defined(_MSC_VER)
 #define HW_INLINE static __forceinline
@@ -30,6 +31,7 @@
 #define HW_NOINLINE __declspec(noinline)
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))
+#define HW_PREFETCH_TO_WRITE(p) ((void)(p))
 #define HW_RESTRICT __restrict
 #else
 #define HW_INLINE static inline
@@ -38,6 +40,7 @@
 #define HW_NOINLINE
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))
+#define HW_PREFETCH_TO_WRITE(p) ((void)(p))
 #define HW_RESTRICT
 #endif
 

@@ -41,27 +41,40 @@ static inline void place_rows(const Call& p, int64_t b, int64_t kv_head, int64_t
   rows.padded = padded;
   rows.first_min = static_cast<int32_t>(start);
   rows.first_max = static_cast<int32_t>(max(min(always, stop), start));
-  rows.lo_min = rows.hi_min = static_cast<int32_t>(p.S);
-  rows.lo_max = rows.hi_max = 0;
   // incremented, because a division for each row would take longer than everything else here
   int64_t t = first / G, member = first % G;
-  for (int r = 0; r < padded; ++r) {
+  for (int r = 0; G == 1 && r < padded; ++r) {
+    rows.t[r] = first + min(r, n - 1);
+    rows.h[r] = kv_head;
+  }
+  for (int r = 0; G > 1 && r < padded; ++r) {
     rows.t[r] = t;
     rows.h[r] = kv_head * G + member;
-    rows.query_bad[r] = rows.key_bad[r] = false;
-    const int64_t lo = max(start, t + low), hi = min(stop, t + high);
-    const bool no_window = lo >= hi, empty = no_window && min(rows.first_max, hi) <= rows.first_min;
-    rows.lo[r] = static_cast<int32_t>(no_window ? p.S : lo);
-    rows.hi[r] = static_cast<int32_t>(empty ? 0 : hi);
-    if (rows.lo[r] < rows.lo_min) rows.lo_min = rows.lo[r];
-    if (rows.lo[r] > rows.lo_max) rows.lo_max = rows.lo[r];
-    if (rows.hi[r] < rows.hi_min) rows.hi_min = rows.hi[r];
-    if (rows.hi[r] > rows.hi_max) rows.hi_max = rows.hi[r];
     if (r + 1 < n && ++member == G) {
       member = 0;
       ++t;
     }
   }
+  // loops of their own, without branches, so that compilers vectorise them
+  const int64_t first_min = rows.first_min, first_max = rows.first_max, keys = p.S;
+  for (int r = 0; r < padded; ++r) {
+    const int64_t lo = max(start, rows.t[r] + low), hi = min(stop, rows.t[r] + high);
+    const bool no_window = lo >= hi, empty = no_window & (min(first_max, hi) <= first_min);
+    rows.lo[r] = static_cast<int32_t>(no_window ? keys : lo);
+    rows.hi[r] = static_cast<int32_t>(empty ? 0 : hi);
+    rows.query_bad[r] = rows.key_bad[r] = false;
+  }
+  int32_t lo_min = static_cast<int32_t>(keys), hi_min = lo_min, lo_max = 0, hi_max = 0;
+  for (int r = 0; r < padded; ++r) {
+    lo_min = min(lo_min, rows.lo[r]);
+    lo_max = max(lo_max, rows.lo[r]);
+    hi_min = min(hi_min, rows.hi[r]);
+    hi_max = max(hi_max, rows.hi[r]);
+  }
+  rows.lo_min = lo_min;
+  rows.lo_max = lo_max;
+  rows.hi_min = hi_min;
+  rows.hi_max = hi_max;
   rows.gap_min = rows.first_max;
   rows.gap_max = rows.lo_min;
   if (rows.first_max > rows.first_min && rows.hi_max > 0) rows.lo_min = rows.first_min;

@@ -289,23 +289,21 @@ class OverlappedSoftmax {
   // Takes the maxima of a visit. `factor` rescales from the score to which the weights were relative before. `changes`
   // tells for each vector of rows whether any factor is not 1.
   void begin_softmax(Softmax& to, int block, float* factor, bool* changes) {
-    float *row_max = s_.row_max + block * kRows, *row_ref = s_.row_ref + block * kRows;
+    float* row_max = s_.row_max + block * kRows;
     const F none = set1(-kInf), slack = set1(kSlack);
     for (int v = 0; v < NV; ++v) {
-      const F now = headwise::HW_ISA::max(load(row_max + v * W), load(maxima_.top + v * W)),
-              before = load(row_ref + v * W);
+      const F now = load(maxima_.top + v * W), before = load(row_max + v * W);
       const M stays = not_less(slack, mul(headwise::HW_ISA::sub(now, before), to.scale));
       const F ref = select(stays, before, now);
-      store(row_max + v * W, now);
-      store(row_ref + v * W, ref);
+      store(row_max + v * W, ref);
       to.peak[v] = select(not_less(none, ref), zero(), ref);  // there was no key so far: x is -inf and its weight 0
       to.sum[v] = zero();
       store(factor + v * W, exp2<6>(mul(headwise::HW_ISA::sub(before, to.peak[v]), to.scale)));
     }
     for (int v = 0; v < NV; ++v) {
-      bool any = false;
+      int any = 0;
       for (int r = 0; r < W; ++r) any |= factor[v * W + r] != 1.0f;
-      changes[v] = any;
+      changes[v] = any != 0;
     }
   }
   // Computes the last key of an odd number of keys, paired with 0.

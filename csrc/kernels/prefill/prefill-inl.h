@@ -142,11 +142,34 @@ static inline const float* searched_scores(const Call& p, int64_t b, const KeyTi
 // reads.
 template <class N, int NV, int Vector = NV - 1>
 static inline void check_sums(const float* sums, int64_t V, bool& finite) {
-  F sum = zero();
-  for (int64_t d = 0; d < V; ++d) sum = add(sum, load(sums + (d * NV + Vector) * W));
+  F sum[4] = {zero(), zero(), zero(), zero()};  // a single one would wait for each addition
+  int64_t d = 0;
+  for (; d + 4 <= V; d += 4) {
+    HW_UNROLL
+    for (int i = 0; i < 4; ++i) sum[i] = add(sum[i], load(sums + ((d + i) * NV + Vector) * W));
+  }
+  for (; d < V; ++d) sum[0] = add(sum[0], load(sums + (d * NV + Vector) * W));
   float of_rows[W];
-  store(of_rows, sum);
+  store(of_rows, add(add(sum[0], sum[1]), add(sum[2], sum[3])));
   finite &= floats_are_finite(of_rows, W);
+}
+
+template <class N, int NV>
+static inline void clear_block(const Call& p, int block, PrefillScratch<N>& s) {
+  memset(s.sums[block], 0, static_cast<size_t>(p.V * NV * W) * sizeof(float));
+  for (int r = block * kRows; r < block * kRows + NV * W; ++r) {
+    s.row_max[r] = -kInf;
+    s.row_sum[r] = 0.0f;
+  }
+}
+
+// Prefetches the memory of a block's results. A short item would end by waiting for it.
+static inline void prefetch_results(const Call& p, int64_t b, const QueryRows& rows) {
+  const int64_t bytes = p.V * size_of(p.out.dtype);
+  for (int r = 0; r < rows.n; ++r) {
+    const char* row = at(p.out, b, rows.h[r], rows.t[r]);
+    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_TO_WRITE(row + line);
+  }
 }
 
 // Places the rows of a block, packs its queries and clears its sums.
@@ -155,11 +178,8 @@ static inline void start_block(const Call& p, int64_t b, int64_t kv_head, int64_
                                PrefillScratch<N>& s) {
   place_rows(p, b, kv_head, first, n, static_cast<int>(round_up(n, W)), s.rows[block]);
   HW_BY_VECTORS(n, pack_query, p, b, s.rows[block], s.query[block], s.spare);
-  memset(s.sums[block], 0, static_cast<size_t>(p.V * kRows) * sizeof(float));
-  for (int r = 0; r < kRows; ++r) {
-    s.row_max[block * kRows + r] = -kInf;
-    s.row_sum[block * kRows + r] = 0.0f;
-  }
+  HW_BY_VECTORS(n, clear_block, p, block, s);
+  if (p.S <= kTile) prefetch_results(p, b, s.rows[block]);
 }
 
 // Computes one block of rows against one tile.
@@ -188,10 +208,8 @@ static inline void prefill_tile(const Call& p, int64_t b, const KeyTile& tile, c
 template <int NV, class Store>
 HW_INLINE void write_rows(const float* sums, int64_t V, const float* factor, int n, char* const* rows,
                           const Store& store_at) {
-  float empty[W];
-  for (int i = 0; i < W; ++i) empty[i] = factor[i] == 0.0f ? 1.0f : 0.0f;
   const F factors = load(factor);
-  const M none = not_less(load(empty), set1(1.0f));  // a row without keys is 0, whatever its sums are
+  const M none = equal(factors, zero());  // a row without keys is 0, whatever its sums are
   for (int64_t d = 0; d < V; d += W) {
     F x[W];
     HW_UNROLL
@@ -212,12 +230,27 @@ static inline void write_rows(const Call& p, const float* sums, const float* fac
       return write_rows<NV>(sums, p.V, factor, n, rows,
                             [](char* row, int64_t d, F x) HW_LAMBDA { store(reinterpret_cast<float*>(row) + d, x); });
     case Dtype::bf16:
-      return write_rows<NV>(sums, p.V, factor, n, rows,
-                            [&](char* row, int64_t d, F x) HW_LAMBDA { store_bf16(half(row, d), x); });
+      return write_rows<NV>(sums, p.V, factor, n, rows, [&](char* row, int64_t d, F x) HW_LAMBDA {
+        if constexpr (kHasBf16) {  // the same bits: there are no denormals, and NaN has one form
+          store_bf16_fast(half(row, d), select(equal(x, x), x, set1(NAN)));
+        } else {
+          store_bf16(half(row, d), x);
+        }
+      });
     default:
       return write_rows<NV>(sums, p.V, factor, n, rows,
                             [&](char* row, int64_t d, F x) HW_LAMBDA { store_f16(half(row, d), x); });
   }
+}
+
+// Computes the factors of W rows, from the r-th on, at once. Returns false if some of them need more than that.
+HW_INLINE bool plain_factors(const Call& p, const QueryRows& rows, int r, const float* row_max, const float* row_sum,
+                             float* factor) {
+  bool bad = p.lse != nullptr || p.ends != nullptr || p.sinks != nullptr;
+  for (int i = r; i < r + W; ++i) bad |= rows.query_bad[i] | rows.key_bad[i];
+  const F scaled = mul(load(row_max), set1(softmax_scale(p))), factors = div(set1(1.0f), load(row_sum));
+  store(factor, select(not_less(set1(-kInf), scaled), set1(NAN), factors));  // it has no key, or its scores overflow
+  return !bad && floats_are_finite(factor, W);
 }
 
 template <class N, int NV, class Scratch>
@@ -232,14 +265,17 @@ static inline void finish_block(const Call& p, const Plan& plan, int64_t b, int6
     float factor[W] = {0};
     char* to[W];
     if (!whole) transpose_back(sums, NV * W, p.V, s.out_rows, padded_V);
+    const int64_t of_block = block * kRows + v * W;
+    const bool plain = whole && plain_factors(p, rows, v * W, s.row_max + of_block, s.row_sum + of_block, factor);
     for (int i = 0; i < n; ++i) {
       const int r = v * W + i;
       const int64_t h = rows.h[r], t = rows.t[r];
+      if (whole) to[i] = const_cast<char*>(at(p.out, b, h, t));
+      if (plain) continue;
       const float raw_max = s.row_max[block * kRows + r], row_sum = s.row_sum[block * kRows + r];
       const RowState state = row_state(p, b, rows, r, raw_max, row_sum, reach.from, reach.to);
       if (whole) {
         factor[i] = write_softmax_state(p, b, h, t, state);
-        to[i] = const_cast<char*>(at(p.out, b, h, t));
       } else {
         finish_row(p, plan, b, kv_head, first + r, split, h, t, state, s.out_rows + i * padded_V);
       }

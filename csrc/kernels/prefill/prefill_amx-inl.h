@@ -32,24 +32,8 @@ static inline void start_amx_block(const Call& p, int64_t b, int64_t kv_head, in
   pack_query<N, kAmxVectors>(p, b, s.rows[block], s.query[block], s.spare);
   memset(s.sums[block], 0, static_cast<size_t>(p.V * kAmxRows) * sizeof(float));
   for (int r = block * kRows; r < (block + 1) * kRows; ++r) {
-    s.row_max[r] = s.row_ref[r] = -kInf;
+    s.row_max[r] = -kInf;
     s.row_sum[r] = 0.0f;
-  }
-}
-
-// Rescales the sums of a block so that they are relative to each row's greatest score.
-template <class N>
-static inline void finish_weights(const Call& p, int block, PrefillAmxScratch<N>& s) {
-  const F c = set1(softmax_scale(p) * kLog2e), none = set1(-kInf);
-  for (int v = 0; v < kAmxVectors; ++v) {
-    const int64_t at = block * kRows + v * W;
-    const F best = load(s.row_max + at), drop = exp2<6>(mul(sub(load(s.row_ref + at), best), c));
-    const F factor = select(not_less(none, best), set1(1.0f), drop);  // without a key the difference is NaN
-    store(s.row_sum + at, mul(load(s.row_sum + at), factor));
-    for (int64_t u = 0; u < p.V; ++u) {
-      float* to = s.sums[block] + u * kAmxRows + v * W;
-      store(to, mul(load(to), factor));
-    }
   }
 }
 
@@ -98,7 +82,6 @@ static bool attend_amx(const Call& p, const Plan& plan, const Item& item, int64_
   for (int i = 0; i < blocks && !careful; ++i) check_sums<N, kAmxVectors, 0>(s.sums[i], p.V, finite);
   if (!finite) return false;
   for (int i = 0; i < blocks; ++i) {
-    finish_weights<N>(p, i, s);
     finish_block<N, kAmxVectors>(p, plan, b, kv_head, item.first + i * kAmxRows, split, i, reach, s);
   }
   return true;

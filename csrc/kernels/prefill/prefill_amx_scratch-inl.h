@@ -12,7 +12,7 @@ namespace HW_ISA {
 
 constexpr int kAmxRows = kAmxVectors * W;  // rows of a block
 constexpr int kVisitKeys = 64;             // keys of a visit
-constexpr int kAmxBlocks = 12;             // blocks of an item
+constexpr int kAmxBlocks = 16;             // blocks of an item
 constexpr int kVisitTiles = 4;             // tiles of kTile keys that are packed at a time
 constexpr int64_t kChainWidth = 256;       // D + V at most
 constexpr int kChainVisits = kAmxBlocks * kVisitTiles * (kTile / kVisitKeys);
@@ -36,8 +36,8 @@ template <class N>
 struct PrefillAmxScratch {
   uint32_t* query[kAmxBlocks];
   float* sums[kAmxBlocks];
-  // [block][row]: the greatest score, the score to which the weights are relative, and the sum of the weights.
-  float *row_max, *row_ref, *row_sum;
+  // [block][row]: the score to which the weights are relative, near the greatest one, and the sum of the weights.
+  float *row_max, *row_sum;
   float* scores[2];      // [key][row]
   uint32_t* weights[2];  // [key / 2][row]
   uint16_t *keys[kVisitTiles], *values[kVisitTiles];
@@ -54,7 +54,6 @@ struct PrefillAmxScratch {
       sums[i] = arena.take<float>(p.V * kAmxRows);
     }
     row_max = arena.take<float>(kAmxBlocks * kRows);
-    row_ref = arena.take<float>(kAmxBlocks * kRows);
     row_sum = arena.take<float>(kAmxBlocks * kRows);
     for (int i = 0; i < 2; ++i) {
       scores[i] = arena.take<float>(kVisitKeys * kAmxRows);

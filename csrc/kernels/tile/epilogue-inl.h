@@ -11,8 +11,8 @@ namespace HW_ISA {
 
 // The softmax of a row after its keys.
 struct RowState {
-  float raw_max;  // the greatest score, without the scale that the softmax applies
-  float row_max;  // the greatest score
+  float raw_max;  // the score to which the weights are relative (the greatest one, or near it), not yet scaled
+  float row_max;  // the same, scaled
   float row_sum;  // the sum of the weights
   bool bad;       // the row has a NaN or Inf in its query, or may attend one
   bool overflow;  // all scores of keys that the row may attend are -inf

@@ -201,7 +201,11 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
       store(to, acc[u][v]);
     }
   }
-  if constexpr (TrackMaxima) maxima->template add<NV, U, Skip>(j, acc);
+  if constexpr (TrackMaxima) {
+    constexpr int kEach = U < kGroup ? U : kGroup;
+    HW_UNROLL
+    for (int u = 0; u < U; u += kEach) maxima->template add<NV, kEach, Skip>(j + u, acc + u);
+  }
 }
 
 // The ends of a tile's keys for the first vectors of a block of rows: none of the vectors 0 to v attends keys from
@@ -279,6 +283,9 @@ static inline void products_of_piece(const typename N::Query* q, int64_t depth, 
                                                                              x + j * R, j, maxima);
   };
   int64_t j = 0;
+  if constexpr (NV == 1 && kUnroll == kGroup) {  // as many sums as with more vectors
+    for (; j + 2 * kUnroll <= keys; j += 2 * kUnroll) products(Constant<2 * kUnroll>{}, j, Constant<0>{});
+  }
   by_ends<NV>(ends, keys, [&](auto skip, int64_t end) {
     const int64_t last = min(round_up(end, kUnroll), keys);
     for (; j + kUnroll <= last; j += kUnroll) products(Constant<kUnroll>{}, j, skip);
@@ -322,6 +329,12 @@ static inline void add_values(const typename N::Weight* weights, int64_t keys, c
                               RowPrefetcher* next = nullptr, const VectorEnds* ends = nullptr) {
   constexpr int R = NV * W;
   int64_t u = 0;
+  if constexpr (NV == 1) {  // as many sums as with more vectors
+    for (; u + 2 * kUnroll <= V; u += 2 * kUnroll) {
+      if (next != nullptr) next->step();
+      pv<N, NV, 2 * kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+    }
+  }
   for (; u + kUnroll <= V; u += kUnroll) {
     if (next != nullptr) next->step();
     if (NV > 1 && ends != nullptr) {
