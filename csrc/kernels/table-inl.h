@@ -14,7 +14,6 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int64_t kSplitKeys = 1024;        // keys of an item, if a head has few rows
 constexpr int64_t kSplitRows = 4;           // an item has at least this many keys for each row of its head
 constexpr int64_t kItemBytes = 320 * 1024;  // bytes of packed queries and sums, which then stay in a core's L2 cache
 
@@ -24,6 +23,9 @@ static int64_t rows_per_item(const Call& p, int64_t rows, int64_t block, int64_t
   const int64_t blocks = max(1, min(most, kItemBytes / block_bytes));
   return min(blocks, (rows + block - 1) / block) * block;
 }
+
+// True if decode multiplies by matrix instructions.
+static bool uses_amx_decode(const Call& p) { return kHasAmx && p.dtype() == Dtype::bf16; }
 
 static Plan make_plan(const Call& p) {
   Plan plan;
@@ -40,7 +42,9 @@ static Plan make_plan(const Call& p) {
   plan.keys_per_split = plan.splits > 1 ? keys : p.S;
 
   Arena count{nullptr};
-  if (plan.by_row) {
+  if (plan.by_row && uses_amx_decode(p)) {
+    SplitScratch(count, p);
+  } else if (plan.by_row) {
     DecodeScratch(count, p);
   } else if (amx) {
     PrefillAmxScratch<Float32>(count, p, static_cast<int>(plan.rows_per_item / kAmxRows));
@@ -74,17 +78,20 @@ static inline void with_reader(const Call& p, const Run& any) {
     any(reader);
   };
   const bool bf16 = p.dtype() == Dtype::bf16;
+  if constexpr (kHasAmx) {
+    if (uses_amx_decode(p)) {
+      const TileUnit tiles;
+      return p.bytes() ? any(ReadInt8Tiles<2>{}) : any(ReadBf16Tiles{});  // two digits can hold a bfloat16
+    }
+  }
   if (p.bytes()) {
     if constexpr (kHasVnni) {
-      bf16 ? run(ReadInt8Dot<2, 2>{}) : run(ReadInt8Dot<3, 3>{});  // two digits can hold a bfloat16
+      bf16 ? run(ReadInt8Dot<2, 2>{}) : run(ReadInt8Dot<3, 3>{});
     } else {
       run(ReadInt8{});
     }
   } else if (bf16) {
-    if constexpr (kHasAmx) {
-      const TileUnit tiles;
-      run(ReadBf16Tiles{});
-    } else if constexpr (kHasBf16) {
+    if constexpr (kHasBf16) {
       run(ReadBf16Pairs{});
     } else {
       run(ReadBf16{});
@@ -94,17 +101,17 @@ static inline void with_reader(const Call& p, const Run& any) {
   }
 }
 
-template <class Read>
-static void run_decode_rows(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
-                            const NextItem& next_item) {
-  if (plan.rows == 1) {
-    run_decode<Read, 1>(p, plan, group, split, scratch, next_item);
-  } else if (plan.rows == 2) {
-    run_decode<Read, 2>(p, plan, group, split, scratch, next_item);
-  } else if (plan.rows <= 4) {
-    run_decode<Read, 4>(p, plan, group, split, scratch, next_item);
+// Calls run(rows) with the number of rows that the kernel computes together, a constant.
+template <class Run>
+static inline void with_rows(int64_t rows, const Run& run) {
+  if (rows == 1) {
+    run(Constant<1>{});
+  } else if (rows == 2) {
+    run(Constant<2>{});
+  } else if (rows <= 4) {
+    run(Constant<4>{});
   } else {
-    if constexpr (kDecodeRows == 8) run_decode<Read, 8>(p, plan, group, split, scratch, next_item);
+    if constexpr (kDecodeRows == 8) run(Constant<8>{});
   }
 }
 
@@ -117,30 +124,49 @@ static void run_rows(const Call& p, const Plan& plan, int64_t group, int64_t spl
   run_prefill<N>(p, plan, group, split, scratch);
 }
 
-static void run_item(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
-                     const NextItem& next_item) {
-  const FlushDenormals flush;
-  if (plan.splits > 1) {
-    const Item item(p, plan, group);
-    const int64_t from = split * plan.keys_per_split, to = from + plan.keys_per_split;
-    if (!reaches_any(p, item.b, item.first, item.last, from, to)) {
-      return skip_split(p, plan, item.b, item.kv_head, item.first, item.last, split);
+static void run_item(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+  if constexpr (kHasBf16) {
+    if (p.bytes() && p.dtype() == Dtype::bf16) {
+      [[maybe_unused]] const TileUnit tiles;
+      return run_rows<Int8AsBfloat16>(p, plan, group, split, scratch);
     }
   }
-  if (plan.by_row) {
-    with_reader(p, [&](auto read) { run_decode_rows<decltype(read)>(p, plan, group, split, scratch, next_item); });
-  } else {
-    if constexpr (kHasBf16) {
-      if (p.bytes() && p.dtype() == Dtype::bf16) {
-        [[maybe_unused]] const TileUnit tiles;
-        return run_rows<Int8AsBfloat16>(p, plan, group, split, scratch);
-      }
-    }
-    with_format(p, [&](auto format) { run_rows<decltype(format)>(p, plan, group, split, scratch); });
-  }
+  with_format(p, [&](auto format) { run_rows<decltype(format)>(p, plan, group, split, scratch); });
 }
 
-static const Kernels kernels = {HW_NAME,        make_plan,      run_item,          merge_rows,   plan_backward,
+static void run_items(const Call& p, const Plan& plan, char* scratch, const Items& items) {
+  const FlushDenormals flush;
+  const auto each = [&](auto run) {
+    for (int64_t at = items.take(); at >= 0; at = items.take()) {
+      const int64_t group = at / plan.splits, split = at % plan.splits;
+      if (plan.splits > 1) {
+        const Item item(p, plan, group);
+        const int64_t from = split * plan.keys_per_split, to = from + plan.keys_per_split;
+        if (!reaches_any(p, item.b, item.first, item.last, from, to)) {
+          skip_split(p, plan, item.b, item.kv_head, item.first, item.last, split);
+          continue;
+        }
+      }
+      run(group, split);
+    }
+  };
+  if (!plan.by_row) return each([&](int64_t group, int64_t split) { run_item(p, plan, group, split, scratch); });
+  with_reader(p, [&](auto read) {
+    with_rows(plan.rows, [&](auto rows) {
+      using Read = decltype(read);
+      constexpr int R = decltype(rows)::value;
+      each([&](int64_t group, int64_t split) {
+        if constexpr (Read::kTiles) {
+          run_decode_split<Read, R>(p, plan, group, split, scratch, items);
+        } else {
+          run_decode<Read, R>(p, plan, group, split, scratch, items);
+        }
+      });
+    });
+  });
+}
+
+static const Kernels kernels = {HW_NAME,        make_plan,      run_items,         merge_rows,   plan_backward,
                                 run_backward,   merge_backward, run_backward_bias, round_floats, plan_statistics,
                                 run_statistics, plan_key_mass,  run_key_mass,      append_span,  step_scratch_bytes,
                                 place_row,      linear_padded,  pack_linear,       run_linear};

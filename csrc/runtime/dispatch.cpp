@@ -210,16 +210,14 @@ void attend(const Call& call) {
     plan.partial = partial->data;
   }
   const int64_t items = plan.groups(p) * plan.splits;
-  const auto item = [&](int64_t i, char* scratch, Queue& queue) {
-    auto next = [&] {
-      const int64_t number = queue.peek();
+  for_each_worker(workers, items, schedule.uniform, [&](Queue& queue) {
+    auto get = [&](bool takes) {
+      const int64_t number = takes ? queue.take() : queue.peek();
       return number < 0 ? number : schedule.item(number, items);
     };
-    const NextItem next_item = {[](void* context) { return (*static_cast<decltype(next)*>(context))(); }, &next};
-    const int64_t at = schedule.item(i, items);
-    set.run(p, plan, at / plan.splits, at % plan.splits, scratch, next_item);
-  };
-  for_each_item(workers, items, schedule.uniform, plan.scratch_bytes, item, scratch_of);
+    const Items mine = {[](void* context, bool takes) { return (*static_cast<decltype(get)*>(context))(takes); }, &get};
+    set.run(p, plan, scratch_of(plan.scratch_bytes), mine);
+  });
   if (plan.splits == 1) return;
   constexpr int64_t kRows = 16;
   const int64_t parts = (plan.rows + kRows - 1) / kRows;

@@ -112,20 +112,21 @@ struct ItemPlan {
 // Whether the bounds let the rows first <= r < last of a key-value head reach any of the keys from <= j < to.
 bool reaches_any(const Call& p, int64_t b, int64_t first, int64_t last, int64_t from, int64_t to);
 
-// The item that a thread runs after the present one: group * splits + split, or -1 if there is none. The first call of
-// `item` reserves the item for this thread.
-struct NextItem {
-  int64_t (*get)(void* queue) = nullptr;
-  void* queue = nullptr;
+// The items that a thread runs one after the other: group * splits + split, and -1 behind the last one. `next` returns
+// what `take` will return, and reserves it for this thread.
+struct Items {
+  int64_t (*get)(void* queue, bool takes);
+  void* queue;
 
-  int64_t item() const { return get == nullptr ? -1 : get(queue); }
+  int64_t take() const { return get(queue, true); }
+  int64_t next() const { return get(queue, false); }
 };
 
 struct Kernels {
   const char* name;
   Plan (*plan)(const Call&);
-  // Runs one item: a group (batch, key-value head, rows) and a split.
-  void (*run)(const Call&, const Plan&, int64_t group, int64_t split, char* scratch, const NextItem&);
+  // Runs the items of a thread. An item is a group (batch, key-value head, rows) and a split.
+  void (*run)(const Call&, const Plan&, char* scratch, const Items&);
   // Merges the splits of the rows first <= row < last of (batch, key-value head).
   void (*merge)(const Call&, const Plan&, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
   BackwardPlan (*plan_backward)(const Call&);

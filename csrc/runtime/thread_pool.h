@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
-#include <type_traits>
 
 #include "torch_abi/torch_abi.h"
 
@@ -60,32 +59,34 @@ class Queue {
   int64_t mine_ = 0, end_ = 0;  // the items that this worker has taken
 };
 
-// Runs item(i, scratch) or item(i, scratch, queue) for 0 <= i < items. `uniform` means that no item costs much more
-// than the others. Each worker takes further items when it has finished its own.
-template <class Item, class Scratch>
-void for_each_item(int64_t workers, int64_t items, bool uniform, int64_t scratch_bytes, const Item& item,
-                   const Scratch& scratch_of) {
+// Calls run(queue) in each worker, which takes further items when it has finished its own. `uniform` means that no item
+// costs much more than the others.
+template <class Run>
+void for_each_worker(int64_t workers, int64_t items, bool uniform, const Run& run) {
   if (workers > items) workers = items;
   // The counter has a cache line of its own, because threads read all the other data here from their caches.
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
   } counter;
   const auto work = [&] {
-    char* scratch = scratch_of(scratch_bytes);
     Queue queue(counter.next, items, workers, uniform);
-    for (int64_t i = queue.take(); i >= 0; i = queue.take()) {
-      if constexpr (std::is_invocable_v<Item, int64_t, char*, Queue&>) {
-        item(i, scratch, queue);
-      } else {
-        item(i, scratch);
-      }
-    }
+    run(queue);
   };
   if (workers <= 1) {
     work();
   } else {
     parallel(workers, work);
   }
+}
+
+// Runs item(i, scratch) for 0 <= i < items.
+template <class Item, class Scratch>
+void for_each_item(int64_t workers, int64_t items, bool uniform, int64_t scratch_bytes, const Item& item,
+                   const Scratch& scratch_of) {
+  for_each_worker(workers, items, uniform, [&](Queue& queue) {
+    char* scratch = scratch_of(scratch_bytes);
+    for (int64_t i = queue.take(); i >= 0; i = queue.take()) item(i, scratch);
+  });
 }
 
 }  // namespace headwise

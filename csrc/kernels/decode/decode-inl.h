@@ -3,10 +3,7 @@
 // or the sums, and the item is then computed again from clean copies.
 #pragma once
 
-#include "kernels/decode/decode_softmax-inl.h"
-#include "kernels/tile/dropout-inl.h"
-#include "kernels/tile/epilogue-inl.h"
-#include "kernels/tile/tile_scores-inl.h"
+#include "kernels/decode/decode_split-inl.h"
 
 namespace headwise {
 namespace HW_ISA {
@@ -18,26 +15,6 @@ static inline void prefetch_first(const Call& p, int64_t b, int64_t kv_head, int
     for (int64_t d = 0; d < p.D; d += kBytes) prefetch_here(row + d);
   }
 }
-
-// Finds the first keys of the item that the thread runs next, which are prefetched during the last products of the
-// present item.
-struct NextItemKeys {
-  const Plan& plan;
-  const Reach& all;  // of the present item; if the next one reaches fewer keys, some are prefetched in vain
-  const NextItem& next_item;
-
-  struct Place {
-    int64_t b, kv_head, j;
-  };
-  // The first key of the next item, or `otherwise`.
-  Place first(const Call& p, const Place& otherwise) const {
-    const int64_t at = next_item.item();
-    if (at < 0) return otherwise;
-    const int64_t group = at / plan.splits, from = at % plan.splits * plan.keys_per_split;
-    const Reach reach = all.within(from, from + plan.keys_per_split);
-    return reach.from < reach.to ? Place{group / p.K, group % p.K, reach.from} : otherwise;
-  }
-};
 
 // Computes one pass over the keys of an item. Returns false if it finds a NaN or Inf and `careful` is not set.
 template <class Read, int R>
@@ -115,7 +92,7 @@ static inline bool decode_pass(const Call& call, int64_t b, int64_t kv_head, con
 
 template <class Read, int R>
 static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
-                       const NextItem& next_item) {
+                       const Items& items) {
   Arena arena{scratch};
   DecodeScratch s(arena, p);
   const int64_t b = group / p.K, kv_head = group % p.K;
@@ -128,7 +105,6 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
   } else {
     memset(s.query, 0, static_cast<size_t>(kDecodeRows * padded_D) * sizeof(float));
   }
-  if constexpr (Read::kTiles) memset(s.weight_tiles, 0, weight_words(Read::kTile) * sizeof(uint32_t));
   for (int r = 0; r < n; ++r) {
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
     rows.query_bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
@@ -144,7 +120,7 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
           s.query_digits + r / Some * Some * padded_D * kQueryBytes<Read::kDigits> + r % Some * kBytes * Read::kDigits;
       spread_digits<Read::kDigits, Some>(place, digits, padded_D);
       if constexpr (Read::kDigits == 2) {
-        if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, next_item);
+        if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, items);
       }
     } else {
       Read::store_query(s.query, padded_D, r, s.line);
@@ -153,7 +129,7 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
   Reach all(p);
   all.add(rows);
   const Reach reach = all.within(split * plan.keys_per_split, (split + 1) * plan.keys_per_split);
-  const NextItemKeys next_item_keys = {plan, all, next_item};
+  const NextItemKeys next_item_keys = {plan, all, items};
   if (!decode_pass<Read, R>(p, b, kv_head, reach, next_item_keys, false, s)) {
     decode_pass<Read, R>(p, b, kv_head, reach, next_item_keys, true, s);
   }

@@ -1,176 +1,178 @@
-// Decode's products of bfloat16 by matrix instructions. Products by vector instructions would take longer than reading
-// the keys and values; a matrix instruction takes one cycle for each line. Keys and values are not converted.
+// Decode's products by matrix instructions. Products by vector instructions would take longer than reading the keys and
+// values; a matrix instruction takes one cycle for each line. Keys and values are not converted.
 //
-// Q K^T: 16 keys by 32 columns are a first factor, and pairs of columns by rows of Q a second one. P V: 16 keys by 32
-// columns of V are a second factor, in which neighbours are columns and not keys. So a weight w is paired with 0: (w,
-// 0) gives the sums of the even columns, and (0, w) those of the odd ones. A first factor has 16 rows: for four rows, w
-// is written as the sum of two bfloat16 numbers, each in both places.
+// A row of a tile has 64 bytes: 32 columns of bfloat16, or 64 of int8. Q K^T: 16 keys by a row's columns are a first
+// factor, and words of neighbouring columns by rows of Q a second one. P V: 16 keys by a row's columns of V are a
+// second factor, in which neighbours are columns and not keys. So a weight is paired with zeros: of two columns (w, 0)
+// gives the sums of the first, and (0, w) those of the second. These rows, for all query rows and for all parts of a
+// weight, fill one or more first factors of 16 rows.
 #pragma once
 
-#include "kernels/decode/prefetch-inl.h"
 #include "kernels/tile/micro_amx-inl.h"
 
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kQuad = 4;                       // rows of a tile of weights
-constexpr int kWeightTile = W * W;             // words
-constexpr int kFirstWeights = 4, kValues = 6;  // registers, of two each
+constexpr int kTileWords = W * W;
+constexpr int64_t kTileRow = 64;               // bytes
+constexpr int kKeys = 2, kQuery = 4;           // registers, of two and four
+constexpr int kFirstWeights = 4, kValues = 6;  // of two each
+constexpr int kSums = 4;                       // registers of sums, from 0 on
 
-// The words of the tiles of weights for this many keys and the most rows.
-HW_INLINE constexpr int64_t weight_words(int64_t keys) { return keys / W * 2 * kWeightTile; }
+template <class Read>
+constexpr int64_t kSize = sizeof(typename Read::T);  // of an element
 
-// Loads 16 rows by 32 columns into a register: in place, or padded with zeros in a copy.
+// Keys or values of a tile: rows that are `stride` bytes apart, and those which are prefetched meanwhile, or null.
+struct TileRows {
+  const char* data;
+  int64_t stride;
+  int n;
+  const char* next;
+  int64_t next_stride;
+
+  HW_INLINE TileRows behind(const TileRows& x, int64_t keys, int64_t bytes) {
+    return {x.data + keys * x.stride + bytes, x.stride, x.n - static_cast<int>(keys),
+            x.next == nullptr ? nullptr : offset(x.next, keys * x.next_stride + bytes), x.next_stride};
+  }
+};
+
+// The first column of a step. The last step of a row ends with it, and so repeats columns of the step before it.
+HW_INLINE int64_t first_column(int64_t step, int64_t width, int64_t columns) {
+  return max(0, min(step * columns, width - columns));
+}
+
+// The first of the 16 keys that are multiplied for the keys from j on. The last ones of a tile are preceded by keys
+// that are multiplied twice.
+HW_INLINE int first_key(int j, int n) { return n < W || j + W <= n ? j : n - W; }
+
+// Loads 16 rows into a register, and prefetches others. Of fewer rows the last one is repeated.
 template <int Tile>
-HW_INLINE void load_rows(const uint16_t* from, int64_t stride, int64_t n, TileCopy& copy) {
-  if (n >= W) return tile_load<Tile>(from, stride * 2);
-  copy.copy(from, stride, n, kTileStep);
-  tile_load<Tile>(copy.rows, kTileStep * 2);
-}
-
-// Of the 16 lines that a product reads, 12 are prefetched during the product. The other lines are prefetched at once
-// before code that has no products, which runs while memory answers.
-constexpr int kLinesPerProduct = 12;
-
-template <class Read>
-HW_INLINE void prefetch_with_product(Prefetcher<Read>& prefetcher) {
+HW_INLINE void load_rows(const TileRows& x) {
+  if (x.n >= W || x.n == 1) {
+    tile_load<Tile>(x.data, x.n == 1 ? 0 : x.stride);
+  } else {
+    alignas(64) float copy[kTileWords];
+    const char* row = x.data;
+    for (int i = 0; i < W; ++i) {
+      store(copy + i * W, load(reinterpret_cast<const float*>(row)));
+      row += i + 1 < x.n ? x.stride : 0;
+    }
+    tile_load<Tile>(copy, kTileRow);
+  }
+  if (x.next == nullptr) return;
   HW_UNROLL
-  for (int64_t i = 0; i < kLinesPerProduct; i += Prefetcher<Read>::kLines) prefetcher.step();
+  for (int i = 0; i < W; ++i) HW_PREFETCH_NEAR(offset(x.next, i * x.next_stride));
 }
 
-// Prefetches the other lines, or a part of them, for the products of n keys with this many columns.
-template <class Read>
-HW_INLINE void prefetch_rest(Prefetcher<Read>& prefetcher, int n, int64_t columns, int64_t part) {
-  const int64_t products = (n + W - 1) / W * (columns / kTileStep);
-  for (int64_t i = 0; i < products * (W - kLinesPerProduct) / part; i += Prefetcher<Read>::kLines) prefetcher.step();
-}
-
-// Adds the products of the u-th 16 of n keys.
-template <int U, class Read>
-HW_INLINE void add_keys(const uint16_t* k, int64_t stride, int n, TileCopy& copy, Prefetcher<Read>& prefetcher) {
-  if (n <= U * W) return;
-  load_rows<4 + U % 2>(k + U * W * stride, stride, n - U * W, copy);
-  tile_times<U, 4 + U % 2, kSecond>();
-  prefetch_with_product(prefetcher);
-}
-
-// The scores of the u-th 16 of n keys, from [key][row] to [row][key].
-template <int U, int R, int Tile>
-HW_INLINE void store_scores(int n, float* HW_RESTRICT out) {
-  if (n <= U * W) return;
-  alignas(64) float sums[W * W];
-  tile_store<U>(sums, W * 4);
-  for (int r = 0; r < R; r += kQuad) {
-    F row[kQuad];
-    columns_of_sums(sums + r, row);
-    HW_UNROLL
-    for (int i = 0; i < (R < kQuad ? R : kQuad); ++i) store(out + (r + i) * Tile + U * W, row[i]);
+template <class Read, int Sum, int First, int Second>
+HW_INLINE void tile_times_of() {
+  if constexpr (Read::kScaled) {
+    tile_times_bytes<Sum, First, Second>();
+  } else {
+    tile_times<Sum, First, Second>();
   }
 }
 
-// Scores of R rows and the n keys of a tile: out[row][key].
-template <class Read, int R>
-static inline void tile_scores_of(const float* query, int64_t padded_D, const uint16_t* k, int64_t stride, int n,
-                                  Prefetcher<Read>& prefetcher, float* HW_RESTRICT out) {
-  const auto* q = reinterpret_cast<const uint32_t*>(query);
-  TileCopy copy;
-  for (int j = 0; j < n; j += 2 * W) {  // more keys at a time would wait for the lines of more streams
-    const uint16_t* keys = k + j * stride;
-    const int left = n - j;
-    tile_zero<0>();
-    tile_zero<1>();
-    for (int64_t d = 0; d < padded_D; d += kTileStep) {
-      tile_load<kSecond>(q + d / 2 * W, W * 4);
-      add_keys<0>(keys + d, stride, left, copy, prefetcher);
-      add_keys<1>(keys + d, stride, left, copy, prefetcher);
-    }
-    if (left <= 2 * W) prefetch_rest(prefetcher, n, padded_D, 1);  // the softmax follows
-    store_scores<0, R, Read::kTile>(left, out + j);
-    store_scores<1, R, Read::kTile>(left, out + j);
+HW_INLINE void clear_sums() {
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+}
+HW_INLINE void load_sums(const float* from) {
+  tile_load<0>(from, kTileRow);
+  tile_load<1>(from + kTileWords, kTileRow);
+  tile_load<2>(from + 2 * kTileWords, kTileRow);
+  tile_load<3>(from + 3 * kTileWords, kTileRow);
+}
+HW_INLINE void store_sums(float* to) {
+  tile_store<0>(to, kTileRow);
+  tile_store<1>(to + kTileWords, kTileRow);
+  tile_store<2>(to + 2 * kTileWords, kTileRow);
+  tile_store<3>(to + 3 * kTileWords, kTileRow);
+}
+
+// Adds the U-th step of columns of 16 keys.
+template <class Read, int Sum, int U>
+HW_INLINE void add_step(const TileRows& keys, int64_t D) {
+  load_rows<kKeys + U % 2>(TileRows::behind(keys, 0, first_column(U, D, Read::kStep) * kSize<Read>));
+  tile_times_of<Read, Sum, kKeys + U % 2, kQuery + U>();
+}
+
+// The products of 16 keys, in a register.
+template <class Read, int Columns, int Sum>
+HW_INLINE void multiply_16_keys(const uint32_t* query, int64_t D, int64_t steps, const TileRows& keys) {
+  tile_zero<Sum>();
+  add_step<Read, Sum, 0>(keys, D);
+  if (steps > 1) add_step<Read, Sum, 1>(keys, D);
+  if (steps > 2) add_step<Read, Sum, 2>(keys, D);
+  if (steps > 3) add_step<Read, Sum, 3>(keys, D);
+  for (int64_t step = 4; step < steps; ++step) {
+    tile_load<kKeys + 1>(query + step * W * Columns, Columns * int64_t{sizeof(uint32_t)});
+    load_rows<kKeys>(TileRows::behind(keys, 0, first_column(step, D, Read::kStep) * kSize<Read>));
+    tile_times_of<Read, Sum, kKeys, kKeys + 1>();
   }
 }
 
-// Tiles of the weights of n keys: [16 keys][four rows][part of a weight and row][key]. Those behind the last key are 0.
-template <int R, int Tile>
-static inline void tile_weights(const float* HW_RESTRICT weights, int n, uint32_t* HW_RESTRICT tiles) {
-  constexpr int Quads = (R + kQuad - 1) / kQuad;
-  for (int j = 0; j < n; j += W) {
-    HW_UNROLL
-    for (int r = 0; r < R; ++r) {
-      uint32_t* to = tiles + (j / W * Quads + r / kQuad) * kWeightTile + r % kQuad * W;
-      split_weights(load(weights + r * Tile + j), to, kQuad * W);
-    }
+// The products of n keys with the columns of `query`, [word][column]: 16 keys by 16 columns at a time. Four steps of
+// the query stay in registers. Calls between(j) behind the products of the keys from j on.
+template <class Read, int Columns, class Between>
+HW_INLINE void multiply_keys(const uint32_t* query, int64_t D, const TileRows& keys, float* sums,
+                             const Between& between) {
+  constexpr int64_t kPitch = Columns * int64_t{sizeof(uint32_t)}, kWords = W * Columns;
+  const int64_t steps = (D + Read::kStep - 1) / Read::kStep;
+  // behind the last column there are further words, whose sums are not used
+  tile_load<kQuery>(query, kPitch);
+  if (steps > 1) tile_load<kQuery + 1>(query + kWords, kPitch);
+  if (steps > 2) tile_load<kQuery + 2>(query + 2 * kWords, kPitch);
+  if (steps > 3) tile_load<kQuery + 3>(query + 3 * kWords, kPitch);
+  const auto some = [&](int j) HW_LAMBDA { return TileRows::behind(keys, first_key(j, keys.n), 0); };
+  // Two at a time, because a load whose address ends with the same 12 bits as that of a store waits for it.
+  for (int j = 0; j < keys.n; j += 2 * W, sums += 2 * kTileWords) {
+    const bool both = j + W < keys.n;
+    multiply_16_keys<Read, Columns, 0>(query, D, steps, some(j));
+    if (both) multiply_16_keys<Read, Columns, 1>(query, D, steps, some(j + W));
+    tile_store<0>(sums, kTileRow);
+    if (both) tile_store<1>(sums + kTileWords, kTileRow);
+    between(j);
+    if (both) between(j + W);
   }
 }
 
-// Adds the products of 16 keys' weights with the B-th 32 of some columns.
-template <int B, int Quads, class Read>
-HW_INLINE void add_value_columns(const uint16_t* v, int64_t stride, int64_t n, int64_t width, TileCopy& copy,
-                                 Prefetcher<Read>& prefetcher) {
-  if (width <= B * kTileStep) return;
-  load_rows<kValues + B % 2>(v + B * kTileStep, stride, n, copy);
-  tile_times<B * Quads, kFirstWeights, kValues + B % 2>();
-  if constexpr (Quads == 2) tile_times<B * Quads + 1, kFirstWeights + 1, kValues + B % 2>();
-  prefetch_with_product(prefetcher);
-}
-
-// sums = sums * rescale + those of a register, for the rows of one quad.
-template <int Sum, int R>
-HW_INLINE void join_sums(const float* rescale, float* HW_RESTRICT sums, int64_t padded_V) {
-  alignas(64) float parts[4][kQuad * W];
-  tile_store<Sum>(parts, W * 4);
-  HW_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const F factor = set1(rescale[r]);
-    HW_UNROLL
-    for (int odd = 0; odd < 2; ++odd) {
-      float* to = sums + r * padded_V + odd * W;
-      store(to, fma(load(to), factor, add(load(parts[odd] + r * W), load(parts[2 + odd] + r * W))));
-    }
+// Adds the products of 16 keys' weights, in `Factors` first factors, with the G-th row of columns.
+template <class Read, int Factors, int G>
+HW_INLINE void add_columns(const uint32_t* weights, const TileRows& values) {
+  load_rows<kValues + G % 2>(values);
+  tile_times_of<Read, G * Factors, kFirstWeights, kValues + G % 2>();
+  if constexpr (Factors > 1) tile_times_of<Read, G * Factors + 1, kFirstWeights + 1, kValues + G % 2>();
+  if constexpr (Factors > 2) {
+    tile_load<kFirstWeights>(weights + 2 * kTileWords, kTileRow);
+    tile_times_of<Read, 2, kFirstWeights, kValues>();
+    tile_load<kFirstWeights + 1>(weights + 3 * kTileWords, kTileRow);
+    tile_times_of<Read, 3, kFirstWeights + 1, kValues>();
   }
 }
 
-template <int B, int R>
-HW_INLINE void join_columns(const float* rescale, float* HW_RESTRICT sums, int64_t padded_V, int64_t width) {
-  if (width <= B * kTileStep) return;
-  constexpr int Quads = (R + kQuad - 1) / kQuad, First = R < kQuad ? R : kQuad;
-  join_sums<B * Quads, First>(rescale, sums + B * kTileStep, padded_V);
-  if constexpr (Quads == 2) {
-    join_sums<B * Quads + 1, R - kQuad>(rescale + kQuad, sums + B * kTileStep + kQuad * padded_V, padded_V);
-  }
-}
-
-// sums = sums * rescale + weights V, all columns: even ones and odd ones of each 32.
-template <class Read, int R>
-static inline void tile_sums_of(const uint32_t* weights, int n, const uint16_t* v, int64_t stride, int64_t padded_V,
-                                Prefetcher<Read>& prefetcher, const float* rescale, float* HW_RESTRICT sums) {
-  constexpr int Quads = (R + kQuad - 1) / kQuad, Columns = 4 / Quads;  // of 32, whose sums are in four registers
-  TileCopy copy;
-  for (int64_t d = 0; d < padded_V; d += Columns * kTileStep) {
-    const int64_t width = padded_V - d;
-    tile_zero<0>();
-    tile_zero<1>();
-    tile_zero<2>();
-    tile_zero<3>();
-    for (int j = 0; j < n; j += W) {
-      const uint16_t* rows = v + j * stride + d;
-      const uint32_t* w = weights + j / W * Quads * kWeightTile;
-      tile_load<kFirstWeights>(w, W * 4);
-      if constexpr (Quads == 2) tile_load<kFirstWeights + 1>(w + kWeightTile, W * 4);
-      add_value_columns<0, Quads>(rows, stride, n - j, width, copy, prefetcher);
-      add_value_columns<1, Quads>(rows, stride, n - j, width, copy, prefetcher);
-      if constexpr (Quads == 1) {
-        add_value_columns<2, Quads>(rows, stride, n - j, width, copy, prefetcher);
-        add_value_columns<3, Quads>(rows, stride, n - j, width, copy, prefetcher);
-      }
+// Adds weights times values to the sums in the registers, for the steps first <= step < last of columns. Calls
+// between(j) behind the products of the keys from j on.
+template <class Read, int Factors, class Between>
+HW_INLINE void multiply_values(const uint32_t* weights, const TileRows& values, int64_t V, int64_t first, int64_t last,
+                               const Between& between) {
+  for (int j = 0; j < values.n; j += W, weights += Factors * kTileWords) {
+    tile_load<kFirstWeights>(weights, kTileRow);
+    if constexpr (Factors > 1) tile_load<kFirstWeights + 1>(weights + kTileWords, kTileRow);
+    const auto columns = [&](int64_t step) HW_LAMBDA {
+      return TileRows::behind(values, first_key(j, values.n), first_column(step, V, Read::kStep) * kSize<Read>);
+    };
+    add_columns<Read, Factors, 0>(weights, columns(first));
+    if constexpr (Factors <= 2) {
+      if (first + 1 < last) add_columns<Read, Factors, 1>(weights, columns(first + 1));
     }
-    prefetch_rest(prefetcher, n, min(width, Columns * kTileStep), 2);
-    join_columns<0, R>(rescale, sums + d, padded_V, width);
-    join_columns<1, R>(rescale, sums + d, padded_V, width);
-    if constexpr (Quads == 1) {
-      join_columns<2, R>(rescale, sums + d, padded_V, width);
-      join_columns<3, R>(rescale, sums + d, padded_V, width);
+    if constexpr (Factors == 1) {
+      if (first + 2 < last) add_columns<Read, Factors, 2>(weights, columns(first + 2));
+      if (first + 3 < last) add_columns<Read, Factors, 3>(weights, columns(first + 3));
     }
+    between(j);
   }
 }
 

@@ -11,11 +11,13 @@ namespace HW_ISA {
 // bytes and more work for each of them; with matrix instructions it has half of the bytes and little work.
 constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
 
+constexpr int64_t kSplitKeys = 1024;  // keys of an item, if a head has few rows
+
 // True if keys and values are read in the order of memory: on AMD's CPUs, and with vectors of 16 lanes for elements of
 // 16 bits.
 constexpr bool kFloatsInOrder = HW_PREFETCH_LOCALITY == 0, kHalvesInOrder = kFloatsInOrder || W == 16;
 template <class Read>
-constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kFloatsInOrder : kHalvesInOrder && !Read::kTiles;
+constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kFloatsInOrder : kHalvesInOrder;
 
 // In this order, a tile has 16 KiB of keys or of values, because the work that is done once for a tile takes some 100
 // cycles.
@@ -34,7 +36,7 @@ struct ReadF32 {
   static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
   static constexpr bool kScaled = false;   // a token has a scale
   static constexpr int kDigits = 0;        // digits of a query in integer arithmetic; 0 for float arithmetic
-  static constexpr bool kTiles = false;    // products are computed by decode_amx-inl.h
+  static constexpr bool kTiles = false;    // the item is computed by decode_split-inl.h
   static constexpr int64_t kStep = 2 * W;  // elements at a time
   static constexpr int kTile = kFloatsInOrder ? kInt8Tile : kDecodeTile;
   HW_INLINE void load2(const float* p, F& a, F& b) {
@@ -98,13 +100,10 @@ struct ReadBf16Pairs : ReadBf16 {
   }
 };
 
-// bfloat16 in tiles of products: only if `kHasAmx`. Q is [pair of columns][row], with as many rows as a tile has.
+// bfloat16 in tiles of products: only if `kHasAmx`.
 struct ReadBf16Tiles : ReadBf16 {
   static constexpr bool kTiles = true;
   static constexpr int kTile = kHalfTile;
-  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
-    for (int64_t d = 0; d < padded; ++d) reinterpret_cast<uint16_t*>(q)[(d / 2 * W + r) * 2 + d % 2] = high_half(x[d]);
-  }
 };
 
 struct ReadInt8 : ReadF32 {
@@ -125,6 +124,16 @@ struct ReadInt8Dot : ReadInt8 {
   static constexpr int64_t kStep = kBytes, kRun = 4;
   static constexpr int kTile = kInt8Tile;
   HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
+};
+
+// int8 in tiles of products, with queries and weights of bfloat16: only if `kHasAmx`.
+template <int Query>
+struct ReadInt8Tiles : ReadInt8 {
+  static constexpr bool kTiles = true;
+  static constexpr int kDigits = Query;
+  using MoreDigits = ReadInt8Tiles<3>;
+  static constexpr int64_t kStep = kBytes;
+  static constexpr int kTile = kInt8Tile;
 };
 
 // The same format, its lines prefetched into the L2 cache.

@@ -1,7 +1,7 @@
 // The scores of decode in float arithmetic: products of few rows with the keys of a tile.
 #pragma once
 
-#include "kernels/decode/decode_amx-inl.h"
+#include "kernels/decode/prefetch-inl.h"
 #include "kernels/tile/key_tiles-inl.h"
 
 namespace headwise {
@@ -16,7 +16,6 @@ struct DecodeScratch {
   char *key_copy, *value_copy;
   float* line;  // a row as floats
   QueryRows* rows;
-  uint32_t* weight_tiles;  // only if products are in tiles
   float row_max[kDecodeRows], row_sum[kDecodeRows], rescale[W] = {0};
   // In integer arithmetic: the digits of queries and weights, their biases, and the units of their last digits.
   int8_t *query_digits, *weight_digits;
@@ -32,7 +31,6 @@ struct DecodeScratch {
     value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
-    weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
     query_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * padded_D * kQueryBytes<3> : 0);
     weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
   }
@@ -191,21 +189,17 @@ template <class Read, int R>
 static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
                                    Prefetcher<Read>& prefetcher) {
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
-  if constexpr (Read::kTiles) {
-    tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, prefetcher, s.scores);
-  } else {
-    prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
-      if constexpr (kInOrder<Read> && R == 1 && sizeof(typename Read::T) == 4) {
-        if (padded_D == 4 * W) return row_scores_in_order<Read, 2>(s, k, key.stride, n, lines);
-        if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
-      }
-      if constexpr (kInOrder<Read> && R >= 4) {
-        all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
-      } else {
-        key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);
-      }
-    });
-  }
+  prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
+    if constexpr (kInOrder<Read> && R == 1 && sizeof(typename Read::T) == 4) {
+      if (padded_D == 4 * W) return row_scores_in_order<Read, 2>(s, k, key.stride, n, lines);
+      if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
+    }
+    if constexpr (kInOrder<Read> && R >= 4) {
+      all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
+    } else {
+      key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);
+    }
+  });
 }
 
 }  // namespace HW_ISA

@@ -215,23 +215,17 @@ template <class Read, int R>
 static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
                                  Prefetcher<Read>& prefetcher) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
-  if constexpr (Read::kTiles) {
-    prefetch_rest(prefetcher, n, padded_V, 2);
-    tile_weights<R, Read::kTile>(s.scores, n, s.weight_tiles);
-    tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, prefetcher, s.rescale, s.sums);
-  } else {
-    prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
-      if constexpr (kInOrder<Read> && R == 4) {
-        // the sums of two rows fit into the registers, so that values are read in the order of memory
-        if (padded_V == 8 * W) {
-          EverySecond first(lines), second(lines);
-          value_sums<Read, 2>(s, 0, n, v, value.stride, padded_V, first);
-          return value_sums<Read, 2>(s, 2, n, v, value.stride, padded_V, second);
-        }
+  prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
+    if constexpr (kInOrder<Read> && R == 4) {
+      // the sums of two rows fit into the registers, so that values are read in the order of memory
+      if (padded_V == 8 * W) {
+        EverySecond first(lines), second(lines);
+        value_sums<Read, 2>(s, 0, n, v, value.stride, padded_V, first);
+        return value_sums<Read, 2>(s, 2, n, v, value.stride, padded_V, second);
       }
-      value_sums<Read, R>(s, 0, n, v, value.stride, padded_V, lines);
-    });
-  }
+    }
+    value_sums<Read, R>(s, 0, n, v, value.stride, padded_V, lines);
+  });
 }
 
 }  // namespace HW_ISA

@@ -2,9 +2,30 @@
 #pragma once
 
 #include "kernels/decode/decode_formats-inl.h"
+#include "kernels/tile/tile_scores-inl.h"
 
 namespace headwise {
 namespace HW_ISA {
+
+// Finds the first keys of the item that the thread runs next, which are prefetched during the last products of the
+// present item.
+struct NextItemKeys {
+  const Plan& plan;
+  const Reach& all;  // of the present item; if the next one reaches fewer keys, some are prefetched in vain
+  const Items& items;
+
+  struct Place {
+    int64_t b, kv_head, j;
+  };
+  // The first key of the next item, or `otherwise`.
+  Place first(const Call& p, const Place& otherwise) const {
+    const int64_t at = items.next();
+    if (at < 0) return otherwise;
+    const int64_t group = at / plan.splits, from = at % plan.splits * plan.keys_per_split;
+    const Reach reach = all.within(from, from + plan.keys_per_split);
+    return reach.from < reach.to ? Place{group / p.K, group % p.K, reach.from} : otherwise;
+  }
+};
 
 // Rows of a tile of keys or values, in bytes.
 template <int64_t Size>
@@ -28,7 +49,7 @@ template <class Read, bool InOrder = kInOrder<Read>>
 class Prefetcher {
  public:
   static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize;
-  static constexpr int64_t kLines = Read::kTiles || kStep >= 128 ? 2 : 1;
+  static constexpr int64_t kLines = kStep >= 128 ? 2 : 1;
   using Tile = PrefetchRows<kSize>;
 
   // Prefetches `tile` from here on, unless that has already begun, and then `next`.
@@ -42,7 +63,7 @@ class Prefetcher {
     next_ = next;
     for (int64_t i = 0; first && i < kLead; i += kLines) step();
   }
-  // The next 2 W elements, or two lines for tiles of products.
+  // The next 2 W elements.
   HW_MEMBER void step(int = 0) {
     HW_UNROLL
     for (int64_t line = 0; line < kLines; ++line) prefetch(column_ + lag_ + line * (kStreams ? part_ : 64));
@@ -63,7 +84,7 @@ class Prefetcher {
  private:
   // 16-bit elements in tiles of 32 keys are faster in the order of memory, with the lines of the tile after the next
   // prefetched into the L2 cache: such tiles are so small that memory could not deliver them in time.
-  static constexpr bool kStreams = kSize >= 4 || Read::kTiles;
+  static constexpr bool kStreams = kSize >= 4;
   static constexpr bool kNear = kSize == 2 && !kStreams;
   static constexpr int64_t kLead = kStreams ? 48 : 0;                    // lines
   static constexpr int64_t kTurn = kStreams && kStep > 64 ? 64 : kStep;  // bytes of a stream

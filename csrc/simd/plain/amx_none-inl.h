@@ -19,10 +19,17 @@ template <int Tile>
 void tile_store(void* p, int64_t bytes);
 template <int Sum, int First, int Second>
 void tile_times();
+template <int Sum, int First, int Second>
+void tile_times_bytes();
 F load_halves(const uint16_t* p, int64_t n);
 void exchange_halves(F& first, F& second);
 void columns_of_sums(const float* x, F* column);
 void split_weights(F weights, uint32_t* to, int64_t pitch);
+template <int R>
+void split_digits(F x, uint32_t* to, int64_t pitch);
+F floats_of_ints(F x);
+template <int N>
+void interleave_words(F* x);
 F round_two(F first, F second);
 void store_two_rows(uint16_t* first, uint16_t* second, F two);
 F pairs_of_two(F two);

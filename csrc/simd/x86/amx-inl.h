@@ -50,6 +50,11 @@ template <int Sum, int First, int Second>
 HW_INLINE void tile_times() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(First), "i"(Second));
 }
+// The same for signed bytes, four instead of two in a word, in int32.
+template <int Sum, int First, int Second>
+HW_INLINE void tile_times_bytes() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(First), "i"(Second));
+}
 
 // n <= 2 W numbers of 16 bits, then zeros. Behind the n-th nothing is read.
 HW_INLINE F load_halves(const uint16_t* p, int64_t n) {
@@ -93,6 +98,48 @@ HW_INLINE void split_weights(F weights, uint32_t* to, int64_t pitch) {
     _mm512_storeu_si512(to + 2 * part * pitch, _mm512_srli_epi32(rounded, 16));
     _mm512_storeu_si512(to + (2 * part + 1) * pitch, rounded);
     weights = _mm512_sub_ps(weights, _mm512_castsi512_ps(rounded));
+  }
+}
+// The same for integers below 2^15 in two digits from -128 to 127: to[c] gets the high digit as byte c of a word, to[4
+// R
+// + c] the low one, for c < 4.
+template <int R>
+HW_INLINE void split_digits(F x, uint32_t* to, int64_t pitch) {
+  const __m512i all = _mm512_cvtps_epi32(x), up = _mm512_add_epi32(all, _mm512_set1_epi32(0x80));
+  const __m128i lane = _mm_setr_epi8(0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12, -1, -1, -1);
+  const __m512i low = _mm512_broadcast_i32x4(lane), high = _mm512_or_si512(low, _mm512_set1_epi32(1));
+  HW_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    // moves byte 0 or 1 of a word to byte c: the index of each other byte is negative, which gives 0
+    const __m512i rest = _mm512_set1_epi32(static_cast<int>(~(0xffu << (8 * c)) & 0x80808080u));
+    const auto moved = [&](__m512i digit, __m512i from) HW_LAMBDA {
+      return _mm512_shuffle_epi8(digit, _mm512_or_si512(_mm512_slli_epi32(from, static_cast<unsigned>(8 * c)), rest));
+    };
+    _mm512_storeu_si512(to + c * pitch, moved(up, high));
+    _mm512_storeu_si512(to + (4 * R + c) * pitch, moved(all, low));
+  }
+}
+// int32 in the lanes as floats.
+HW_INLINE F floats_of_ints(F x) { return _mm512_cvtepi32_ps(_mm512_castps_si512(x)); }
+// Interleaves N vectors, a power of two: word i of vector r becomes word N i + r of all.
+template <int N>
+HW_INLINE void interleave_words(F* x) {
+  if constexpr (N > 1) {
+    F even[N / 2], odd[N / 2];
+    HW_UNROLL
+    for (int i = 0; i < N / 2; ++i) {
+      even[i] = x[2 * i];
+      odd[i] = x[2 * i + 1];
+    }
+    interleave_words<N / 2>(even);
+    interleave_words<N / 2>(odd);
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    HW_UNROLL
+    for (int i = 0; i < N / 2; ++i) {
+      x[2 * i] = _mm512_permutex2var_ps(even[i], low, odd[i]);
+      x[2 * i + 1] = _mm512_permutex2var_ps(even[i], high, odd[i]);
+    }
   }
 }
 // Two vectors rounded to bfloat16, to nearest even, the first in the low half; denormals become 0.

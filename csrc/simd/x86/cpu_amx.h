@@ -1,4 +1,4 @@
-// Checks whether this process may use products of bfloat16 tiles. To be called only on CPUs with AVX-512.
+// Checks whether this process may use products of tiles of bfloat16 and int8. To be called only on CPUs with AVX-512.
 #pragma once
 
 #if defined(__x86_64__)
@@ -10,13 +10,13 @@
 
 namespace headwise {
 
-// True if the CPU has products of bfloat16 tiles and the system lets this process use them. Linux requires a request,
-// because the state of a thread grows by 8 KiB.
+// True if the CPU has products of tiles of bfloat16 and int8, and the system lets this process use them. Linux requires
+// a request, because the state of a thread grows by 8 KiB.
 static inline bool amx_is_allowed() {
 #if defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;
-  constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, saved = 1u << 27;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & (bf16 | tile)) != (bf16 | tile)) return false;
+  constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25, saved = 1u << 27;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & (bf16 | tile | int8)) != (bf16 | tile | int8)) return false;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & saved) == 0) return false;  // the system does not save extended state
   unsigned low = 0, high = 0;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

@@ -1,0 +1,94 @@
+// Items of few rows by matrix instructions: queries, a pass over the keys, and results.
+#pragma once
+
+#include "kernels/decode/split_pass-inl.h"
+#include "kernels/tile/epilogue-inl.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+// Packs row r of int8 queries, of `padded` columns. Returns false if two digits are not enough.
+template <class Read, int R>
+HW_INLINE bool pack_digits(SplitScratch& s, int r, float* line, int64_t padded) {
+  using Shape = TileShape<Read, R>;
+  bool fits;
+  int32_t bias[4];
+  auto* digits = reinterpret_cast<int8_t*>(s.copy);
+  s.query_unit[r] = quantize_query<Read::kDigits>(digits, bias, line, padded, true, fits);
+  if (Read::kDigits == 2 && !fits) return false;
+  uint32_t* to = s.query + r / Shape::kRows * padded / 4 * Shape::kColumns + r % Shape::kRows * Shape::kWords;
+  for (int64_t i = 0; i < padded / 4; ++i) {
+    memcpy(to + i * Shape::kColumns, digits + i * 4 * kDigitBytes, Shape::kWords * sizeof(uint32_t));
+  }
+  return true;
+}
+
+// Packs the queries of an item. Returns false if two digits are not enough.
+template <class Read, int R>
+static inline bool pack_split_query(const Call& p, int64_t b, SplitScratch& s) {
+  using Shape = TileShape<Read, R>;
+  const int64_t steps = (p.D + Read::kStep - 1) / Read::kStep, padded = steps * Read::kStep;
+  QueryRows& rows = *s.rows;
+  for (int r = 0; r < R; ++r) {
+    float* line = s.lines + r * padded;
+    const char* row = at(p.query, b, rows.h[r], rows.t[r]);
+    const bool is = r < rows.n && row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
+    rows.query_bad[r] = r < rows.n && !is;
+    copy_floats(line, row, p.query.dtype, p.query.stride[3], is ? p.D : 0, padded);
+    // the last step starts earlier, and the columns that it repeats are multiplied by 0
+    const int64_t first = first_column(steps - 1, p.D, Read::kStep), last = (steps - 1) * Read::kStep;
+    if (first < last) {
+      memmove(line + last + (last - first), line + last, static_cast<size_t>(p.D - last) * sizeof(float));
+      memset(line + last, 0, static_cast<size_t>(last - first) * sizeof(float));
+    }
+    if constexpr (Shape::kBytes) {
+      if (!pack_digits<Read, R>(s, r, line, padded)) return false;
+    }
+  }
+  if constexpr (!Shape::kBytes) {
+    for (int64_t d = 0; d < padded; d += Read::kStep) {
+      F x[R];
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const float* line = s.lines + r * padded + d;
+        x[r] = round_two(load(line), load(line + W));
+      }
+      interleave_words<R>(x);
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) store(reinterpret_cast<float*>(s.query) + d / 2 * R + r * W, x[r]);
+    }
+  }
+  return true;
+}
+
+// Runs an item of few rows.
+template <class Read, int R>
+static void run_decode_split(const Call& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
+                             const Items& items) {
+  Arena arena{scratch};
+  SplitScratch s(arena, p);
+  const int64_t b = group / p.K, kv_head = group % p.K;
+  QueryRows& rows = *s.rows;
+  const int n = static_cast<int>(plan.rows);
+  place_rows(p, b, kv_head, 0, n, R, rows);
+  if (!pack_split_query<Read, R>(p, b, s)) {
+    if constexpr (Read::kDigits == 2) {
+      return run_decode_split<typename Read::MoreDigits, R>(p, plan, group, split, scratch, items);
+    }
+  }
+  Reach all(p);
+  all.add(rows);
+  const Reach reach = all.within(split * plan.keys_per_split, (split + 1) * plan.keys_per_split);
+  const NextItemKeys next_item_keys = {plan, all, items};
+  if (!SplitPass<Read, R>(p, b, kv_head, reach, next_item_keys, false, s).run()) {
+    SplitPass<Read, R>(p, b, kv_head, reach, next_item_keys, true, s).run();
+  }
+  const int64_t pitch = round_up(p.V, Read::kStep);
+  for (int r = 0; r < n; ++r) {
+    const RowState state = row_state(p, b, rows, r, s.row_max[r], s.row_sum[r], reach.from, reach.to);
+    finish_row(p, plan, b, kv_head, r, split, rows.h[r], rows.t[r], state, s.lines + r * pitch);
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise
