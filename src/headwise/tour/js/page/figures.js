@@ -39,7 +39,7 @@ function tableOf(head, rows, caption) {
 
 // The numbers of a figure, folded away.
 function numbersOf(head, rows, caption = "The numbers of this figure") {
-  return el("details", { className: "numbers" }, el("summary", {}, caption), el("div", { className: "scroll" }, tableOf(head, rows)));
+  return el("details", { className: "numbers" }, el("summary", {}, ...typeset(caption)), el("div", { className: "scroll" }, tableOf(head, rows)));
 }
 
 // A name for a token by its place.
