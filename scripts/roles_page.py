@@ -27,8 +27,8 @@ value exceeds the threshold **and** what chance gives: `times` the null, plus `p
 Where several texts were read, the lower end of the 95 % interval (a bootstrap over texts) has to stand above the null
 as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
 
-A head may play several roles. `head.role` is the first of them in the order of this page, which goes from what few heads
-do (induction) to what many do (attending nearby). Scores of different roles cannot be compared, so the order of this
+A head may play several roles. `head.role` is the first of them in the order of this page, which goes from what few
+heads do (induction) to what many do (attending nearby). Scores of different roles cannot be compared, so the order of this
 page decides. Sinks and broad attention are states, in `head.states`, not roles: they say where the weight lies when a
 head finds nothing to do, and most heads of a large model have one beside their role. A head with a state alone, or with
 nothing, has no role: `head.role` is `-`. The report and the tables count "no role or state" for heads with neither.

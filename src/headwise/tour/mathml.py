@@ -21,7 +21,7 @@ _LETTER = re.compile(r"[^\W\d_]")
 
 
 def scripts_in_html(mathml: str) -> str:
-    """Return MathML in which HTML sets indices, exponents, roots and tall brackets; the page's style has the classes used here.
+    """Return MathML with scripts, roots and tall brackets in HTML; the page's style has the classes used here.
 
     Example:
         >>> scripts_in_html("<math><msub><mi>W</mi><mi>O</mi></msub></math>")

@@ -8,7 +8,10 @@ _SAID = {
     "previous-token": ("looks at the token just before", "at “sat” in “The cat sat” it reads “cat”"),
     "self": ("looks at its own token", "at “cat” it reads “cat”"),
     "next-token": ("looks at the token just after; encoders only", "at “The” in “The cat” it reads “cat”"),
-    "local band": ("looks at the few tokens around it; a decoder, at those before it and itself", "at “sat” in “The cat sat” it reads all three"),
+    "local band": (
+        "looks at the few tokens around it; a decoder, at those before it and itself",
+        "at “sat” in “The cat sat” it reads all three",
+    ),
     "far offset": (
         "looks at the token a fixed number of places back",
         "say 12 tokens back, whatever stands there",
@@ -18,7 +21,10 @@ _SAID = {
         "at every word of a text it reads its first token",
     ),
     "sink elsewhere": ("rests on one token that is not the first", "at every later word it reads one early full stop"),
-    "delimiter": ("looks at the marks . , ; : ! ? and at line ends that are a token of their own", "at “It” in “The cat sat. It” it reads “.”"),
+    "delimiter": (
+        "looks at the marks . , ; : ! ? and at line ends that are a token of their own",
+        "at “It” in “The cat sat. It” it reads “.”",
+    ),
     "punctuation": ("looks at punctuation", "in “yes, he said” it reads “,”"),
     "special tokens": ("looks at tokens that are no text, such as [SEP]", "at every word it reads “[SEP]”"),
     "[SEP]": ("looks at the separator", "at every word it reads “[SEP]”"),
