@@ -33,40 +33,48 @@ The [report](look.md#the-report) is a page about the attention heads of one mode
   the most specific thing that it was measured to do. The number is its score in that role, from 0 to 1.
 - **Dots and rings.** A dot says that the head also puts much of its weight on a token that says little, most often the
   first: a *sink*. A ring says that it also spreads its weight *broadly*. Most heads of a large model rest on a sink
-  most of the time, and do something else where there is something to do. So neither is an answer to "what does this
-  head do", and both are drawn beside the role.
-- **A grey cell** is a head without a role: nothing that the report looks for. It may well do something else.
+  most of the time, and do something else where there is something to do. Neither tells what the head is for, so they
+  are called *states*, not roles, and are drawn beside the role.
+- **A grey cell** is a head that has none of the measured roles. With a dot or a ring it has a state alone; with a small
+  middle dot it has no state either. It may do something that the report does not measure.
+- **The buttons above the matrix** have the number of heads. A head may have several roles, and states beside them, so
+  the numbers add up to more than all heads. *no role or state* counts the heads that have neither.
 - **A large model** has the same screen. Here 198 of 270 heads of SmolLM2-135M rest on the first token, each with a dot,
-  and the nine induction heads stand out; one of them is open.
+  and the nine induction heads stand out; one of them is open. (The picture is older: *no role* in it is today's *no
+  role or state*.)
 
 ![The report of SmolLM2-135M: 270 heads, most with a dot, induction heads in colour](images/report-smollm2.png)
 
-- **A button above the matrix**, such as *induction*, shows the score of this role in every head as a heatmap, and opens
+- **A click on a button**, such as *induction*, shows the score of this role in every head as a heatmap, and opens
   the best of them. The same button, or Esc, goes back.
 
 ## One head
 
-Click a cell. The **map** is the attention of this head on the text: a row is a *query*, the token that is read at that
-moment; a column is a *key*, a token that it may look at; the brighter, the more of its weight lies there. The weights
-of a row sum to 1. In a decoder the upper right is empty, for a token cannot look ahead. **Arcs** show the same for one
-sentence. *Show: what it moves* replaces the weights by what they do: each weight
-times the length of what the head writes from that token, as a share of the row. A head that only rests on the first
-token has a bright first column by weight, and a dark one by what it moves; the number *first token moves* says so in
-one figure. **The sum** shows how one weight comes about, number by number. **Evidence** lists the queries that show the
-role best.
+Click a cell.
+
+- **Map** is the attention of this head on the text. A row is a *query*, the token that is read at that moment. A column
+  is a *key*, a token that it may look at. The brighter a cell, the more weight. The weights of a row sum to 1. In a
+  decoder the upper right is empty, for a token cannot look ahead.
+- **Arcs** show the same for one sentence.
+- **Show: what it moves** takes another number for each cell. A weight says how much of a token's value the head takes;
+  but a value may be a vector of nearly 0. So the weight is multiplied by the length of the vector that the head adds to
+  the residual stream for that token, and given as a share of the row. A head that only rests on the first token has a
+  bright first column by weight, and a dark one by what it moves. *first token moves* is the share of that column.
+- **The sum** shows how one weight is computed, number by number.
+- **Evidence** lists the queries that show the role best.
 
 ## Is it real?
 
-Each score stands beside what *chance* would give: the same number for uniform attention, or for the same head with its
-links dealt out anew. A head plays a role if its score is above the *threshold* and clearly above chance. The *interval*
-says how far the score would move with other texts. Two warnings: a role says what the head did on these texts, not what
+Each score stands beside what *chance* would give: the same number for uniform attention, or for the same head with
+*shuffled links*: keys drawn at random in place of those that the role asks for. A head plays a role if its score is
+above the *threshold* and clearly above chance. The *interval* says how far the score would move with other texts. Two warnings: a role says what the head did on these texts, not what
 the model would do without it ([`headwise ablate`](importance.md) measures that); and the names are ours or the
 literature's, not the model's.
 
 ## The roles
 
-Each picture is a head that does nothing else: a row is a query, a column a key, and dark is where the weight lies.
-Relations of grammar are named by an arrow from the word that looks to the word that it looks at.
+Each picture is a head that does nothing else: a row is a query, a column a key. Bright is where
+the weight lies, as in the report. Relations of grammar are named by an arrow from the word that looks to the word that it looks at.
 [The roles of heads](roles.md) has thresholds, controls and sources. `code` is the name in files and in Python.
 
 """
@@ -81,10 +89,10 @@ ORDER = (
 """The roles of the page: the best known first, states last; roles of a family have one entry."""
 
 
-def svg(rows: Sequence[str], columns: Sequence[str], dark: Sequence[Sequence[bool]], bare: bool, about: str) -> str:
+def svg(rows: Sequence[str], columns: Sequence[str], lit: Sequence[Sequence[bool]], bare: bool, about: str) -> str:
     """A picture of a pattern; with `bare`, keys after the query are left out."""
     left, top = (64 if rows else 2), (46 if columns else 2)
-    width, height = left + CELL * len(dark[0]) + 2, top + CELL * len(dark) + 2
+    width, height = left + CELL * len(lit[0]) + 2, top + CELL * len(lit) + 2
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="11">']
     parts.append(f"<title>{escape(about)}</title>")
@@ -93,14 +101,14 @@ def svg(rows: Sequence[str], columns: Sequence[str], dark: Sequence[Sequence[boo
         parts.append(
             f'<text x="{x}" y="{top - 5}" transform="rotate(-60 {x} {top - 5})" fill="#7a7f8c">{escape(name)}</text>'
         )
-    for i, row in enumerate(dark):
+    for i, row in enumerate(lit):
         y = top + CELL * i
         if rows:
             parts.append(f'<text x="{left - 6}" y="{y + 15}" text-anchor="end" fill="#7a7f8c">{escape(rows[i])}</text>')
         for j, on in enumerate(row):
             if bare and j > i:
                 continue
-            fill = "#0072b2" if on else "#dfe3ea"
+            fill = "#fde725" if on else "#443983"  # as in the report's maps: bright is much weight
             parts.append(
                 f'<rect x="{left + CELL * j}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" rx="3" fill="{fill}"/>'
             )
@@ -113,10 +121,8 @@ def picture(role: Role) -> str | None:
     ideal = pattern(role)
     if ideal is not None:
         tokens, keys = ideal
-        dark = [[j in of for j in range(len(tokens))] for of in keys]
-        return svg(
-            tokens, tokens, dark, not any(j > i for i, of in enumerate(keys) for j in of if j < len(keys)), about
-        )
+        lit = [[j in of for j in range(len(tokens))] for of in keys]
+        return svg(tokens, tokens, lit, not any(j > i for i, of in enumerate(keys) for j in of if j < len(keys)), about)
     text = on_a_picture(role)
     if text is None:
         return None
@@ -131,7 +137,7 @@ def entry(role: Role, name: str) -> list[str]:
         lines[-1] += f" For instance: {plain_words.example(name)}."
     if picture(role) is not None:
         lines += ["", f"![The ideal pattern of {label}](images/patterns/{file_of(name)})"]
-    return [*lines, "", f"`{name}`: {role.formula.replace('|', '/')}", ""]
+    return [*lines, "", f"`{name}`: {role.formula}", ""]
 
 
 def file_of(name: str) -> str:

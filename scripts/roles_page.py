@@ -27,15 +27,15 @@ value exceeds the threshold **and** what chance gives: `times` the null, plus `p
 Where several texts were read, the lower end of the 95 % interval (a bootstrap over texts) has to stand above the null
 as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
 
-A head may play several roles. `head.role` is the most specific of them: the first in the order of this page, which goes
-from what few heads do (induction) to what many do (attending nearby). The values decide whether a role is played, not
-which role comes first, because they are on unlike scales: 0.4 of the weight on one place is much, and 0.4 on the first
-token is little. Sinks and broad attention are states, in `head.states`: they say where a head rests when it finds
-nothing to do, which most heads of a large model do beside their role. A head that has states alone has the role `-`.
+A head may play several roles. `head.role` is the first of them in the order of this page, which goes from what few
+heads do (induction) to what many do (attending nearby). Scores of different roles cannot be compared, so the order of this
+page decides. Sinks and broad attention are states, in `head.states`, not roles: they say where the weight lies when a
+head finds nothing to do, and most heads of a large model have one beside their role. A head with a state alone, or with
+nothing, has no role: `head.role` is `-`. The report and the tables count "no role or state" for heads with neither.
 
-`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. A query that has no
-choice, such as the first token of a decoder, which attends itself alone, counts for no offset, no band and no choice
-among words, and is never evidence: evidence is chosen among the pairs of query and key that the score counts.
+`A[i, j]` is the weight of query i on key j. Means are over the queries that may attend that key. The first token of a
+decoder attends itself alone: a query without a choice is left out of the roles of offsets, bands and words. Evidence is
+chosen among the pairs of query and key that the score counts.
 
 The patterns show a head that does nothing else: a row a query, `#` where its weight lies; or the patches of a picture,
 `o` the query. All but the last section, [on a real model](#on-a-real-model), is written by `scripts/roles_page.py` from

@@ -15,6 +15,7 @@ from browsers import MARKS, Opened, launched
 from looks import full_look, make_look, playing, words
 
 import headwise
+from headwise import hf, models
 from headwise.look import Evidence, Score
 
 pytestmark = MARKS
@@ -338,5 +339,30 @@ def test_many_heads_are_dense_and_the_table_comes_in_parts(browser: Any, tmp_pat
     assert page.locator("#table tbody tr").count() == 200
     page.locator("#more-rows").click()
     assert page.locator("#table tbody tr").count() == 400
+    opened.check_calm()
+    opened.context.close()
+
+
+def test_what_shows_less_than_there_is_says_so(browser: Any, tmp_path: Any) -> None:
+    """The sum of the first queries only, where the map is at a later one; labels of the axes; roles of 32 heads."""
+    loaded = hf.load(models.tiny_path())
+    ids, tokens = loaded.encode(models.default_text())
+    seen = headwise.look.at(loaded.model, ids, tokens=tokens, delimiters=loaded.delimiters)
+    opened = Opened(browser, seen, tmp_path)
+    page = opened.page
+    assert page.locator("#labelled").text_content()
+    page.locator("#tab-sum").click()
+    queries = page.locator("#sum-query option").count()
+    assert queries < len(tokens) and int(page.locator("#sum-query").input_value()) < queries
+    note = page.locator("#sum-other")
+    assert str(queries) in note.text_content()
+    page.locator("#sum-query").select_option("17")  # map and text go along
+    assert note.text_content() == ""
+    bare = sum(not head.roles for head in seen.heads)
+    idle = sum(head.role == "-" for head in seen.heads)
+    counted = page.eval_on_selector_all("#roles .chip", "(all) => all.map((n) => [n.textContent, n.innerText])")
+    assert counted[-1][0].endswith(str(bare)) and bare < idle
+    assert page.locator("#grid .tile.none").count() == idle
+    assert page.locator("#grid .tile.none:not([data-marks=''])").count() == idle - bare
     opened.check_calm()
     opened.context.close()

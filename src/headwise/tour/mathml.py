@@ -1,7 +1,8 @@
-"""Formulas that look the same in every browser: MathML with its indices, exponents and square roots in HTML.
+"""Formulas that look the same in every browser: MathML with its scripts, roots and tall brackets in HTML.
 
 Browsers place the scripts of MathML by a table that only mathematical fonts have. Without such a font, an exponent is
-drawn far above its letter, an index on the line, and the sign of a square root hangs below what stands under it.
+drawn far above its letter, an index on the line, the sign of a square root hangs below what stands under it, and
+brackets stay as low as their font.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ _LEAF = rf"<(?:mi|mn|mo|mtext)(?: [^>]*)?>{_HTML}</(?:mi|mn|mo|mtext)>"
 _ATOM = rf"({_LEAF}|<mrow>(?:{_LEAF})*</mrow>)"
 _SCRIPTS = re.compile(rf"<(msub|msup|msubsup)>{_ATOM}{_ATOM}{_ATOM}?</\1>")
 _ROOT = re.compile(rf"<msqrt>({_LEAF}|<mrow>(?:{_LEAF})*</mrow>)</msqrt>")
+_FENCE = re.compile(r'<mo stretchy="true"[^>]*>([^<]*)</mo>')
 _PRIME = "\u2032"
 _LETTER = re.compile(r"[^\W\d_]")
 
 
 def scripts_in_html(mathml: str) -> str:
-    """Return MathML in which HTML sets indices, exponents and roots; the page's style has the classes used here.
+    """Return MathML with scripts, roots and tall brackets in HTML; the page's style has the classes used here.
 
     Example:
         >>> scripts_in_html("<math><msub><mi>W</mi><mi>O</mi></msub></math>")
@@ -27,6 +29,7 @@ def scripts_in_html(mathml: str) -> str:
     """
     while (changed := _SCRIPTS.sub(_in_html, mathml)) != mathml:  # from the inside out
         mathml = changed
+    mathml = _FENCE.sub(r'<mi><span class="tall">\1</span></mi>', mathml)
     return _ROOT.sub(lambda m: f'<mi><span class="root">\u221a<span>{_letters(m[1])}</span></span></mi>', mathml)
 
 

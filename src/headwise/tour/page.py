@@ -41,7 +41,7 @@ STYLES = ("page.css", "figures.css", "sections.css")
 VERDICTS = {
     "shown": "the page shows it",
     "half true": "true with a condition, which the text beside it names",
-    "wrong": "the numbers contradict it",
+    "wrong": "the numbers, or the named facts, contradict it",
     "not in this model": "true of other models; this one has nothing of the kind",
     "not tested": "nothing here can test it, and no source is known",
 }
@@ -98,6 +98,7 @@ def render(checkpoint: TourCheckpoint, text: str, *, packaged: bool) -> str:
         verdicts=VERDICTS,
         numbers=read_json("facts.json")["numbers"],
         heads=read_json("facts.json")["heads"],
+        regroup=read_json("facts.json")["regroup"],
         text=text,
     )
 

@@ -143,7 +143,7 @@ def plot_head(look: LookData, layer: int, head: int) -> Figure:
     large = look.maps[look.heads.index(record)].weights() if look.maps else record.map
     _map(left, look, record, np.array(large, dtype=float).reshape(len(large), -1))
     _scores(right, scored[:MOST_ROLES])
-    roles = roles_text(record) or "no role"
+    roles = roles_text(record) or "no role or state"
     title = f"{visible(look.model, limit=40)}, head {layer}.{head}: {roles}"
     figure.suptitle(visible(title, limit=120), fontsize=11, parse_math=False)
     return figure

@@ -66,7 +66,7 @@ def _head(head: HeadRecord, titled: bool) -> str:
     cell = cell_of(head)
     colour = cell.colour
     letter = cell.letter + "".join(MARKS[mark] for mark in cell.marks if cell.role)
-    says = f"{head.layer}.{head.head}: {roles_text(head) or 'no role'}, entropy {head.entropy:.2f}"
+    says = f"{head.layer}.{head.head}: {roles_text(head) or 'no role or state'}, entropy {head.entropy:.2f}"
     title = f' title="{_escaped(says)}"' if titled else ""
     style = f"{_CELL};background:{colour};background-clip:padding-box;color:{palette.ink(colour)}"
     return f"<td style='{style}'{title}>{html.escape(letter)}</td>"

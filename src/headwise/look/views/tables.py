@@ -108,7 +108,7 @@ def summary_table(look: LookData) -> rich.table.Table:
         style = "dim" if palette.mark(name) else ""
         table.add_row(Text(visible(palette.label(name))), str(len(heads)), Text(best + more), style=style)
     idle = sum(not head.roles for head in look.heads)
-    table.add_row("no role", str(idle), "", style="dim")
+    table.add_row("no role or state", str(idle), "", style="dim")
     return table
 
 

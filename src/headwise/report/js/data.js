@@ -44,7 +44,7 @@ const state = {
   head: 0,
   query: 0, // a row of the open map
   key: null, // a column of it; null stands for the strongest
-  role: null, // the chosen chip; the number of roles stands for "no role"
+  role: null, // the chosen chip; the number of roles stands for "no role or state"
   search: "",
   show: "role",
   order: "head",

@@ -26,7 +26,7 @@ function buildRoles() {
   chip("all heads", heads.length, null, "Show every head");
   const played = look.roles.map((role, i) => [role, i]).filter(([role]) => role.played);
   for (const [role, i] of played) chip(plainText(role.label, 40), role.played, i, [role.plain, plainText(role.formula, 300)].filter(Boolean).join("\n"), signOf(i));
-  if (none) chip("no role", none, undefined, "Heads that play none of the roles looked for", "\u00b7");
+  if (none) chip("no role or state", none, undefined, "Heads that have none of the measured roles and states", "\u00b7");
   if (played.length > FEW_CHIPS) foldChips(place);
 }
 

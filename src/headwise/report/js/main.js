@@ -29,7 +29,7 @@ function fillAbout() {
   const pooled = look.cells.some((cell) => cell.count > 1);
   byId("precision").textContent =
     `Weights in the maps are kept in ${kept.weight.levels} steps of their square root: 0.5 means 0.5 \u00b1 ${number(errorAt(0.5, kept.weight), 3)}. ` +
-    "The numbers come from the full weights. Bare cells could not be attended. " +
+    "The numbers come from the full weights. Empty cells are forbidden by the mask. " +
     (look.numbers.complete ? "" : "There are many heads: null, interval, count and evidence are here for roles that are played, or not at all. ") +
     (pooled ? `The text is long: each of the ${look.cells.length} cells stands for several tokens, summed over keys, averaged over queries.` : "");
 }
@@ -42,7 +42,7 @@ function showHead(head) {
   byId("numbers").replaceChildren(
     ...own.map((s) => el("div", { title: plainText(s.meaning, 300) }, el("dt", {}, plainText(s.label, 30)), el("dd", {}, number(s.value, s.digits), ...(s.unit ? [el("small", {}, ` ${s.unit}`)] : [])))),
   );
-  byId("badges").replaceChildren(...(head.roles.length ? badges(head) : [el("span", { className: "hint" }, "plays none of the roles looked for")]));
+  byId("badges").replaceChildren(...(head.roles.length ? badges(head) : [el("span", { className: "hint" }, "has none of the measured roles")]));
   byId("previous").disabled = head.index === 0;
   byId("next").disabled = head.index === heads.length - 1;
   byId("weigh-why").textContent = head.moves ? "" : "of this head it is not known what its weights move";

@@ -7,6 +7,7 @@ function drawSum(head) {
   byId("sum-tools").hidden = !inner;
   if (!inner) {
     byId("sum").replaceChildren(el("p", { className: "hint" }, whyNoSum()));
+    byId("sum-other").textContent = "";
     return;
   }
   const { call } = inner;
@@ -83,6 +84,8 @@ function fillSum(head, inner, source) {
   const options = (size, name) => Array.from({ length: size }, (_, i) => el("option", { value: i }, `${i} ${name(i, 20)}`));
   byId("sum-query").replaceChildren(...options(call.queries, source.queryName));
   byId("sum-key").replaceChildren(...options(call.keys, source.keyName));
+  const follows = head.rows === head.queries && head.columns === head.keys;
+  byId("sum-other").textContent = !follows ? "A row of the map stands for several queries; this is one of them." : state.query === sum.query ? "" : `Another query than that of the map and the text: the report keeps these numbers of the first ${plural(call.queries, "query").replace("querys", "queries")} only.`;
   byId("sum-query").value = String(sum.query);
   byId("sum-key").value = String(sum.key);
   byId("sum").replaceChildren(productPart(inner, source), softmaxPart(inner, source), valuePart(inner, source));

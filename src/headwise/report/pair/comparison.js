@@ -52,7 +52,7 @@ function cellOf(side, [layer, head, roles]) {
   if (main) tinted(cell, main[0]);
   if (pair === undefined) cell.classList.add("alone");
   else if (data.pairs[pair].gained.length || data.pairs[pair].lost.length) cell.classList.add("changed");
-  const said = roles.map(([role, value]) => `${plainText(data.roles[role].label, 40)} ${number(value, 2)}`).join(", ") || "no role";
+  const said = roles.map(([role, value]) => `${plainText(data.roles[role].label, 40)} ${number(value, 2)}`).join(", ") || "no role or state";
   cell.title = `${place}: ${said}`;
   cell.setAttribute("aria-label", `${side ? "after" : "before"}, head ${cell.title}`);
   cell.addEventListener("click", () => choose(pair));

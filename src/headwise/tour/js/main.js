@@ -29,6 +29,14 @@ function notice(text) {
   byId("notice").hidden = false;
 }
 
+// Beside the text where there is room, folded above it where there is none.
+function showContents() {
+  const wide = window.matchMedia("(min-width: 79rem)");
+  const fit = () => (byId("contents").firstElementChild.open = wide.matches);
+  wide.addEventListener("change", fit);
+  fit();
+}
+
 let waiting = 0;
 on("change", () => {
   clearTimeout(waiting);
@@ -45,6 +53,7 @@ on("look", () => {
 });
 
 async function begin() {
+  const asked = byId(location.hash.slice(1)); // before the address becomes that of the experiment
   try {
     const weights = await inflate(byId("weights").textContent);
     const opened = await Model.of(chapter.config, packedTensors(chapter.tensors, weights), wasmBytes());
@@ -58,6 +67,8 @@ async function begin() {
     if (byId("text").value !== state.text) byId("text").value = state.text;
     drawAll = watchSections();
     readKeys();
+    showContents();
+    if (asked) goTo(asked);
     const first = new Promise((go) => (listeners.run ??= []).push(go));
     await first;
     document.documentElement.dataset.ready = "true";

@@ -201,7 +201,7 @@ function moveInArcs(event) {
 // Says what the chosen word attends to, and how many arcs leave the sentence.
 function sayArcs(source, outside) {
   const place = byId("arc-readout");
-  const left = outside ? ` Outside this sentence ${outside === 1 ? "lies the key of 1 arc" : `lie the keys of ${outside} arcs`}, not drawn.` : "";
+  const left = outside ? ` ${plural(outside, "arc")} to other sentences ${outside === 1 ? "is" : "are"} not drawn.` : "";
   if (arcs.token === null || arcs.token >= source.queries) {
     place.replaceChildren("Click a word, or walk with the arrow keys: its own arcs stand out.", left);
     return;

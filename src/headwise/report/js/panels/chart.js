@@ -61,7 +61,7 @@ function markDot(head) {
 function drawOffsets(head) {
   const place = byId("offsets");
   const why = head.part === "cross" ? "Not measured: queries and keys are of two texts." : "Not in this report: there are too many heads.";
-  byId("offsets-of").textContent = head.offsets.length ? `head ${head.name}: mean over the queries` : "";
+  byId("offsets-of").textContent = head.offsets.length ? `head ${head.name}: mean over the queries; keys further than ${head.offsets.length - 1} positions away are not drawn` : "";
   if (!head.offsets.length) return place.replaceChildren(el("p", { className: "hint" }, why));
   const width = Math.max(place.clientWidth, 200);
   const [height, left, bottom] = [190, 42, 34];
@@ -75,7 +75,7 @@ function drawOffsets(head) {
   svg.attr("aria-label", masses.map(([place, mass]) => `${name(place)}: ${number(mass, 2)}`).join(", "));
   svg.append("g").attr("class", "grid").attr("transform", `translate(${left},0)`).call(d3.axisLeft(y).ticks(3).tickSize(left + 4 - width));
   svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(d3.axisBottom(x).tickSize(0).tickPadding(6).tickFormat(name));
-  svg.append("text").attr("class", "name").attr("x", width - 4).attr("y", height - 3).attr("text-anchor", "end").text("place of the key, seen from the query");
+  svg.append("text").attr("class", "name").attr("x", width - 4).attr("y", height - 3).attr("text-anchor", "end").text("key position minus query position");
   for (const [place, mass] of masses) {
     if (mass === null) continue;
     const bar = svg.append("rect").attr("class", "mass").attr("x", x(place)).attr("width", x.bandwidth());

@@ -5,7 +5,7 @@ const excerpts = new Map(look.excerpts.map(([name, tokens]) => [name, new Map(to
 function drawEvidence(head) {
   const others = head.scores.filter((score) => !head.roles.some(({ role }) => role === score.role));
   others.sort((a, b) => b.value / b.threshold - a.value / a.threshold);
-  const none = el("li", {}, "Plays none of the roles looked for.");
+  const none = el("li", {}, "Has none of the measured roles.");
   byId("played").replaceChildren(...(head.roles.length ? head.roles.map((score) => played(score, head)) : [none]));
   byId("others").replaceChildren(...others.map(otherScore));
   byId("others-title").textContent = `${plural(others.length, "other score")}, the nearest to its threshold first`;
@@ -83,6 +83,7 @@ function piece([textNumber, query, key, weight], role, head) {
     if (at) line.append(el("div", { className: "context" }, ...context(query, null, queryText, reads === "copies")));
     if (from) line.append(el("div", { className: "context" }, ...context(null, key, keyText, reads === "copies")));
   }
+  if (line.textContent.includes("\ufffd")) line.append(el("div", { className: "hint" }, "\ufffd stands for a token that is only a part of a character."));
   return line;
 }
 

@@ -38,8 +38,9 @@ function strongestKey(head, row) {
 }
 
 // Every k-th label, so that neighbours do not touch.
+const labelStep = (cell) => Math.max(1, Math.ceil(11 / cell));
 function labelled(size, cell) {
-  const every = Math.max(1, Math.ceil(11 / cell));
+  const every = labelStep(cell);
   return Array.from({ length: size }, (_, i) => i).filter((i) => i % every === 0);
 }
 
@@ -67,6 +68,7 @@ function drawLarge(head) {
   const plot = el("div", { className: "plot" }, large.canvas, cross.node());
   const grid = el("div", { className: "map-grid" }, cornerOf(), keyAxis(head, width, cell), queryAxis(head, height, cell), plot);
   view.replaceChildren(grid);
+  byId("labelled").textContent = labelStep(cell) > 1 ? `The axes have room for 1 label in ${labelStep(cell)}; point at a cell to read its own.` : "";
   if (head.rows) pointAt(Math.min(state.query, head.rows - 1), state.key);
 }
 

@@ -87,7 +87,7 @@ function buildTile(head) {
   const value = el("span", { className: "value", "aria-hidden": "true" });
   const button = el("button", { type: "button", className: "tile", tabIndex: -1 }, letter, value);
   button.dataset.head = head.index;
-  button.setAttribute("aria-label", `Layer ${head.layer}, head ${head.head}: ${plainText(rolesText(head), 120) || "no role"}`);
+  button.setAttribute("aria-label", `Layer ${head.layer}, head ${head.head}: ${plainText(rolesText(head), 120) || "no role or state"}`);
   tiles[head.index] = { button, letter, value, canvas: null };
   return el("div", { role: "gridcell", className: "cell" }, button);
 }
@@ -95,7 +95,7 @@ function buildTile(head) {
 function tileTitle(head) {
   const value = shownValue(head);
   const said = value === undefined ? "" : ` \u00b7 ${shownName()} ${number(value, shownDigits())}`;
-  return `${head.name}${said} \u00b7 ${plainText(rolesText(head), 200) || "no role"}`;
+  return `${head.name}${said} \u00b7 ${plainText(rolesText(head), 200) || "no role or state"}`;
 }
 
 // What the overview shows as a number, if it shows one.
@@ -206,7 +206,7 @@ function drawTile(head) {
 
 function drawLegend(low, high) {
   const place = byId("legend");
-  if (state.show === "role") place.replaceChildren("letter and colour: the role, as above; number: its score; \u25cf also a sink; \u25cb also broad");
+  if (state.show === "role") place.replaceChildren("letter and colour: the role, as above; number: its score; \u25cf a sink, \u25cb broad: states, with a role or without; grey: no role");
   else if (state.show === "map") legend(place);
   else {
     const digits = shownDigits();

@@ -42,6 +42,22 @@ function section(id, parts) {
   sections.set(id, { id, stale: true, near: false, ...parts });
 }
 
+// Where a link or a key leads. Figures that are drawn on the way move it, so it is brought into place once more.
+let goal = null;
+function goTo(node) {
+  goal = node;
+  arrive();
+}
+
+function arrive() {
+  if (!goal) return;
+  const before = goal.getBoundingClientRect().top;
+  goal.scrollIntoView({ block: "start", behavior: "instant" });
+  const part = sections.get(goal.closest("section")?.id);
+  if (!part || (part.near && part.stale === false && Math.abs(goal.getBoundingClientRect().top - before) < 1)) goal = null;
+}
+for (const moved of ["wheel", "touchmove", "pointerdown", "keydown"]) window.addEventListener(moved, ({ key }) => key === "j" || key === "k" || (goal = null), { passive: true, capture: true });
+
 let refreshing = null;
 async function refresh() {
   if (refreshing) return refreshing;
@@ -54,6 +70,7 @@ async function refresh() {
         if (part.stale !== false) {
           part.stale = false;
           part.draw?.(run);
+          arrive();
           await rest();
           again = true;
         }
@@ -67,6 +84,7 @@ async function refresh() {
   })();
   await refreshing;
   refreshing = null;
+  arrive();
   document.documentElement.dataset.settled = String(Number(document.documentElement.dataset.settled ?? 0) + 1);
 }
 

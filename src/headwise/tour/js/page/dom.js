@@ -17,6 +17,14 @@ function button(label, act, properties = {}) {
   return node;
 }
 
+// The text with W_Q, d_k and similar names as a letter with an index, as the chapter sets them.
+function typeset(text) {
+  return text.split(/\b([Wd]_(?:Q|K|V|O|k|model))(?![A-Za-z0-9_])/).flatMap((part, n) => {
+    const [letter, index] = n % 2 ? part.split("_") : [];
+    return letter ? [el("i", {}, letter), el("sub", {}, index)] : [part];
+  });
+}
+
 // A number with its sign; the typographic minus, so that a minus is as wide as a plus.
 function signed(value, digits = 3) {
   const shown = Math.abs(value).toFixed(digits);

@@ -33,13 +33,13 @@ function barList(rows, most = Math.max(...rows.map(([, value]) => Math.abs(value
 
 // A table of rows; the first cell of each is its heading.
 function tableOf(head, rows, caption) {
-  const line = (cells, tag) => el("tr", {}, ...cells.map((cell, n) => el(n && tag === "td" ? "td" : "th", { scope: tag === "th" ? "col" : "row" }, cell)));
+  const line = (cells, tag) => el("tr", {}, ...cells.map((cell, n) => el(n && tag === "td" ? "td" : "th", { scope: tag === "th" ? "col" : "row" }, ...typeset(cell))));
   return el("table", {}, ...(caption ? [el("caption", {}, caption)] : []), el("thead", {}, line(head, "th")), el("tbody", {}, ...rows.map((row) => line(row, "td"))));
 }
 
 // The numbers of a figure, folded away.
 function numbersOf(head, rows, caption = "The numbers of this figure") {
-  return el("details", { className: "numbers" }, el("summary", {}, caption), el("div", { className: "scroll" }, tableOf(head, rows)));
+  return el("details", { className: "numbers" }, el("summary", {}, ...typeset(caption)), el("div", { className: "scroll" }, tableOf(head, rows)));
 }
 
 // A name for a token by its place.
@@ -70,7 +70,7 @@ function tokenBoxes(box, tint, pick) {
   };
 }
 
-// Lines over an axis of numbers. `lines`: [{ name, points: [[x, y]], colour }].
+// Lines over an axis of numbers. `lines`: [{ name, points: [[x, y]], colour }]; a line is broken where y is null.
 function lineChart({ lines, x, y, label, xName, yName, width = 560, height = 240, ticks }) {
   const [left, right, top, bottom] = [44, 24, 28, 44];
   const across = (x.log ? d3.scaleBand(x.values, [left, width - right]).padding(1) : d3.scaleLinear(x.range, [left, width - right]));
@@ -83,9 +83,10 @@ function lineChart({ lines, x, y, label, xName, yName, width = 560, height = 240
   svg.append("text").attr("class", "name").attr("x", width - right).attr("y", height - 4).attr("text-anchor", "end").text(xName);
   svg.append("text").attr("class", "name").attr("x", 4).attr("y", 13).text(yName);
   lines.forEach(({ name, points, colour, dots }) => {
-    const places = points.map(([px, py]) => [across(px), upward(py)]);
-    svg.append("path").attr("class", "line").attr("stroke", `var(--role-${colour})`).attr("d", `M${places.map((p) => p.map((v) => v.toFixed(1)).join(",")).join("L")}`);
-    if (dots !== false) places.forEach(([px, py], n) => svg.append("circle").attr("class", "point").attr("fill", `var(--role-${colour})`).attr("cx", px).attr("cy", py).attr("r", 3).append("title").text(`${name}: ${points[n][0]}, ${points[n][1]}`));
+    const places = points.map(([px, py]) => (py === null ? null : [across(px), upward(py)]));
+    const path = places.map((p, n) => (p ? `${places[n - 1] ? "L" : "M"}${p.map((v) => v.toFixed(1)).join(",")}` : "")).join("");
+    svg.append("path").attr("class", "line").attr("stroke", `var(--role-${colour})`).attr("d", path);
+    if (dots !== false) places.forEach((p, n) => p && svg.append("circle").attr("class", "point").attr("fill", `var(--role-${colour})`).attr("cx", p[0]).attr("cy", p[1]).attr("r", 3).append("title").text(`${name}: ${points[n][0]}, ${points[n][1]}`));
   });
   return svg.node();
 }
@@ -94,6 +95,6 @@ function keyOf(lines) {
   return el("p", { className: "key" }, ...lines.map(({ name, colour }) => {
     const mark = el("i");
     mark.style.setProperty("background", `var(--role-${colour})`);
-    return el("span", {}, mark, name);
+    return el("span", {}, mark, ...typeset(name));
   }));
 }

@@ -4,6 +4,10 @@ function readKeys() {
   const help = byId("keys");
   byId("keys-open").addEventListener("click", () => help.showModal());
   byId("keys-close").addEventListener("click", () => help.close());
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest?.('a[href^="#"]');
+    if (link) goTo(byId(link.getAttribute("href").slice(1)));
+  });
   document.addEventListener("keydown", (event) => {
     const typing = event.target.closest?.("textarea, input, select");
     if (typing || help.open || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -20,9 +24,9 @@ function readKeys() {
 function toSection(step) {
   const all = [...document.querySelectorAll("main > section")];
   const edge = byId("bar").getBoundingClientRect().bottom + 40;
-  const here = all.findLastIndex((node) => node.getBoundingClientRect().top <= edge);
+  const here = goal ? all.indexOf(goal) : all.findLastIndex((node) => node.getBoundingClientRect().top <= edge);
   const next = all[Math.min(Math.max(here + step, 0), all.length - 1)];
-  next.scrollIntoView({ block: "start" });
+  goTo(next);
   next.querySelector("h2").focus({ preventScroll: true });
 }
 

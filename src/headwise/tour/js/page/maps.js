@@ -15,10 +15,13 @@ function drawMap(canvas, weights, from, T, S, causal) {
 const mapOf = (run, layer, head) => ({ weights: run.layers[layer].weights, from: head * run.ids.length ** 2 });
 const weightOf = (run, layer, head, i, j) => run.layers[layer].weights[(head * run.ids.length + i) * run.ids.length + j];
 
+// The delimiters of `headwise look`: a mark or a line end, after spaces at most. A line end with indentation is none.
+const isDelimiter = (text) => /^ *[.,;:!?\n]$/u.test(text);
+
 // For each role the cells where an ideal head would look on these ids: cells[i] is a list of keys j.
 function idealCells(role, ids, pieces) {
   const before = new Map(); // token -> places so far
-  const marks = pieces.map(({ text }, j) => j > 0 && /^(?:[.,;:!?]|\n)$/u.test(text.replace(/^ +| +$/g, "")));
+  const marks = pieces.map(({ text }, j) => j > 0 && isDelimiter(text));
   const firstMark = marks.indexOf(true);
   return ids.map((id, i) => {
     const copies = before.get(id) ?? [];

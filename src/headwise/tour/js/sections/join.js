@@ -68,7 +68,7 @@ section("join", {
     byId("join-shuffle").onclick = () => {
       if (!current) return;
       const { order, both, alone, loss } = shuffleHeads(current.plain);
-      byId("join-shuffled").textContent = `New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${current.plain.loss.toFixed(2)} to ${loss.toFixed(2)}.`;
+      byId("join-shuffled").replaceChildren(...typeset(`New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${current.plain.loss.toFixed(2)} to ${loss.toFixed(2)}.`));
     };
   },
   draw(run) {
@@ -89,7 +89,7 @@ section("join", {
           svg.append("rect").attr("x", 21 + 22 * s).attr("y", 20 + 22 * h).attr("width", 20).attr("height", 20).attr("rx", 3).attr("fill", `var(--role-${h % 12})`).attr("opacity", Math.sqrt(value(h, s)).toFixed(3)).append("title").text(`head ${h}, slice ${s}: ${value(h, s).toFixed(2)}`);
         }
       }
-      return el("figure", {}, svg.node(), el("figcaption", {}, name));
+      return el("figure", {}, svg.node(), el("figcaption", {}, ...typeset(name)));
     };
     byId("join-before").replaceChildren(matrix("before W_O: slice by head", (h, s) => Number(h === s)), matrix("after W_O", (h, s) => energy[h][s]));
     byId("join-shares").replaceChildren(barList(shares.map((share, h) => [nameOfHead(state.layer, h), share, share.toFixed(2)])));
@@ -107,5 +107,5 @@ claim("w-o", (run) => run.layers.map((seen, l) => number(mixingOf(l, seen, run.i
 claim("w-o-only", (run) => tiny(Math.max(...run.layers.map((seen, l) => mixingOf(l, seen, run.ids.length).gap))));
 claim("order-of-heads", (run) => {
   const { both, alone, loss } = shuffleHeads(run);
-  return `${tiny(both)}, ${alone.toFixed(1)}; ${loss.toFixed(2)}`;
+  return `logits by ${tiny(both)} together, by ${alone.toFixed(1)} alone; loss alone ${loss.toFixed(2)}`;
 });

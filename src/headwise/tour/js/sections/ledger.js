@@ -10,7 +10,7 @@ on("measured", (id) => {
   row.querySelector(".yours").textContent = measured.get(id).text;
   row.classList.add("tried");
   const count = document.querySelectorAll("#ledger-rows .tried").length;
-  byId("ledger-said").textContent = `${count} of ${measures.size} numbers have been computed in this page on the text above; the others are written when their section comes into view.`;
+  byId("ledger-said").textContent = `${count} of ${measures.size} numbers have been computed in this page on the text above${count < measures.size ? "; the others are computed when their section comes into view" : ""}.`;
 });
 
 section("ledger", {

@@ -39,6 +39,7 @@ section("off", {
   },
   draw(run) {
     const known = prices?.key === priceKey(run.now) ? prices.costs : null;
+    byId("price-old").hidden = !prices || Boolean(known);
     const most = known ? Math.max(...known.flat().map(Math.abs), 1e-9) : 1;
     for (const cell of byId("switches").querySelectorAll(".head")) {
       const [l, h] = cell.dataset.item.split(".").map(Number);

@@ -55,7 +55,7 @@ section("order", {
     const canvas = byId("order-map");
     const { weights, from } = mapOf(run.now, state.layer, state.head);
     drawMap(canvas, weights, from, T, T, state.causal);
-    byId("order-head").textContent = `Head ${nameOfHead(state.layer, state.head)} now`;
+    byId("order-head").textContent = `Head ${nameOfHead(state.layer, state.head)} with these switches. For another head, press [ or ], or click one in section 5.`;
   },
   look(run) {
     this.draw(run);
@@ -64,8 +64,8 @@ section("order", {
 
 claim("bag", async (run) => {
   const out = [];
-  for (const options of [{ causal: false, rotary: false }, { rotary: false }, { causal: false }]) {
-    out.push(tiny(permuted(run, options)));
+  for (const [name, options] of [["neither", { causal: false, rotary: false }], ["mask alone", { rotary: false }], ["positions alone", { causal: false }]]) {
+    out.push(`${name} ${tiny(permuted(run, options))}`);
     await rest();
   }
   return out.join("; ");

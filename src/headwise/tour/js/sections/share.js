@@ -26,10 +26,10 @@ section("share", {
       }
       shared = { key, rows };
     }
-    const lines = [{ name: "plain mean, this text, computed here", colour: 1, points: shared.rows.map(([kv, loss]) => [String(kv), Number(loss.toFixed(3))]) }];
+    const lines = [{ name: "this text: plain mean, computed here", colour: 1, points: shared.rows.map(([kv, loss]) => [String(kv), Number(loss.toFixed(3))]) }];
     if (chapter.packaged) {
       const { original, rows } = chapter.regroup;
-      rows.forEach(({ label, losses: by }, n) => lines.push({ name: `${label} (held-out text)`, colour: [5, 0, 2, 3][n], points: [[String(model.K), original], ...Object.entries(by).sort((a, b) => b[0] - a[0])] }));
+      rows.forEach(({ label, losses: by }, n) => lines.push({ name: `held-out text: ${label}`, colour: [5, 0, 2, 3][n], points: all.map((kv) => [String(kv), kv === model.K ? original : (by[kv] ?? null)]) }));
     }
     const most = Math.max(6, ...shared.rows.map(([, loss]) => loss));
     byId("share-chart").replaceChildren(keyOf(lines), lineChart({ lines, x: { log: true, values: all.map(String) }, y: [Math.min(1, ...shared.rows.map(([, loss]) => loss)), most], label: "Loss by number of key-value heads", xName: "key-value heads", yName: "loss" }), numbersOf(["method", ...all.map(String)], lines.map(({ name, points }) => [name, ...all.map((kv) => String(points.find(([at]) => at === String(kv))?.[1] ?? "\u2013"))])));

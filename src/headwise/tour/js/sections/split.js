@@ -21,7 +21,8 @@ function drawBands() {
   context.putImageData(image, 0, 0);
   const count = N / model.D;
   byId("split-bands").replaceChildren(...Array.from({ length: count }, (_, h) => el("span", {}, `head ${h}`)));
-  byId("split-caption").textContent = `W_${split.which.toUpperCase()} of layer ${state.layer} as it is stored, transposed to the formula: ${N} rows by ${K} columns, cut into ${count} bands of ${model.D} rows. Each band reads all ${K} columns.`;
+  const name = `W_${split.which.toUpperCase()}`;
+  byId("split-caption").replaceChildren(...typeset(`${name} of layer ${state.layer} as it is stored: ${N} rows by ${K} columns, cut into ${count} bands of ${model.D} rows. Each band reads all ${K} columns. The stored matrix is the transpose of ${name} in the formula: rows here are columns there. Orange is above 0, blue below.`));
 }
 
 function drawStep(run) {
@@ -40,11 +41,11 @@ function drawStep(run) {
   ];
   const rows = [
     [strip("x", `token ${tokenName(row)}`, [...x])],
-    [strip("q", "x times W_Q", query)],
+    [strip("q", "projected", query)],
     cut.map((part, h) => strip(`${h}`, `head ${h}`, part, most)),
     [0, 1].flatMap((h) => [Math.max(row - 1, 0), row].map((t) => strip(`${h}, ${t}`, `head ${h}, token ${tokenName(t, 8)}`, [...q.subarray((t * model.H + h) * model.D, (t * model.H + h + 1) * model.D)]))),
   ];
-  byId("split-said").textContent = said[split.step];
+  byId("split-said").replaceChildren(...typeset(said[split.step]));
   byId("split-rows").replaceChildren(...rows[split.step]);
   [...byId("split-steps").children].forEach((node, n) => node.setAttribute("aria-pressed", String(n === split.step)));
 }
@@ -82,7 +83,7 @@ function bothWays(run) {
 function shapesSaid() {
   const [B, T, d, h] = ["split-B", "split-T", "split-d", "split-h"].map((id) => Number(byId(id).value));
   const whole = [B, T, d, h].every((n) => Number.isInteger(n) && n > 0);
-  byId("split-shapes").textContent = !whole ? "Give whole numbers above 0." : d % h ? `${d} is not a multiple of ${h}: with d_k = d / h the width cannot be cut evenly.` : `[${B}, ${T}, ${d}] \u2192 [${B}, ${T}, ${h}, ${d / h}] \u2192 [${B}, ${h}, ${T}, ${d / h}]`;
+  byId("split-shapes").replaceChildren(...typeset(!whole ? "Give whole numbers above 0." : d % h ? `${d} is not a multiple of ${h}: with d_k = d / h the width cannot be cut evenly.` : `[${B}, ${T}, ${d}] \u2192 [${B}, ${T}, ${h}, ${d / h}] \u2192 [${B}, ${h}, ${T}, ${d / h}]`));
 }
 
 section("split", {

@@ -1,0 +1,145 @@
+"""How a reader walks through the tour: contents, links, keys, what is explained before it is used, what becomes old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsers import MARKS, Page, launched
+
+from headwise import models, tour
+from headwise.tour import page as page_module
+
+pytestmark = [*MARKS, pytest.mark.unchecked]
+LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 780}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tour") / "tour.html"
+    path.write_text(tour.render(tour.read(models.tiny_path()), models.default_text(), packaged=True))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def visit(browser: Any, written: Path) -> Iterator[Any]:
+    pages: list[Page] = []
+
+    def open_page(address: str = "", **options: Any) -> Any:
+        pages.append(Page(browser, written, address, **{"viewport": LAPTOP, **options}))
+        return pages[-1].page
+
+    yield open_page
+    for page in pages:
+        page.check_calm()
+        page.context.close()
+
+
+def rest(page: Any) -> None:
+    """Waits until the page has drawn nothing for a second."""
+    said = None
+    for _ in range(60):
+        page.wait_for_timeout(1000)
+        now = page.evaluate("[document.documentElement.dataset.settled, document.documentElement.scrollHeight].join()")
+        if now == said:
+            return
+        said = now
+    raise AssertionError("the page never comes to rest")
+
+
+def distance(page: Any, section: str) -> float:
+    """How far a section's top is from where it should stand, below the bar."""
+    return float(
+        page.evaluate(
+            "(id) => document.getElementById(id).getBoundingClientRect().top"
+            " - parseFloat(getComputedStyle(document.documentElement).scrollPaddingTop)",
+            section,
+        )
+    )
+
+
+@pytest.mark.parametrize("section", ["grid", "cost"])
+def test_an_address_and_a_link_lead_to_their_section(visit: Any, section: str) -> None:
+    """Figures that are drawn on the way change the heights; the section is brought into place again."""
+    page = visit(f"#{section}")
+    rest(page)
+    assert abs(distance(page, section)) < 2
+    other = visit()
+    other.locator(f'#contents a[href="#{section}"]').click()
+    rest(other)
+    assert abs(distance(other, section)) < 2
+
+
+def test_a_key_that_is_pressed_fast_counts_each_time(visit: Any) -> None:
+    page = visit()
+    for _ in range(6):
+        page.keyboard.press("j")
+    wanted = page.evaluate("[...document.querySelectorAll('main > section')].map((node) => node.id)")[6 - 1]
+    assert page.evaluate("document.activeElement.id") == f"{wanted}-title"
+    rest(page)
+    assert abs(distance(page, wanted)) < 2
+
+
+def test_who_scrolls_is_not_brought_back(visit: Any) -> None:
+    page = visit("#share")
+    page.mouse.wheel(0, -900)
+    rest(page)
+    assert distance(page, "share") > 300
+
+
+def test_the_contents_are_numbered_as_the_sections_are(visit: Any) -> None:
+    numbers = "(all) => all.map((node) => node.textContent.trim())"
+    page = visit()
+    listed = page.eval_on_selector_all("#contents .number", numbers)
+    assert listed == page.eval_on_selector_all("main > section h2 .number", numbers) and len(listed) == 14
+    assert page.locator("#contents a").last.is_visible()
+    text = page.locator("main").bounding_box()
+    beside = page.locator("#contents").bounding_box()
+    assert beside["x"] + beside["width"] <= page.locator("#maps").bounding_box()["x"] and beside["y"] < 300, text
+    narrow = visit(viewport=PHONE)
+    assert not narrow.locator("#contents a").first.is_visible()
+    narrow.locator("#contents summary").click()
+    assert narrow.locator("#contents a").last.is_visible()
+
+
+def test_verdicts_are_explained_before_the_first_and_at_the_ledger(visit: Any) -> None:
+    page = visit()
+    page.evaluate("window.headwise.drawAll()")
+    assert page.eval_on_selector_all("#verdicts dt", "(all) => all.map((node) => node.textContent)") == list(
+        page_module.VERDICTS
+    )
+    follows = "document.querySelector('#verdicts').compareDocumentPosition(document.querySelector('.claim'))"
+    assert page.evaluate(follows) == 4  # DOCUMENT_POSITION_FOLLOWING
+    ledger = page.locator("#ledger .figure").text_content()
+    assert all(said in ledger for said in page_module.VERDICTS.values())
+
+
+def test_prices_of_another_setting_are_called_old(visit: Any) -> None:
+    page = visit()
+    page.evaluate("window.headwise.drawAll()")
+    rest(page)
+    old = page.locator("#price-old")
+    assert page.locator('#switches [data-item="0.0"] .cost').text_content().strip() and not old.is_visible()
+    page.locator('#switches [data-item="2.1"]').click()
+    rest(page)
+    assert old.is_visible()
+    page.locator("#price").click()
+    rest(page)
+    assert not old.is_visible()
+
+
+def test_a_line_is_broken_where_nothing_was_measured(visit: Any) -> None:
+    """The fit that was trained on was made for 4 and for 1 key-value heads, not for 2."""
+    page = visit()
+    page.evaluate("window.headwise.drawAll()")
+    rest(page)
+    paths = page.eval_on_selector_all("#share-chart .line", "(all) => all.map((node) => node.getAttribute('d'))")
+    assert [path.count("M") for path in paths] == [1, 1, 1, 1, 2]
