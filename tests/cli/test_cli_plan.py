@@ -42,7 +42,7 @@ def refused(*arguments: str) -> str:
 
 def test_the_table_of_one_model() -> None:
     shown = ran("llama-3-8b", "--context", "8192", "--bandwidth", "3.35TB/s", "--flops", "990TF")
-    for text in ("GQA (G = 4)", "41,943,040", "131,072 B", "8,030,261,248", "W_Q", "limited by", "exact:"):
+    for text in ("GQA, 8 KV heads (4 query heads each)", "41,943,040", "131,072 B", "8,030,261,248", "W_Q", "limited by", "exact:"):
         assert text in shown
     assert "at 8,192 tokens" in shown and "131,072 tokens" not in shown
 
