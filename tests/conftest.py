@@ -31,6 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subprocess tests do not mix
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would take the other test process's core
+os.environ.pop("COLUMNS", None)  # xdist sets it; commands then print as wide as in a pipe of a user
 
 import dirty_memory
 import draw

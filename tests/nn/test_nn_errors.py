@@ -22,7 +22,7 @@ def head_of(width: int = M, size: int = D, **biases: Tensor) -> Head:
 WRONG_SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "no split": (
         {"d_model": 13, "num_heads": 4},
-        "d_model must be a multiple of num_heads: 13 = 4 x 3 + 1; give head_dim to choose the size of a head yourself",
+        "d_model must be a multiple of num_heads: 13 = 4 x 3 + 1; give head_dim to choose the size of a head",
     ),
     "groups": (
         {"d_model": 12, "num_heads": 6, "num_kv_heads": 4},

@@ -23,9 +23,7 @@ OutOption = Annotated[str | None, typer.Option(help="The folder to write; it mus
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
 Verify = Annotated[
     bool,
-    typer.Option(
-        "--verify/--no-verify", help="Load the result and compare it with the original before it gets its name."
-    ),
+    typer.Option("--verify/--no-verify", help="Verify the result against the original before moving it to --out."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
 
