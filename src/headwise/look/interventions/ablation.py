@@ -94,7 +94,7 @@ class Ablation(Tabled):
         from rich.text import Text
 
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
-        caption = None if self.kl is None else f"KL of the next token, before to after: {self.kl:.4f} nats a token"
+        caption = None if self.kl is None else f"mean KL(original || ablated): {self.kl:.4f} nats/token"
         table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
         for name in ("off", "loss", "change"):
             table.add_column(name, justify="right")

@@ -92,7 +92,7 @@ class Pruning:
         before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
         count = sum(map(len, self.gone.values()))
         heads = sum(layer.sizes.H for layer in self.family.layers)
-        change = "zeroed" if self.zero else "taken out"
+        change = "zeroed" if self.zero else "removed"
         notes = [f"{count} of {heads} heads {'is' if count == 1 else 'are'} {change}.", *self.notes]
         if self.zero:
             notes.append(ZEROED)
