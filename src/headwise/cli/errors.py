@@ -129,7 +129,7 @@ def _refusal(error: Any) -> str:
     text: str = error.format_message()
     if isinstance(error, typer.BadParameter) and error.param is None and error.param_hint is None:
         return str(error.message)
-    context = getattr(error, "ctx", None)
+    context: Any = getattr(error, "ctx", None)
     if text.startswith("No such command") and text.endswith("."):
         return f"{text[:-1]}; the commands are {', '.join(context.command.commands)}"
     if hasattr(error, "possibilities") or text.startswith("Missing"):

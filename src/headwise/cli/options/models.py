@@ -44,8 +44,8 @@ def load(
     from headwise import hf, models
 
     show("reading the model")
-    packaged = model in (None, str(models.TINY))
-    loaded = hf.load(models.tiny_path() if packaged else model, device=device, dtype=dtype, any_input=any_input)
+    packaged = model is None or model == str(models.TINY)
+    loaded = hf.load(models.tiny_path() if model is None else model, device=device, dtype=dtype, any_input=any_input)
     return replace(loaded, name="headwise tiny") if packaged else loaded
 
 
