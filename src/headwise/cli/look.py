@@ -17,6 +17,11 @@ from .options.table_width import remove_frame
 from .options.texts import cut_default_text, read_text
 from .output import console, progress, put
 
+Against = Annotated[
+    str | None,
+    typer.Option(help="Another checkpoint, or a look's .json: show what changed from MODEL to it.", callback=folder_of),
+]
+
 
 def _look(  # private: a command has many options, and Python users call headwise.look.at instead
     model: ModelArgument = None,
@@ -67,12 +72,7 @@ def _look(  # private: a command has many options, and Python users call headwis
             show_default=f"{writing.REPORT}; none with --json",
         ),
     ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="Another checkpoint, or a look's .json: show what changed from MODEL to it.", callback=folder_of
-        ),
-    ] = None,
+    against: Against = None,
     kept: Annotated[
         str | None,
         typer.Option(

@@ -30,12 +30,11 @@ def parts(what: Any, shown: Console) -> Iterator[Any]:
 
 
 def fit(table: Table, shown: Console) -> None:
-    """Set the width of each column if the table is wider than the terminal, and make room for its title.
+    """Set the width of each column if the table is wider than the terminal.
 
     Texts are broken between words first; then the frame is removed, and then numbers are broken from their units. If
     words still do not fit, a terminal breaks them, and a table in a pipe gets wider. No text is cut.
     """
-    table.min_width = min(max(map(len, str(table.title or "").splitlines()), default=0), shown.width)
     whole = [_widths(table, i, shown) for i in range(len(table.columns))]
     room = shown.width - _frame(table)
     if sum(most for _, _, most in whole) <= room:
