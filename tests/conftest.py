@@ -32,6 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subp
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, in which Triton's interpreter computes small tiles
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would take the other test process's core
+os.environ.pop("COLUMNS", None)  # xdist sets it; commands then print as wide as in a pipe of a user
 
 import dirty_memory
 import draw

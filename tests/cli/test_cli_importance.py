@@ -42,7 +42,7 @@ def test_ablation_is_what_the_function_gives(tiny: Any) -> None:
     assert "headwise tiny: heads off by zero" in shown.replace("\n", " ") and "where the next token changed" in shown
     lost = ablate(tiny.model, ids, [(2, 1), (1, 2)])
     for what, loss in (("none", lost.before), ("2.1", lost.heads[0].loss), ("all of them", lost.after)):
-        assert re.search(rf"{what} │ {loss:.4f}", shown), what
+        assert re.search(rf"{what} │ +{loss:.4f}", shown), what
     assert f"{lost.places[0].position} {tiny.decode(int(ids[0, lost.places[0].position]))!r}" in shown
 
 

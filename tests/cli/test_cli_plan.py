@@ -42,7 +42,15 @@ def refused(*arguments: str) -> str:
 
 def test_the_table_of_one_model() -> None:
     shown = ran("llama-3-8b", "--context", "8192", "--bandwidth", "3.35TB/s", "--flops", "990TF")
-    for text in ("GQA (G = 4)", "41,943,040", "131,072 B", "8,030,261,248", "W_Q", "limited by", "exact:"):
+    for text in (
+        "GQA, 8 KV heads (4 query heads each)",
+        "41,943,040",
+        "131,072 B",
+        "8,030,261,248",
+        "W_Q",
+        "limited by",
+        "exact:",
+    ):
         assert text in shown
     assert "at 8,192 tokens" in shown and "131,072 tokens" not in shown
 
@@ -56,11 +64,11 @@ def test_json_is_all_there_is_on_stdout() -> None:
 
 
 def test_models_side_by_side() -> None:
-    shown = ran("--compare", "gemma-3-27b", "deepseek-v3", "gpt-oss-20b", "--context", "1000")
+    shown = ran("gemma-3-27b", "deepseek-v3", "gpt-oss-20b", "--context", "1000")
     assert re.search(r"gemma-3-27b +[^ ] +deepseek-v3 +[^ ] +gpt-oss-20b", shown)
-    shown = ran("--compare", "gpt2", "gpt-3", "--context", "1000", "--bandwidth", "1TB/s")
+    shown = ran("gpt2", "gpt-3", "--context", "1000", "--bandwidth", "1TB/s")
     assert shown.count("One decoding step at 1,000 tokens") == 2 and "gpt-3: One decoding step" in shown
-    models = json.loads(ran("--compare", "gpt2", "gpt-3", "--json"))
+    models = json.loads(ran("gpt2", "gpt-3", "--json"))
     assert [one["name"] for one in models] == ["gpt2", "gpt-3"]
 
 
@@ -84,15 +92,13 @@ def test_the_numbers_as_csv(tmp_path: Path) -> None:
     """A line for each config and context, the heads plan's after its model's; the same numbers as in JSON."""
     heads, file = tmp_path / "heads.json", tmp_path / "numbers.csv"
     heads.write_text('{"layers": {"*": {"kv_heads": 1}}}')
-    configs = ["--compare", "gpt2", "deepseek-v3", "bert-base"]
+    configs = ["gpt2", "deepseek-v3", "bert-base"]
     ran(*configs, "--context", "100,300", "--csv", str(file))
     with file.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    assert [(row["name"], row["context"]) for row in rows] == [
-        (name, n) for name in configs[1:] for n in ("100", "300")
-    ]
+    assert [(row["name"], row["context"]) for row in rows] == [(name, n) for name in configs for n in ("100", "300")]
     assert not {"decode", "packing", "floors"} & set(rows[0])  # none of them has such numbers
-    for plan_of in map(plan.of, configs[1:]):
+    for plan_of in map(plan.of, configs):
         row = next(row for row in rows if row["name"] == plan_of.name)
         assert row["parameters_total"] == str(plan_of.parameters()["total"]) and row["heads_plan"] == "False"
     latent = plan.of("deepseek-v3", context=300).contexts[0]
@@ -130,10 +136,13 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     files = [[f"--{name}", f"x.{name}"] for name in ("svg", "csv")]
     for more in (["gpt2"], *numbers, *files, ["--link", "50GB/s,2us"], ["--kv-dtype", "fp8"], ["--heads-plan", "x"]):
         assert "--list shows the cards; leave out the configs, and all options but" in refused("--list", *more)
-    assert "add --compare" in refused("gpt2", "gpt-3")
     assert "context is whole numbers" in refused("gpt2", "--context", "many")
-    assert "batch is a whole number" in refused("gpt2", "--batch", "0")
-    assert "kv_dtype is one of" in refused("gpt2", "--kv-dtype", "int3")
+    assert "--batch is a whole number" in refused("gpt2", "--batch", "0")
+    for length in ("0", "-1"):
+        assert f"--context is a whole number between 1 and 10000000000; got {length}" in refused(
+            "gpt2", f"--context={length}"
+        )
+    assert "--kv-dtype is one of" in refused("gpt2", "--kv-dtype", "int3")
     assert "bandwidth is a number between 1 and 1e100" in refused("gpt2", "--bandwidth", "fast")
     assert "flops is a number between 1 and 1e100" in refused("gpt2", "--flops", "nan")
     assert "heads plan 'none.json': cannot be read" in refused("gpt2", "--heads-plan", "none.json")
@@ -141,9 +150,7 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert "--svg chart.png: an SVG is written; end the name in .svg" in refused("gpt2", "--svg", "chart.png")
     assert "--csv numbers.txt: a CSV is written; end the name in .csv" in refused("gpt2", "--csv", "numbers.txt")
     assert "its folder does not exist" in refused("gpt2", "--csv", "none/numbers.csv")
-    assert "leave out --compare, --heads-plan, --svg and --csv" in refused(
-        "gpt2", "--link", "1GB/s,1us", "--csv", "a.csv"
-    )
+    assert "leave out --heads-plan, --svg and --csv" in refused("gpt2", "--link", "1GB/s,1us", "--csv", "a.csv")
     assert "an encoder keeps no cache" in refused("bert-base", "--svg", str(tmp_path / "chart.svg"))
     assert not (tmp_path / "chart.svg").exists()
 

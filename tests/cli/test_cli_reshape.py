@@ -66,13 +66,13 @@ def refused(*arguments: str) -> str:
 def test_prune_by_importance_writes_a_folder_and_tells(tiny: str, tmp_path: Path) -> None:
     words = ["--text", "The cat sat on the mat. " * 9]
     text = ran("prune", tiny, "--keep-fraction", "0.5", *words, "--out", str(tmp_path / "new"))
-    assert "16 of 32 heads are taken out." in text
+    assert "16 of 32 heads are removed." in text
     assert "0.5 of 8 (num_attention_heads) is 4; 4 stay in each layer" in text
     assert "perplexity" in text and "RESHAPE.md in it has the details" in text
     with hf.checkpoint(tmp_path / "new") as opened:
         assert opened.config["num_attention_heads"] == 4
     report = (tmp_path / "new" / "RESHAPE.md").read_text()
-    assert "loss, nats a token" in report and "switched off" in report
+    assert "loss (nats/token)" in report and "switched off" in report
     assert "before against after: " in report.partition("## What the heads do")[2]
     # the same again, bit by bit
     ran("prune", tiny, "--keep-fraction", "0.5", *words, "--out", str(tmp_path / "again"), "--no-verify")
@@ -191,7 +191,7 @@ def test_zeroed_heads_say_so_everywhere(tiny: str, tmp_path: Path) -> None:
         (["--heads", "x", "--dry-run"], "heads are LAYER.HEAD with commas between"),
         (["--heads", "0.8", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--heads", "0.1", "--dry-run"], "layer 1 must lose 1 more, layer 2 must lose 1 more"),
-        (["--keep-fraction", "2", "--by", "random", "--dry-run"], "above 0, at most 1; got 2.0"),
+        (["--keep-fraction", "2", "--by", "random", "--dry-run"], "above 0 and at most 1; got 2.0"),
         (["--keep-fraction", "0.5", "--text", "a", "--dry-run"], "the text has fewer than 4 tokens"),
         (
             ["--keep-fraction", "0.5", "--text", "a", "--corpus", ".", "--dry-run"],
@@ -210,7 +210,7 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--keep-fraction", "2", "--dry-run"], "above 0, at most 1; got 2.0"),
+        (["--keep-fraction", "2", "--dry-run"], "above 0 and at most 1; got 2.0"),
         (["--budget-mb", "-1", "--dry-run"], "a budget is a number of megabytes above 0"),
         (["--heads", "0.8", "--by", "ablation", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--keep-fraction", "0.5", "--out", "none/new"], "cannot write none/new: its folder does not exist"),

@@ -145,7 +145,6 @@ LOOK: dict[str, Callable[[], Call]] = {
     "Look.with_role": lambda: of(seen().with_role, name="self"),
     "Look.to_dict": lambda: of(seen().to_dict, maps=True),
     "Look.to_json": lambda: of(seen().to_json, maps=True, indent=1),
-    "HeadRecord.mass_at": lambda: of(seen().heads[0].mass_at, offset=1),
     "HeadRecord.value": lambda: of(seen().heads[0].value, name="self"),
     "Look.head": lambda: of(seen().head, layer=0, head=1),
     "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),

@@ -74,7 +74,7 @@ def test_the_dtype(model_folder: Path) -> None:
     for dtype in ("int8", "float8_e4m3fn", "nonsense", "load"):
         refused(
             model_folder,
-            f"dtype '{dtype}' is no dtype for weights; use float32, bfloat16, float16 or float64",
+            f"dtype is float32, bfloat16, float16 or float64; got '{dtype}'",
             dtype=dtype,
         )
 

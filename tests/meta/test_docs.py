@@ -65,7 +65,7 @@ def test_nothing_but_a_page_imports_for_it(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"^page names what its imports do not give: headwise\.hf\.load$"):
         run_fresh("page", page.format(""), tmp_path)
     assert run_fresh("page", page.format("after `import headwise.hf` "), tmp_path) == 1
-    with pytest.raises(AttributeError, match="No headwise attribute hf"):
+    with pytest.raises(AttributeError, match=r"import headwise\.hf first"):
         run_fresh("page", "```python\nimport headwise\n\nheadwise.hf.load\n```", tmp_path)
     with pytest.raises(AssertionError, match="this interpreter is not fresh: it holds headwise"):
         run_page("page", "", tmp_path)

@@ -344,7 +344,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "x elsewhere": (lambda: mha()(X.to("meta")), ValueError, "got float32 (2, 5, 12) on meta; move one of them"),
     "memory of another dtype": (lambda: mha()(X, X.half()), ValueError, "the memory of the keys and the module's"),
-    "lengths without a cache": (lambda: mha()(X, lengths=[1, 2]), ValueError, "lengths say what of x a cache"),
+    "lengths without a cache": (lambda: mha()(X, lengths=[1, 2]), ValueError, "lengths needs cache="),
     "keys of int8 with scales elsewhere": (
         lambda: headwise.attention(
             Q, cache.Quantized(cache.quantize(KEY).data, cache.quantize(KEY).scale.to("meta")), cache.quantize(VALUE)

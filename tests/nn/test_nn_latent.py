@@ -263,7 +263,7 @@ def test_wrong_calls_are_named_and_leave_the_cache_alone() -> None:
     across.causal = False
     for arguments, error, text in (
         ({"form": "folded"}, ValueError, 'form is "auto", "expanded" or "absorbed"; got \'folded\''),
-        ({"lengths": [3, 4]}, ValueError, "lengths say what of x a cache is to take"),
+        ({"lengths": [3, 4]}, ValueError, "lengths needs cache="),
         ({"cache": across}, ValueError, "latent attention attends to its own past, so its cache is causal"),
         ({"cache": object()}, TypeError, "object has no lengths, append, attend"),
         ({"cache": Held.of(mla, 3)}, ValueError, "x B = 2, the cache has 3 rows"),

@@ -17,19 +17,17 @@ OTHER_OPTIONS = {
     "device": "then .to(device)",
     "dropout": "inner=headwise.nn.InnerAttention(dropout=...)",
     "dtype": "then .to(dtype)",
-    "embed_dim": "d_model=",
     "kdim": "memory_dim=(kdim, vdim)",
     "vdim": "memory_dim=(kdim, vdim)",
     "n_kv": "it has num_kv_heads, head_dim,",
 }
 OTHER_INPUTS = {
-    "attn_mask": "mask= takes it with True = attend: headwise.nn.mask_from_torch(",
+    "attn_mask": "use mask=... (True = attend): headwise.nn.mask_from_torch(",
     "average_attn_weights": "gives its output alone",
     "is_causal": "mask=headwise.causal()",
     "key": "memory=(key, value)",
     "key_padding_mask": "headwise.nn.mask_from_torch(key_padding_mask=",
     "need_weights": "headwise.trace(module, x)['weights']",
-    "query": "x, the first argument",
     "value": "memory=(key, value)",
     "masks": "it has memory, mask, positions, gate, cache and lengths",
 }
@@ -37,10 +35,13 @@ OTHER_INPUTS = {
 
 @pytest.mark.unchecked
 def test_what_torchs_module_has_is_refused_with_what_stands_for_it() -> None:
-    shared = {"bias", "num_heads"}  # mean the same in both
+    shared = {"bias", "num_heads", "embed_dim"}  # mean the same, or Python names ours, which is missing then
     theirs = inspect.signature(torch.nn.MultiheadAttention).parameters.keys()
     assert theirs - shared - OTHER_OPTIONS.keys() == set()
-    assert inspect.signature(torch.nn.MultiheadAttention.forward).parameters.keys() - OTHER_INPUTS.keys() == {"self"}
+    assert inspect.signature(torch.nn.MultiheadAttention.forward).parameters.keys() - OTHER_INPUTS.keys() == {
+        "self",
+        "query",
+    }
     mha, x = MultiHeadAttention(M, 1), torch.randn(2, 5, M)
     for name, text in OTHER_OPTIONS.items():
         with pytest.raises(TypeError, match=re.escape(text)) as error:

@@ -198,7 +198,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "slopes of key-value heads": ({"mask": headwise.alibi(torch.ones(3))}, ValueError, ["H = 6", "(3,)"]),
     # what other libraries call it
     "is_causal": ({"is_causal": True}, TypeError, ["no option 'is_causal'", "causal()", "causal_top_left()"]),
-    "attn_mask": ({"attn_mask": None}, TypeError, ["no option 'attn_mask'", "mask= takes it", "True = attend"]),
+    "attn_mask": ({"attn_mask": None}, TypeError, ["no option 'attn_mask'", "use mask=...", "True = attend"]),
     "enable_gqa": ({"enable_gqa": True}, TypeError, ["no option 'enable_gqa'", "leave it out"]),
     "flash": ({"window_size": (3, 0)}, TypeError, ["no option 'window_size'", "window(left + 1, right)"]),
     "no such option": ({"sofcap": 3.0}, TypeError, ["no option 'sofcap'", "softcap, sinks, dropout, gate"]),

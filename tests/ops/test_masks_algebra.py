@@ -80,6 +80,8 @@ def test_the_reach_of_a_union_holds_both() -> None:
         (lambda: causal() and causal(), "join masks by `&`, `|` and `~`, not by `and`, `or` and `not`"),
         (lambda: not causal(), "a mask is neither true nor false"),
         (lambda: rule(3), "rule() takes a function of (b, h, i, j); got int"),
+        (lambda: rule(lambda i, j: i == j), "rule() takes a function of (b, h, i, j); got one of (i, j)"),
+        (lambda: prefix("a"), "n of prefix() is an int, or an integer tensor (B,); got 'a'"),
         (lambda: rule(lambda b, h, i, j: i - j).dense(2, 2), "gives a bool tensor, True = attend"),
         (lambda: rule(lambda b, h, i, j: True).dense(2, 2), "got bool"),
         (lambda: headwise.relative([1.0]), "table of relative() is a float tensor (H, 2 R + 1); got list"),

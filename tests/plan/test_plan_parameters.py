@@ -353,7 +353,7 @@ def test_the_cards_tell_the_truth_where_common_texts_do_not() -> None:
     eight = plan.of("llama-3-8b")
     layer = eight.model.layers[0]
     assert (layer.num_heads, layer.num_kv_heads, layer.parameter_count()) == (32, 8, 41_943_040)
-    assert eight.kind == "GQA (G = 4)" and 4 * 4096**2 == 67_108_864
+    assert eight.kind == "GQA, 8 KV heads (4 query heads each)" and 4 * 4096**2 == 67_108_864
     deep = plan.of("deepseek-v3")
     assert (deep.kind, deep.bytes_per_token) == ("MLA", 70_272)
     three = plan.of("gpt-3")

@@ -223,7 +223,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["llama-3-8b", "--link", "1GB/s,2us", "--tensor", "32", "--context-ranks", "256"], "tensor times context-ranks"),
     (["t5-small", "--link", "1GB/s,2us"], "an encoder-decoder cannot be planned over several ranks"),
     (["llama-3-8b", "--tensor", "2"], "--tensor and --context-ranks need --link"),
-    (["llama-3-8b", "--link", "1GB/s,2us", "--svg", "x.svg"], "--link plans one model over ranks; leave out --compare"),
+    (["llama-3-8b", "--link", "1GB/s,2us", "--svg", "x.svg"], "--link plans one model over ranks; leave out"),
 ]  # fmt: skip
 
 

@@ -22,15 +22,15 @@ SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "nu
 
 KINDS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 8}, "MHA"),
-    ({"num_key_value_heads": 4}, "GQA (G = 2)"),
-    ({"num_key_value_heads": 2}, "GQA (G = 4)"),
+    ({"num_key_value_heads": 4}, "GQA, 4 KV heads (2 query heads each)"),
+    ({"num_key_value_heads": 2}, "GQA, 2 KV heads (4 query heads each)"),
     ({"num_key_value_heads": 1}, "MQA"),
     ({"num_attention_heads": 1, "num_key_value_heads": 1}, "MHA"),
-    ({"model_type": "mistral", "sliding_window": 7}, "GQA (G = 2), window 7"),
-    ({"model_type": "mistral", "sliding_window": None}, "GQA (G = 2)"),
-    ({"model_type": "gemma2", "sliding_window": 7}, "GQA (G = 2), hybrid: 1 full, 2 window 7"),
+    ({"model_type": "mistral", "sliding_window": 7}, "GQA, 4 KV heads (2 query heads each), window 7"),
+    ({"model_type": "mistral", "sliding_window": None}, "GQA, 4 KV heads (2 query heads each)"),
+    ({"model_type": "gemma2", "sliding_window": 7}, "GQA, 4 KV heads (2 query heads each), hybrid: 1 full, 2 window 7"),
     ({"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-      "sliding_window": 5}, "GQA (G = 2), hybrid: 2 full, 1 window 5"),
+      "sliding_window": 5}, "GQA, 4 KV heads (2 query heads each), hybrid: 2 full, 1 window 5"),
 ]  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_kinds_of_layers_that_differ() -> None:
     after = plan.of(SMALL, heads_plan={"layers": {"0": {"kv_heads": 2}, "1": {"kv_heads": 1}}}).planned
     assert after is not None and after.kind == "GQA and MQA"
     after = plan.of(SMALL, heads_plan={"layers": {"0": {"kv_heads": 2}, "1": {"keep": [0, 1, 2]}}}).planned
-    assert after is not None and after.kind == "GQA (G = 4, 1.5, 2)"
+    assert after is not None and after.kind == "GQA, 2 or 4 KV heads (4 or 1.5 or 2 query heads each)"
 
 
 def test_learned_positions_end_where_they_end() -> None:
@@ -194,16 +194,12 @@ def test_the_overview_of_an_encoder_with_a_decoder() -> None:
     assert cost.decode is not None
     assert shown["attention layers"] == ["6 encoder, 6 self, 6 cross"]
     assert shown["attention parameters"] == ["18,874,368 (31.2% of the model)"]
-    assert shown["all parameters"] == ["60,506,624"] and shown["used by one token"] == ["38,479,360"]
-    assert shown["cache per token (bf16)"] == ["12,288 B"] and shown["attention computations"] == [
-        "144 (layers x heads)"
-    ]
+    assert shown["all parameters"] == ["60,506,624"] and shown["active parameters per token"] == ["38,479,360"]
+    assert shown["cache per token (bf16)"] == ["12,288 B"] and shown["heads in total"] == ["144"]
     assert "at 100 tokens, batch 3" in shown and "at 100 tokens" in rows(plan.of("t5-small", context=100))
     cache = units.show_bytes(3 * 100 * 12 * 2 * 8 * 128)
-    assert shown["cache held"] == [cache] and shown["cache reserved"] == [
-        f"{cache}, if every layer keeps the whole context"
-    ]
-    assert shown["as MHA, GQA-8, MQA"] == [f"{cache}, {cache}, {units.show_bytes(3 * 100 * 12 * 2 * 128)}"]
+    assert shown["cache held"] == [cache] and shown["cache reserved"] == [f"{cache} without window savings"]
+    assert shown["as MHA, 8 KV heads, 1 KV head"] == [f"{cache}, {cache}, {units.show_bytes(3 * 100 * 12 * 2 * 128)}"]
     flops = [units.show(n, "FLOP") for n in (cost.prefill.total, cost.prefill.attention, cost.prefill.dense)]
     assert shown["prefill"] == [f"{flops[0]}, attention {flops[1]} ({flops[2]} without its mask)"]
     token = [units.show(n, "FLOP") for n in (cost.decode.total, cost.decode.attention)]
@@ -218,7 +214,7 @@ def test_the_overview_of_an_encoder_with_a_decoder() -> None:
 def test_the_overview_of_others() -> None:
     encoder = rows(plan.of("bert-base", context=512, heads_plan={"layers": {"*": {"keep": [0, 1]}}}))
     assert encoder["attention layers"] == ["12"] and encoder["one decoded token"] == ["-"]
-    assert (encoder["cache reserved"], encoder["as MHA, GQA-8, MQA"]) == (["-"], ["-"])
+    assert (encoder["cache reserved"], encoder["as MHA, 8 KV heads, 1 KV head"]) == (["-"], ["-"])
     assert "without its mask" not in encoder["prefill"][0]
     assert encoder["cache per token"] == ["0 B", "0 B", "-"] and encoder["at 512: cache"][-1] == "-"
     heads = 12 * 10 * 64 * 2 * (4 * 768 * 512 + 2 * 512 * 512)  # ten heads' projections, scores and weighted sums
@@ -231,7 +227,7 @@ def test_the_overview_of_others() -> None:
     state = {**SMALL, "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     assert plan.of(state).kind.endswith("; 1 layer with a state (conv)")
     assert rows(plan.of(state))["layers with a state"] == ["1 conv, 384 B each for a text of any length"]
-    assert rows(plan.of("gpt2", context=9))["as MHA, GQA-8, MQA"][0].split(", ")[1] == "-"
+    assert rows(plan.of("gpt2", context=9))["as MHA, 8 KV heads, 1 KV head"][0].split(", ")[1] == "-"
     deep = plan.of("deepseek-v3", context=99).contexts[0]
     assert deep.decode_expanded is not None
     end = f"; with recomputed keys and values {units.show(deep.decode_expanded.total, 'FLOP')}"

@@ -201,9 +201,9 @@ def test_a_budget_is_a_number_of_megabytes(numbers: Any) -> None:
             "give one of heads, keep_fraction and budget; got heads and keep_fraction",
         ),
         ({"keep_fraction": 0.5}, r"which heads of a layer stay is chosen by score; give scores \(--by\)"),
-        ({"keep_fraction": 0}, "keep_fraction is the part of the heads that stays, above 0, at most 1; got 0"),
-        ({"keep_fraction": 1.5}, "above 0, at most 1; got 1.5"),
-        ({"keep_fraction": math.nan}, "above 0, at most 1; got nan"),
+        ({"keep_fraction": 0}, "keep_fraction is the fraction of the heads that stays, above 0 and at most 1; got 0"),
+        ({"keep_fraction": 1.5}, "above 0 and at most 1; got 1.5"),
+        ({"keep_fraction": math.nan}, "above 0 and at most 1; got nan"),
         ({"budget": Budget(1.0), "zero": True}, "zeroed heads weigh what they did"),
         (
             {"keep_fraction": 0.5, "scores": {("0", 0): 1.0}},

@@ -38,7 +38,7 @@ def llama(**config: Any) -> Made:
 def test_where_the_heads_do_not_divide_another_class_stands_in_and_says_why() -> None:
     plan = plan_prune(llama(architectures=["LlamaForCausalLM"], rms_norm_eps=1e-7), heads="0.1,1.2")
     config = plan.target.config
-    assert plan.target.why == "llama wants d_model to be a multiple of num_attention_heads, and 26 / 3 is not whole"
+    assert plan.target.why == "llama requires d_model to be a multiple of num_attention_heads, and 26 / 3 is not whole"
     assert (config["model_type"], config["architectures"]) == ("mistral", ["MistralForCausalLM"])
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (3, 3, 5)
     assert config["sliding_window"] is None and config["rms_norm_eps"] == 1e-7
@@ -133,7 +133,7 @@ def test_of_a_model_with_towers_the_text_model_alone_gets_another_class() -> Non
         "vision_config": {"hidden_size": 7},
     }
     goal = plan_prune(made, heads="0.1,1.2").target
-    assert goal.model_type == goal.config["model_type"] == "llava" and "wants d_model to be a multiple" in goal.why
+    assert goal.model_type == goal.config["model_type"] == "llava" and "requires d_model to be a multiple" in goal.why
     assert goal.config["vision_config"] == {"hidden_size": 7}
     text = goal.config["text_config"]
     assert (text["model_type"], text["num_attention_heads"], text["head_dim"]) == ("mistral", 3, 5)

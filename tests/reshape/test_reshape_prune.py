@@ -83,7 +83,7 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     assert proof["class"] == "MistralForCausalLM" and proof["difference"] <= 1e-5 and proof["tokens"] == 60
     assert proof["tokenizer"] is True  # of another class of model, the same ids
     assert "| 0 | 1 |\n| 1 | 3 |" in text and "as MistralForCausalLM in a fresh process" in text
-    assert "Written as mistral, which computes the same: llama wants d_model to be a multiple of" in text
+    assert "Written as mistral, which computes the same: llama requires d_model to be a multiple of" in text
     assert text.endswith("\n\nIn the end there is LICENSE.\n")
     heads = json.loads((tmp_path / "new" / "heads-plan.json").read_text())
     assert heads == {"layers": {"0": {"keep": [0, 2, 3]}, "1": {"keep": [0, 1, 2]}}}
@@ -127,7 +127,7 @@ def test_the_loss_of_an_encoder_is_that_of_masked_words(tmp_path: Path) -> None:
     expected = torch.nn.functional.cross_entropy(logits, ids[0, hidden])
     assert facts["proof"]["loss"][0] == pytest.approx(float(expected.detach()), rel=1e-4)
     readme = (tmp_path / "new" / "README.md").read_text()
-    assert readme.startswith("# Zeroed heads") and "not taken out: it is as large and as slow" in readme
+    assert readme.startswith("# Zeroed heads") and "not removed: it is as large and as slow" in readme
     assert "| 0 | 1 |" in (tmp_path / "new" / "RESHAPE.md").read_text()
 
 
@@ -198,7 +198,7 @@ def test_speech_images_and_pairs_are_timed_on_an_input_of_theirs(tmp_path: Path)
             gates = plan_prune(opened, heads=[], zero=True).gates()
         proof = proved(source, source, gates, speed=True)
         assert proof["identical"] and proof["seconds"].keys() == {"read"} and proof["cache_bytes"] == [None, None]
-        assert any(row[0] == "milliseconds to read an input" for row in rows(FACTS | {"proof": proof}))
+        assert any(row[0] == "prefill, 1 input (ms)" for row in rows(FACTS | {"proof": proof}))
 
 
 FACTS: dict[str, Any] = {

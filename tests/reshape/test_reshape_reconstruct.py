@@ -51,7 +51,7 @@ def test_what_was_solved_anew_is_nearer_to_the_original(
         )
     assert loss_of(changed, text()[4::5]) == pytest.approx(plan.losses["recovered"], rel=1e-5), "as it was measured"
     report = (tmp_path / "new" / "RESHAPE.md").read_text()
-    assert "that nothing was fitted to, nats a token: recovered" in report
+    assert "that nothing was fitted to (nats/token): recovered" in report
     assert far(original, changed) < 0.95 * far(original, pruned)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from . import importance, look, patch, plan, regroup, tour, trace
 from . import prune as reshape
-from .errors import OneLine, exit_process, open_streams
+from .errors import Command, OneLine, exit_process, open_streams
 
 app = typer.Typer(
     cls=OneLine,
@@ -35,24 +35,16 @@ def main() -> None:
 @app.callback(invoke_without_command=True, epilog="Example: headwise look --text 'The cat sat. The cat slept.'")
 def headwise(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    verbose: Annotated[
+    version: Annotated[
         bool,
-        typer.Option("--verbose", help="With --version: also print the backend, instruction set and library versions."),
+        typer.Option("--version", help="Print the version, backend, instruction set and library versions, and exit."),
     ] = False,
 ) -> None:
     """Multi-head attention, head by head."""
-    if verbose and not version:
-        raise typer.BadParameter("--verbose needs --version: headwise --version --verbose")
-    if verbose:
+    if version:
         from .versions import versions
 
         print(versions())
-        raise typer.Exit
-    if version:
-        from headwise import __version__
-
-        print(f"headwise {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -81,4 +73,4 @@ for command, name, example in (
     ),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):
-    app.command(name, epilog=f"Example: headwise {example}")(command)
+    app.command(name, cls=Command, epilog=f"Example: headwise {example}")(command)

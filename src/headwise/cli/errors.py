@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from headwise.extras import MissingExtra
 
@@ -27,12 +29,29 @@ class FileEnded(Exception):
     """A replacement for EOFError, which Typer treats as the end of a prompt and reports as an interrupt."""
 
 
-class OneLine(TyperGroup):
+class PlainFlags:
+    """Help in which a flag has no type: ``--json``, not ``--json <bool>``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters of the command."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(PlainFlags, TyperCommand):
+    """A command."""
+
+
+class OneLine(PlainFlags, TyperGroup):
     """The group of commands; it reports every error as one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; raise BadParameter if torchrun's variables are invalid."""
         ranks.check()
+        self.running = ctx
         try:
             return super().invoke(ctx)
         except EOFError as error:
@@ -53,12 +72,35 @@ class OneLine(TyperGroup):
             sys.exit(DEFECT)
         except BaseException as error:  # a panic of the tokenizers library is not an Exception
             message, code = message_of(error)
+            message = with_options(message, self._options()) if code == BAD_INPUT else message
             if os.environ.get(TRACEBACK) and code != INTERRUPTED and not isinstance(error, ClickException):
                 raise
             _fail(message, code)
         if code == INTERRUPTED:
             _fail("interrupted", code)
         sys.exit(code if isinstance(code, int) else 0)
+
+    def _options(self) -> dict[str, str]:
+        """Return the options of the command that ran, by the names that functions have for them."""
+        command = self.commands.get(getattr(getattr(self, "running", None), "invoked_subcommand", None) or "")
+        return {one.name: one.opts[0] for one in getattr(command, "params", ()) if one.opts[0].startswith("--")}
+
+
+def with_options(message: str, options: Mapping[str, str]) -> str:
+    """Return an error of the library with options in place of the names of arguments.
+
+    Only what cannot be a plain word is replaced: a name at the beginning, with an underscore, or before ``=True``.
+
+    >>> with_options("zero is a flag; add zero=True or keep_fraction", {"zero": "--zero", "keep_fraction": "--keep"})
+    '--zero is a flag; add --zero or --keep'
+    """
+    if not options:
+        return message
+    every, unmistakable = ("|".join(map(re.escape, names)) for names in (options, [n for n in options if "_" in n]))
+    pattern = rf"^({every})(?= is | must | \W)|\b({every})=True\b" + (
+        rf"|(?<![\w.'-])({unmistakable})(?![\w='])" if unmistakable else ""
+    )
+    return re.sub(pattern, lambda found: options[next(filter(None, found.groups()))], message)
 
 
 def message_of(error: BaseException) -> tuple[str, int]:
@@ -83,10 +125,20 @@ def message_of(error: BaseException) -> tuple[str, int]:
 
 
 def _refusal(error: Any) -> str:
-    """Return headwise's own message without "Invalid value", or the parser's message with the value added."""
+    """Return headwise's own message without "Invalid value", or the parser's message with the value and a way out."""
     text: str = error.format_message()
     if isinstance(error, typer.BadParameter) and error.param is None and error.param_hint is None:
         return str(error.message)
+    context: Any = getattr(error, "ctx", None)
+    if text.startswith("No such command") and text.endswith("."):
+        return f"{text[:-1]}; the commands are {', '.join(context.command.commands)}"
+    if hasattr(error, "possibilities") or text.startswith("Missing"):
+        near = difflib.get_close_matches(
+            str(getattr(error, "option_name", "")).strip("-"),
+            [name.strip("-") for name in getattr(error, "possibilities", None) or ()],
+        )
+        meant = f" (did you mean {', '.join(f'--{name}' for name in near)}?)" if near else ""
+        return f"{text.partition(' (')[0].rstrip('.')}{meant}; see {context.command_path} --help"
     mistakes = getattr(error.__cause__, "errors", None)  # newer versions of Typer parse numbers with pydantic
     values = [repr(one["input"]) for one in mistakes()] if callable(mistakes) else []
     return "; got ".join([text, *(value if len(value) <= 60 else f"{value[:57]}..." for value in values[:1])])

@@ -8,13 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .options.models import load
+from .options.models import ModelArgument, load
 from .options.texts import check_named, cut_default_text, read_text
 from .output import progress, put, warn_unstable
 
-ModelArgument = Annotated[
-    str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
-]
 Text = Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")]
 File = Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")]
 Device = Annotated[str, typer.Option(help="The device: cpu, cuda, cuda:1 or mps.")]
@@ -220,7 +217,7 @@ def measured(
         loaded = load(model, device, dtype, show, f"headwise {command}")
         show("measuring")
         result = work(loaded, show)
-    return replace(result, model=visible(result.model if model is not None else "headwise tiny", limit=100))
+    return replace(result, model=visible(result.model, limit=100))
 
 
 def on_text(work: Callable[[Any, Any, Callable[..., object]], Any], content: str) -> Callable[[Any, Any], Any]:

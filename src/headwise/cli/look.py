@@ -12,16 +12,19 @@ from .compare import LookPair, check_measured, read_plan, side_by_side
 from .options import look_inputs as reading
 from .options import look_outputs as writing
 from .options import media, ranks
-from .options.models import load
+from .options.models import ModelArgument, folder_of, load
 from .options.table_width import remove_frame
 from .options.texts import cut_default_text, read_text
 from .output import console, progress, put
 
+Against = Annotated[
+    str | None,
+    typer.Option(help="Another checkpoint, or a look's .json: show what changed from MODEL to it.", callback=folder_of),
+]
+
 
 def _look(  # private: a command has many options, and Python users call headwise.look.at instead
-    model: Annotated[
-        str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
-    ] = None,
+    model: ModelArgument = None,
     text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
     image: media.Image = None,
@@ -39,20 +42,22 @@ def _look(  # private: a command has many options, and Python users call headwis
     state: Annotated[
         str | None,
         typer.Option(
-            help="With --corpus: a file that keeps what is done, so that a second start goes on.",
+            help="With --corpus: resume file; rerun the command to continue.",
             show_default=reading.STATE,
         ),
     ] = None,
     sentences: Annotated[
         str | None,
-        typer.Option(help="Annotated sentences to read as well: a CoNLL-U file, or 'ours' for those in the package."),
+        typer.Option(
+            help="Annotated sentences to read as well: a CoNLL-U file, or 'builtin' for those in the package."
+        ),
     ] = None,
     needles: Annotated[
         bool, typer.Option("--needles", help="Hide needles in the text: finds retrieval heads.")
     ] = False,
     importance: Annotated[
         bool,
-        typer.Option("--importance", help="Tell of each head what it is worth (gradient) and what it writes, too."),
+        typer.Option("--importance", help="Also compute each head's gradient importance and contribution."),
     ] = False,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[
@@ -62,14 +67,12 @@ def _look(  # private: a command has many options, and Python users call headwis
     out: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to write, by its end: the report (.html), tables (.parquet, .csv), all of it (.json), the head "
-            "card (.md), a figure (.svg, .png); repeat it for several files.",
+            help="Output file; the extension selects the format: the report (.html), tables (.parquet, .csv), all of "
+            "it (.json), the head card (.md), a figure (.svg, .png); repeat it for several files.",
             show_default=f"{writing.REPORT}; none with --json",
         ),
     ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Another checkpoint, or a look's .json: show what changed from MODEL to it.")
-    ] = None,
+    against: Against = None,
     kept: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +135,7 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
         loaded = errors.together(lambda: load(model, where, dtype, show, "headwise look", any_input=one))
         from headwise import look as looking
 
-        name = loaded.name if model is not None else "headwise tiny"
+        name = loaded.name
         show("looking")
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)

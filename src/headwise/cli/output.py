@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -51,10 +52,12 @@ def warn_unstable(stability: float | None) -> None:
 
 
 def console() -> rich.console.Console:
-    """Return a console on stdout; for a pipe it has a fixed width of 140."""
+    """Return a console on stdout; for a pipe its width is the variable COLUMNS, or else 140."""
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 140)
+    said = os.environ.get("COLUMNS", "")
+    piped = int(said) if said.isascii() and said.isdigit() and 0 < int(said) < 10_000 else 140
+    return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else piped)
 
 
 class Progress:

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .importance import PAGE, Device, Dtype, Json, ModelArgument, check_out, measured, pairs_of, write_out
+from .importance import PAGE, Device, Dtype, Json, check_out, measured, pairs_of, write_out
+from .options.models import ModelArgument
 from .options.texts import typed_text, typed_token
 from .output import put
 

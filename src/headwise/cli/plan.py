@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .options.models import folder_of
 from .options.texts import check_named
 from .output import show
 
@@ -16,7 +17,7 @@ CONTEXT = "8192,131072"
 def _plan(  # private: a command has many options, and Python users call headwise.plan.of instead
     configs: Annotated[
         list[str] | None,
-        typer.Argument(help="A config.json, a checkpoint folder, a card, or a hub name in the local cache."),
+        typer.Argument(help="A config.json, a checkpoint folder, a card, a hub name in the local cache, or tiny."),
     ] = None,
     context: Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")] = CONTEXT,
     batch: Annotated[int, typer.Option(help="Number of texts in the batch.")] = 1,
@@ -31,7 +32,6 @@ def _plan(  # private: a command has many options, and Python users call headwis
     link: Annotated[
         str | None, typer.Option(help="The link between ranks, such as 50GB/s,2us: plan over ranks.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show several configs side by side.")] = False,
     list_cards: Annotated[bool, typer.Option("--list", help="Show the cards and architectures, and exit.")] = False,
     svg: Annotated[str | None, typer.Option(help="Write a chart of cache against context to this file.")] = None,
     csv: Annotated[
@@ -44,14 +44,13 @@ def _plan(  # private: a command has many options, and Python users call headwis
 
     if list_cards:
         options = (context, batch, kv_dtype, heads_plan, bandwidth, flops, tensor, context_ranks, link, svg, csv)
-        if configs or compare or options != (CONTEXT, 1, "bf16", *(None,) * 3, 1, 1, *(None,) * 3):
+        if configs or options != (CONTEXT, 1, "bf16", *(None,) * 3, 1, 1, *(None,) * 3):
             raise typer.BadParameter("--list shows the cards; leave out the configs, and all options but --json")
         show(planning.known(), planning.card_list, as_json)
         return
     if not configs:
         raise typer.BadParameter("give a config, or --list to see the cards")
-    if len(configs) > 1 and not compare:
-        raise typer.BadParameter("several configs: add --compare to see them side by side")
+    several = len(configs) > 1
     for kind, name in (("svg", svg), ("csv", csv)):
         _check(kind, name)
     check_named("--heads-plan", heads_plan)
@@ -60,15 +59,13 @@ def _plan(  # private: a command has many options, and Python users call headwis
     if link is None and (tensor, context_ranks) != (1, 1):
         raise typer.BadParameter("--tensor and --context-ranks need --link, such as --link 50GB/s,2us")
     if link is not None:
-        if compare or (heads_plan, svg, csv) != (None,) * 3:
-            raise typer.BadParameter(
-                "--link plans one model over ranks; leave out --compare, --heads-plan, --svg and --csv"
-            )
+        if several or (heads_plan, svg, csv) != (None,) * 3:
+            raise typer.BadParameter("--link plans one model over ranks; leave out --heads-plan, --svg and --csv")
         from headwise.plan.ranks.rank_plan import check_grid
 
         check_grid(tensor, context_ranks, lengths[-1], batch, names=("tensor", "context-ranks", "context", "batch"))
         over_ranks = planning.over(
-            configs[0],
+            folder_of(configs[0]),
             link,
             tensor=tensor,
             ranks=context_ranks,
@@ -81,13 +78,13 @@ def _plan(  # private: a command has many options, and Python users call headwis
         show(over_ranks.to_dict(), lambda _: over_ranks, as_json)
         return
     plans = [
-        planning.of(config, context=lengths, batch=batch, kv_dtype=kv_dtype, heads_plan=heads_plan, **speeds)
+        planning.of(folder_of(config), context=lengths, batch=batch, kv_dtype=kv_dtype, heads_plan=heads_plan, **speeds)
         for config in configs
     ]
     for name, content in ((svg, planning.svg), (csv, planning.csv)):
         if name is not None:
             _put(content(plans), name)
-    if compare:
+    if several:
         show([one.to_dict() for one in plans], lambda _: planning.side_by_side(plans), as_json)
     else:
         show(plans[0].to_dict(), lambda _: plans[0], as_json)

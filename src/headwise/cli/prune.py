@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import media
+from .options.models import RequiredModel
 from .options.reshape import (
     TOKENS,
     AsJson,
@@ -34,7 +35,7 @@ CRITERIA = {"importance": "gradient", "ablation": "zero"}
 
 
 def _prune(  # private: a command has many options, and Python users call headwise.reshape.prune instead
-    model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
+    model: RequiredModel,
     heads: Annotated[
         str | None, typer.Option(help="The heads to remove: LAYER.HEAD, separated by commas, such as 0.1,3.7.")
     ] = None,

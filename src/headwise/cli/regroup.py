@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .options.models import MODELS, RequiredModel, folder_of
 from .options.reshape import (
     AsJson,
     DryRun,
@@ -32,7 +33,7 @@ Corpus = Annotated[str | None, typer.Option(help="Many texts instead: a file, a 
 
 
 def _regroup(
-    model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
+    model: RequiredModel,
     kv_heads: Annotated[int, typer.Option(help="Key-value heads in each layer of the result.")],
     method: Annotated[
         str, typer.Option(help="How the shared keys and values are made: first, mean, aligned or fitted.")
@@ -94,7 +95,7 @@ def _regroup(
 
 def _distill(
     folder: Annotated[str, typer.Argument(help="The checkpoint folder to distill.")],
-    teacher: Annotated[str, typer.Option(help="The original: a checkpoint folder or hub name.")],
+    teacher: Annotated[str, typer.Option(help=f"The original: {MODELS}", callback=folder_of)],
     steps: Annotated[int, typer.Option(help="Number of training steps.")],
     file: Annotated[str | None, typer.Option(help="The training text from a file (UTF-8), or - for stdin.")] = None,
     corpus: Corpus = None,

@@ -7,12 +7,16 @@ from typing import Annotated
 
 import typer
 
+from .options.models import TINY, folder_of
 from .options.texts import check_named, read_text
 
 
 def tour(
     model: Annotated[
-        str | None, typer.Argument(help="A checkpoint folder; without one, the packaged model.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A checkpoint folder, or tiny (the model in the package).", callback=folder_of, show_default=TINY
+        ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text of the model when the page opens.")] = None,
     file: Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")] = None,
@@ -34,8 +38,8 @@ def tour(
         check_named("MODEL", model, give="a checkpoint folder")
         if not Path(model).is_dir():
             raise typer.BadParameter(f"{model}: no such folder; headwise tour takes a checkpoint folder")
-    checkpoint = read(tiny_path() if model is None else Path(model))
-    page = render(checkpoint, content, packaged=model is None).encode()
+    folder = tiny_path() if model is None else Path(model)
+    page = render(read(folder), content, packaged=folder == tiny_path()).encode()
     put(page, out)
     print(f"{visible(out)} ({len(page) / 1e6:,.1f} MB): open it in a browser")
     if open_it:

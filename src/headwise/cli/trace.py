@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .options.models import load
+from .options.models import MODELS, folder_of, load
 from .options.texts import cut_default_text, read_text
 from .output import progress, show
 
 
 def _trace(  # private: a command has many options; Python users call headwise.trace and headwise.look.walk
     model: Annotated[
-        str | None, typer.Argument(help="A checkpoint folder or hub name: show its own numbers on a text.")
+        str | None, typer.Argument(help=f"Show the numbers of this model on a text: {MODELS}", callback=folder_of)
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text for the MODEL.", show_default="a short program")] = None,
     layer: Annotated[int | None, typer.Option(help="With MODEL: the layer.", show_default="0")] = None,
@@ -28,7 +28,10 @@ def _trace(  # private: a command has many options; Python users call headwise.t
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Width of a head.", show_default="d_model / num_heads")] = None,
     config: Annotated[
-        str | None, typer.Option(help="Take the sizes from a config.json, its folder, a card, or a hub name.")
+        str | None,
+        typer.Option(
+            callback=folder_of, help="Take the sizes from a config.json, its folder, a card, a hub name, or tiny."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Number of texts.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens per text.")] = 16,
@@ -51,7 +54,7 @@ def _trace(  # private: a command has many options; Python users call headwise.t
 
         sizes = read_config(config).arguments()
     elif d_model is None or num_heads is None:
-        raise typer.BadParameter("give --d-model and --num-heads, or --config")
+        raise typer.BadParameter("give MODEL, such as tiny, or --d-model and --num-heads, or --config")
     else:
         sizes |= {"d_model": d_model, "num_heads": num_heads}
     from headwise.nn.hooks.trace import trace_shape
@@ -68,9 +71,8 @@ def _walk(model: str | None, text: str | None, places: dict[str, int], as_json: 
         from headwise.look.walk import walk
 
         ids, tokens = loaded.encode(cut_default_text(loaded, content))
-        name = "headwise tiny" if model is None else loaded.name
         try:
-            result = walk(loaded.model, ids, tokens=tokens, name=name, **places)
+            result = walk(loaded.model, ids, tokens=tokens, name=loaded.name, **places)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     show(result.to_dict(), lambda _: result, as_json)

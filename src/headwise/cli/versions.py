@@ -1,4 +1,4 @@
-"""`headwise --version --verbose`: the versions that a report of a wrong result or a slow run needs."""
+"""`headwise --version`: the versions that a report of a wrong result or a slow run needs."""
 
 from __future__ import annotations
 

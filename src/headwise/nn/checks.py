@@ -151,8 +151,8 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
     if cache is None:
         if lengths is not None:
             raise ValueError(
-                "lengths say what of x a cache is to take; without a cache, padding is hidden by "
-                "mask=headwise.causal() & headwise.lengths(...)"
+                "lengths needs cache=. To mask padding without a cache, pass mask=headwise.lengths(n) (add "
+                "`& headwise.causal()` for a decoder)"
             )
         return None
     # With torch.compile, `lengths` must not be read if the cache has `positions`, as the caches of `headwise.cache` do.

@@ -147,7 +147,8 @@ class MultiHeadAttention(nn.Module):
         """
         if more or others:
             refuse_inputs(more, others)
-        if cache is not None and "takes_steps" in vars(type(self)) and memory is positions is gate is lengths is None:
+        plain = all(option is None for option in (memory, positions, gate, lengths))
+        if cache is not None and plain and "takes_steps" in type(self).__dict__:
             heads = multihead_step(self, x, cache, mask)
             if heads is not None:
                 return projected(self.o_proj, heads), cache
@@ -252,7 +253,9 @@ class MultiHeadAttention(nn.Module):
             >>> torch.allclose(small, mha(x), atol=1e-6)
             True
         """
-        check_counts(0, self.num_heads - 1, index=index)
+        check_counts(index=index)
+        if index >= self.num_heads:
+            raise ValueError(f"head index must be 0 to {self.num_heads - 1}; got {index}")
         kv = index // (self.num_heads // self.num_kv_heads)
         W_Q, b_Q = rows_of("q_proj", self.q_proj, index, self.head_dim)
         W_K, b_K = rows_of("k_proj", self.k_proj, kv, self.head_dim)

@@ -13,19 +13,17 @@ OPTIONS = {
     "device": "build the module, then .to(device), or build it within `with torch.device(...):`",
     "dropout": "inner=headwise.nn.InnerAttention(dropout=...)",
     "dtype": "build the module, then .to(dtype)",
-    "embed_dim": "d_model=",
     "kdim": "memory_dim=(kdim, vdim)",
     "vdim": "memory_dim=(kdim, vdim)",
 }
 """The keywords of the class."""
 INPUTS = {
-    "attn_mask": "mask= takes it with True = attend: headwise.nn.mask_from_torch(attn_mask, num_heads=H) makes it",
+    "attn_mask": "use mask=... (True = attend): headwise.nn.mask_from_torch(attn_mask, num_heads=H) makes it",
     "average_attn_weights": "leave it out: the module gives its output alone",
     "is_causal": "mask=headwise.causal()",
     "key": "memory=(key, value), or nothing where they are x itself",
     "key_padding_mask": "mask=headwise.nn.mask_from_torch(key_padding_mask=..., num_heads=H), or headwise.lengths(n)",
     "need_weights": "leave it out: the module gives its output alone; headwise.trace(module, x)['weights'] has them",
-    "query": "x, the first argument",
     "value": "memory=(key, value), or nothing where they are x itself",
 }
 """The keywords of a call."""

@@ -30,7 +30,7 @@ Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Cache
 Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
 Out: TypeAlias = Float[Tensor, "B H T V"]
 Lse: TypeAlias = Float[Tensor, "B H T"]
-BY_PLACE = (
+ONLY_NATIVE_DROPOUT = (
     "over processes dropout needs headwise's own kernel, which draws it by the position among all heads and tokens"
 )
 
@@ -123,6 +123,11 @@ def attention(
     if value is None:
         options = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout, "gate": gate}
         return _of_cache(key).attend(query, return_lse=return_lse, backend=backend, **options)
+    # There are three ways, tried in this order. The fast path checks and runs plain calls of the native kernel in one
+    # step, because the checks below take longer than a decode step. It returns None for all other calls and for
+    # mistakes, which the checks then report. DTensors are split into their local parts, and each part comes back here.
+    # All else is checked, becomes a `Call`, and runs on the backend that is named, or else on the first one of
+    # `_PREFERENCES` that supports it.
     k, v, layout = parts_of(key, value)
     if type(backend) is str and backend in ("auto", "native") and not torch.compiler.is_compiling():
         result = native.fast_path(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
@@ -159,13 +164,13 @@ def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | Non
         return attention(query, key, value, **options)
     backend, with_lse = options.pop("backend", "auto"), options.pop("return_lse", False)
     if value is None:
-        raise ValueError(f"{BY_PLACE}; caches have no dropout; pass dropout=0")
+        raise ValueError(f"{ONLY_NATIVE_DROPOUT}; caches have no dropout; pass dropout=0")
     k, v, layout = parts_of(key, value)
     query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, return_lse=with_lse, layout=layout, **options)
     why_not = refusal(native.LIMITS, call) if backend in ("auto", "native") else f"backend {shown(backend)} does not"
     if why_not is not None:
-        raise ValueError(f"{BY_PLACE}; it does not support this call: {why_not}; pass dropout=0")
+        raise ValueError(f"{ONLY_NATIVE_DROPOUT}; it does not support this call: {why_not}; pass dropout=0")
     with without_autocast(call.device_type):
         out, lse = native.run(replace(call, seed=seed))
     return (out, lse) if with_lse else out

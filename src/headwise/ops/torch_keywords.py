@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 OTHERS = {
     "alibi_slopes": "mask=headwise.alibi(slopes)",
-    "attn_mask": "mask= takes it: a bool tensor (True = attend), or a float one that is added",
+    "attn_mask": "use mask=...: a bool tensor (True = attend), or a float one that is added",
     "block_mask": "mask=headwise.rule(mask_mod)",
     "causal": "mask=headwise.causal()",
     "dropout_p": "dropout=",

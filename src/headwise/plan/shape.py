@@ -100,7 +100,7 @@ def check_heads(d_model: int, num_heads: int, num_kv_heads: int, head_dim: int |
     if head_dim is None and d_model % num_heads:
         raise ValueError(
             f"d_model must be a multiple of num_heads: {d_model} = {num_heads} x {d_model // num_heads} + "
-            f"{d_model % num_heads}; give head_dim to choose the size of a head yourself"
+            f"{d_model % num_heads}; give head_dim to choose the size of a head"
         )
 
 

@@ -140,7 +140,7 @@ def contexts(text: str) -> tuple[int, ...]:
         raise TypeError(f"context is a text such as 8192,131072; got {type(text).__name__}")
     lengths = []
     for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", word)
+        match = re.fullmatch(r"\s*(-?\d+)\s*([kK]?)\s*", word)
         if match is None:
             raise ValueError(f"context is whole numbers separated by commas, such as 8192,131072; got {text[:60]!r}")
         if len(match[1]) > 15:

@@ -87,7 +87,7 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     if more.sentences is not None:
-        documents = annotate.ours() if more.sentences == "ours" else annotate.read(more.sentences)
+        documents = annotate.ours() if more.sentences in ("builtin", "ours") else annotate.read(more.sentences)
         loaded.encode_all([one.text for one in documents])  # raises if the tokenizer would take too long
         result["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
         if not result["sentences"]:

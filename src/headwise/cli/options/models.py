@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
 
 from headwise.extras import missing_extra
+
+TINY = "tiny"
+"""The name of the packaged model; a folder of this name in the working directory has priority."""
+
+
+def folder_of(name: str | None) -> str | None:
+    """Return the folder of the packaged model for its name, and every other name as it is."""
+    if name != TINY or os.path.isdir(TINY):
+        return name
+    from headwise import models
+
+    return str(models.tiny_path())
+
+
+MODELS = "A checkpoint folder, a hub name, or tiny (the model in the package)."
+RequiredModel = Annotated[str, typer.Argument(help=MODELS, callback=folder_of)]
+ModelArgument = Annotated[str | None, typer.Argument(help=MODELS, callback=folder_of, show_default=TINY)]
 
 
 def load(
@@ -24,8 +44,9 @@ def load(
     from headwise import hf, models
 
     show("reading the model")
-    where = model if model is not None else models.tiny_path()
-    return hf.load(where, device=device, dtype=dtype, any_input=any_input)
+    packaged = model is None or model == str(models.TINY)
+    loaded = hf.load(models.tiny_path() if model is None else model, device=device, dtype=dtype, any_input=any_input)
+    return replace(loaded, name="headwise tiny") if packaged else loaded
 
 
 def quiet(command: str) -> None:

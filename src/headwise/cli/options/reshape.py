@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 
 ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens: the most per row, the fewest per row, and the most in all
 
+LEGEND = (
+    "`moved` is the distance between the attention patterns of a head before and after, from 0 (equal) to 1 (no key in "
+    "common): total variation, mean over queries. `JS` is their Jensen-Shannon divergence in bits. `near` is the total "
+    "variation between the mean weights by distance, from 8 tokens back to 8 ahead."
+)
+"""The columns of a comparison of looks."""
+
 OutOption = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
 Verify = Annotated[
     bool,
-    typer.Option(
-        "--verify/--no-verify", help="Load the result and compare it with the original before it gets its name."
-    ),
+    typer.Option("--verify/--no-verify", help="Verify the result against the original before moving it to --out."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
 
@@ -83,7 +88,7 @@ class Roles:
         seen = [look.at(one.model, self.row, delimiters=marks, name=name) for name, one in named]
         compared = look.compare(seen[0], seen[1], kept=plan)
         self.record = compared.to_dict()
-        return f"## What the heads do\n\n```text\n{compared}\n```"
+        return f"## What the heads do\n\n{LEGEND}\n\n```text\n{compared}\n```"
 
 
 class Beside(NamedTuple):

@@ -192,7 +192,7 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None or (isinstance(resolved, torch.dtype) and resolved.is_floating_point and resolved.itemsize > 1):
         return resolved
-    raise ModelError(f"dtype {dtype!r} is no dtype for weights; use float32, bfloat16, float16 or float64")
+    raise ModelError(f"dtype is float32, bfloat16, float16 or float64; got {dtype!r}")
 
 
 def _dtype_of(weights: Weights) -> torch.dtype:

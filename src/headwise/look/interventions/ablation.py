@@ -94,8 +94,9 @@ class Ablation(Tabled):
         from rich.text import Text
 
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
-        caption = None if self.kl is None else f"KL of the next token, before to after: {self.kl:.4f} nats a token"
+        caption = None if self.kl is None else f"mean KL(original || ablated): {self.kl:.4f} nats/token"
         table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
+        table.min_width = max(len(title), len(caption or ""))  # each takes one line
         for name in ("off", "loss", "change"):
             table.add_column(name, justify="right")
         rows = [("none", self.before), *((f"{x.layer}.{x.head}", x.loss) for x in self.heads)]

@@ -266,7 +266,7 @@ def _rows_of_one_length(clean: Any, corrupted: Any) -> list[list[int]]:
     if len(rows[0]) != len(rows[1]):
         raise ValueError(
             "patching puts each position of the clean text into the same position of the corrupted one, so both have "
-            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; exchange words for words of as many tokens"
+            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; replace words by words with the same token count"
         )
     return rows
 

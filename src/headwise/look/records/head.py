@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ...shapes.arguments import MOST, check_counts, check_texts, shown
+from ...shapes.arguments import check_counts, check_texts, shown
 from .schema import Damaged, Inside, check_fields, each, entries, fields_of, listed, one_error
 from .scores import Score
 
@@ -83,12 +83,6 @@ class HeadRecord:
         """Return the value of a score; None if it was not measured."""
         score = self.score(name)
         return None if score is None else score.value
-
-    def mass_at(self, offset: int) -> float | None:
-        """Return the mean mass on the key at an offset, negative before the query; None if it was not measured."""
-        check_counts(-MOST, offset=offset)
-        masses, k = (self.ahead, offset - 1) if offset > 0 else (self.offsets, -offset)
-        return masses[k] if k < len(masses) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, strings and numbers."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...shapes import MASK_RULE, check_integers, check_made, describe
-from ...shapes.arguments import check_counts, check_flags, check_index, check_tensor
+from ...shapes import check_integers, check_made, describe
+from ...shapes.arguments import check_counts, check_flags, check_index, check_tensor, shown
 from .mask import Mask
 from .picked import Picked
 from .positional_rules import Alibi, Blocks, Dilated, Function, Relative
@@ -208,6 +209,8 @@ def prefix(n: int | Tensor) -> Mask:
     """
     if isinstance(n, Tensor):
         check_integers("n of prefix()", n, tensor=True)
+    elif isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+        raise TypeError(f"n of prefix() is an int, or an integer tensor (B,); got {shown(n)}")
     else:
         check_counts(n=n)
     return Mask((Lengths(n),))
@@ -276,7 +279,7 @@ def rule(function: Callable[..., Any], *, keep: bool = False) -> Mask:
 
     The function gets integer tensors that broadcast, i = 0 .. T - 1 and j = 0 .. S - 1, like a `mask_mod` of
     FlexAttention, and returns a bool tensor. It may use indexing, comparisons, `&`, `|`, `~`, but no `if`. Its tensors
-    must be on the query's device. Raises TypeError for an argument that cannot be called.
+    must be on the query's device. Raises TypeError for an argument that cannot be called with four arguments.
 
     The tensors and numbers that the function uses may change between calls. A cached result for the same sizes is used
     if a run for the first query and key has the same torch operators, the same numbers and tensors with the same data;
@@ -295,6 +298,19 @@ def rule(function: Callable[..., Any], *, keep: bool = False) -> Mask:
     · · ■ ■
     """
     if not callable(function):
-        raise TypeError(f"{MASK_RULE}: rule() takes a function of (b, h, i, j); got {type(function).__name__}")
+        raise TypeError(f"rule() takes a function of (b, h, i, j); got {type(function).__name__}")
+    if not _takes_four(function):
+        raise TypeError(f"rule() takes a function of (b, h, i, j); got one of {inspect.signature(function)}")
     check_flags(keep=keep)
     return Mask((Function(function, keep=keep),))
+
+
+def _takes_four(function: Callable[..., Any]) -> bool:
+    """Return whether a function can be called with (b, h, i, j); True if Python does not know its parameters."""
+    try:
+        inspect.signature(function).bind(None, None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # some functions in C have no signature
+        return True
+    return True

@@ -136,11 +136,6 @@ class Mask:
         return "\n".join(" ".join(cell.rjust(width) for cell in row) for row in cells)
 
     @property
-    def is_interval(self) -> bool:
-        """True if the keys of each row are one interval, so that `bounds` describes the whole mask."""
-        return self.bounds(1, 1) is not None
-
-    @property
     def is_top_left(self) -> bool:
         """True if the mask equals torch's `is_causal`: j <= i."""
         if len(self.parts) != 1 or not isinstance(self.parts[0], Band):
@@ -319,7 +314,7 @@ class Mask:
 def _operand(sign: str, other: object) -> Mask:
     if isinstance(other, Mask):
         return other
-    raise TypeError(f"{MASK_RULE}: `{sign}` joins masks; got {type(other).__name__}; wrap a bool tensor in keep()")
+    raise TypeError(f"`{sign}` joins masks; got {type(other).__name__}; wrap a bool tensor in keep()")
 
 
 def _rules_to_join(sign: str, mask: Mask) -> tuple[Rule, ...]:
@@ -327,7 +322,7 @@ def _rules_to_join(sign: str, mask: Mask) -> tuple[Rule, ...]:
     biases = [type(rule).__name__ for rule in mask.parts if rule.biases]
     if biases:
         raise TypeError(
-            f"{MASK_RULE}: a bias adds to the scores and joins by `&` alone; `{sign}` met {', '.join(biases)}; "
+            f"a bias adds to the scores and joins by `&` alone; `{sign}` met {', '.join(biases)}; "
             "join the rules first, then `& bias(...)`"
         )
     return mask.parts

@@ -82,7 +82,7 @@ class PlanData:
 
     @property
     def kind(self) -> str:
-        """The kind of attention: MHA, GQA with its group size, MQA or MLA, and the layers with windows.
+        """The kind of attention: MHA, GQA with its key-value heads, MQA or MLA, and the layers with windows.
 
         Example:
             >>> from headwise.plan import of
@@ -92,8 +92,10 @@ class PlanData:
         kinds = dict.fromkeys(layer.kind for layer in self.model.layers)
         shown = " and ".join(kinds)
         if tuple(kinds) == ("GQA",):
+            keys = dict.fromkeys(layer.num_kv_heads for layer in self.model.layers)
             groups = dict.fromkeys(layer.num_heads / layer.num_kv_heads for layer in self.model.layers)
-            shown += f" (G = {', '.join(f'{group:g}' for group in groups)})"
+            each = " or ".join(f"{group:g}" for group in groups)
+            shown += f", {' or '.join(map(str, keys))} KV heads ({each} query heads each)"
         windows = [layer.window for layer in self.model.layers if layer.window is not None]
         full = len(self.model.layers) - len(windows)
         word = "chunks of" if any(layer.chunked for layer in self.model.layers) else "window"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SYMBOLS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "q_down": "W_DQ", "kv_down": "W_DKV"}
 NONE = "-"
+AS_OTHERS = "as MHA, 8 KV heads, 1 KV head"
 
 
 def plain(result: Any) -> str:
@@ -106,7 +107,7 @@ def remarks(plan: PlanData) -> str:
     if any(part.copies > 1 for part in plan.model.others):
         lines.append(
             "experts read: the different ones that a batch is expected to use in a layer if the router chooses "
-            'uniformly, E (1 - (1 - k / E)^batch); "used by one token" counts those of one token'
+            'uniformly, E (1 - (1 - k / E)^batch); "active parameters per token" counts those of one token'
         )
     return "\n".join(lines)
 
@@ -151,11 +152,11 @@ def _facts(plan: PlanData, *, one_dtype: bool) -> dict[str, str]:
         "attention parameters": f"{rooms['attention']:,} ({share:.1%} of the model)",
         "  per layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
         "all parameters": f"{rooms['total']:,}" + ("" if plan.exact else " (see the notes)"),
-        "  used by one token": f"{model.active_parameters():,}",
+        "  active parameters per token": f"{model.active_parameters():,}",
         **_beside(plan),
         "weights": f"{show_bytes(model.stored_bytes())}"
-        + (f", {model.packing.method}" if model.packing is not None else ""),
-        "attention computations": f"{plan.attention_computations:,} (layers x heads)",
+        + (f", {8 * model.weight_bytes}-bit" if model.packing is None else f", {model.packing.method}"),
+        "heads in total": f"{plan.attention_computations:,}",
         f"cache per token ({plan.kv_dtype})" if one_dtype else "cache per token": f"{plan.bytes_per_token:,} B",
     }
 
@@ -207,14 +208,14 @@ def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
         cache = {
             "cache held": "none: it reads the whole text in one pass",
             "cache reserved": NONE,
-            "as MHA, GQA-8, MQA": NONE,
+            AS_OTHERS: NONE,
         }
     else:
         cache = {
             "cache held": show_bytes(cost.cache_bytes)
             + (f" and {show_bytes(cost.state_bytes)} of states" if cost.state_bytes else ""),
-            "cache reserved": f"{show_bytes(cost.reserved_bytes)}, if every layer keeps the whole context",
-            "as MHA, GQA-8, MQA": f"{show_bytes(cost.as_mha_bytes)}, {gqa}, {show_bytes(cost.as_mqa_bytes)}",
+            "cache reserved": f"{show_bytes(cost.reserved_bytes)} without window savings",
+            AS_OTHERS: f"{show_bytes(cost.as_mha_bytes)}, {gqa}, {show_bytes(cost.as_mqa_bytes)}",
         }
     decode = NONE
     if cost.decode is not None:
@@ -302,7 +303,7 @@ def savings(plan: PlanData, planned: PlanData) -> Table:
     whole, rest = plan.parameters(), planned.parameters()
     _saving(table, "attention parameters", whole["attention"], rest["attention"], "{:,}".format)
     _saving(table, "all parameters", whole["total"], rest["total"], "{:,}".format)
-    _saving(table, "attention computations", plan.attention_computations, planned.attention_computations, "{:,}".format)
+    _saving(table, "heads in total", plan.attention_computations, planned.attention_computations, "{:,}".format)
     _saving(table, "cache per token", plan.bytes_per_token, planned.bytes_per_token, "{:,} B".format)
     for before, after in zip(plan.contexts, planned.contexts, strict=True):
         at = f"at {before.context:,}: "

@@ -76,7 +76,7 @@ def refusal(family: CheckpointLayout, counts: Counts) -> str:
             )
         if family.about.get("loads") == "divides" and family.d_model % heads:
             split = f"{family.d_model} / {heads} is not whole"
-            return f"{family.model_type} wants d_model to be a multiple of {field}, and {split}"
+            return f"{family.model_type} requires d_model to be a multiple of {field}, and {split}"
     return ""
 
 

@@ -82,7 +82,7 @@ def select(family: CheckpointLayout, tensors: Mapping[str, Entry], wish: PruneRe
         ValueError: in one line, why no heads fulfil the request.
     """
     if wish.budget is not None and wish.zero:
-        raise ValueError("zeroed heads weigh what they did, so no budget is met by them; leave zero out")
+        raise ValueError("zeroed heads weigh what they did, so no budget is met by them; leave out zero=True")
     if wish.keep_fraction is None and wish.budget is None:
         if wish.zero:
             return {layer.key: _all_but(layer, wish.gone[layer.key]) for layer in family.layers}, ()

@@ -92,7 +92,7 @@ class Pruning:
         before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
         count = sum(map(len, self.gone.values()))
         heads = sum(layer.sizes.H for layer in self.family.layers)
-        change = "zeroed" if self.zero else "taken out"
+        change = "zeroed" if self.zero else "removed"
         notes = [f"{count} of {heads} heads {'is' if count == 1 else 'are'} {change}.", *self.notes]
         if self.zero:
             notes.append(ZEROED)
@@ -196,7 +196,7 @@ def _check_request(heads: object, keep_fraction: object, budget: object, zero: o
     number = isinstance(keep_fraction, (int, float)) and not isinstance(keep_fraction, bool)
     if keep_fraction is not None and not (number and 0 < keep_fraction <= 1):  # type: ignore[operator]
         raise ValueError(
-            f"keep_fraction is the part of the heads that stays, above 0, at most 1; got {shown(keep_fraction)}"
+            f"keep_fraction is the fraction of the heads that stays, above 0 and at most 1; got {shown(keep_fraction)}"
         )
 
 
@@ -205,7 +205,7 @@ def _target(family: CheckpointLayout, chosen: Mapping[str, KeptHeads]) -> Target
     loses = any(len(chosen[layer.key].query) < layer.sizes.H for layer in family.layers)
     if loses and "inexact" in family.about:
         raise ValueError(
-            f"no head of {family.model_type} can go: {family.about['inexact']}; add zero (--zero), which is exact"
+            f"no head of {family.model_type} can go: {family.about['inexact']}; add zero=True, which is exact"
         )
     try:
         return target(family, counts_of(family, chosen))

@@ -206,7 +206,7 @@ def exactly(family: CheckpointLayout, gone: Mapping[str, set[int]]) -> dict[str,
     return kept
 
 
-OR_ZERO = "or add zero (--zero), which keeps all sizes and writes zeros"
+OR_ZERO = "or add zero=True, which keeps all sizes and writes zeros"
 
 
 def uneven_groups(layer: Layer, gone: set[int]) -> str:
@@ -226,7 +226,7 @@ def _uneven_layers(field: str, counts: Mapping[str, int]) -> str:
     more = [f"layer {key} must lose {n - least} more" for key, n in counts.items() if n > least]
     shown = ", ".join(more[:6]) + (f" and {len(more) - 6} further layers some more" if len(more) > 6 else "")
     return (
-        f"one number, {field}, counts the heads of all these layers: {shown}; name them, choose them by score (by), "
+        f"one number, {field}, counts the heads of all these layers: {shown}; name them, choose them by score (--by), "
         f"{OR_ZERO}"
     )
 

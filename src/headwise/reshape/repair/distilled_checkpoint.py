@@ -74,7 +74,7 @@ def distill_facts(
             f"what {teacher} says",
         ],
         "gone": {},
-        "tables": [(("step", "divergence from the teacher, nats a token", "loss, nats a token"), points)],
+        "tables": [(("step", "divergence from the teacher (nats/token)", "loss (nats/token)"), points)],
         "recipe": asdict(config),
         "curve": asdict(curve),
         "counts": {},
@@ -152,10 +152,10 @@ def picture_of(curve: LossCurve) -> bytes | None:
         axes.plot(steps, far, color="#4053d3", marker="o", label="text not trained on")
         other = axes.twinx()
         other.plot(steps, loss, color="#b51d14", marker="s", linestyle="--", label="loss on that text (right)")
-        other.set_ylabel("loss, nats a token")
+        other.set_ylabel("loss (nats/token)")
         other.legend(loc="upper right")
     axes.set_xlabel("step")
-    axes.set_ylabel("divergence from the teacher, nats a token")
+    axes.set_ylabel("divergence from the teacher (nats/token)")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper center")
     file = io.BytesIO()

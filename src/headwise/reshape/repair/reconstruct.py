@@ -63,7 +63,9 @@ def reconstruct(
     check_told(progress=progress)
     source = plan.source
     if isinstance(plan, Pruning) and plan.zero:
-        raise ValueError("zeroed heads stay 0, so nothing is solved for them; leave zero out, or do not reconstruct")
+        raise ValueError(
+            "zeroed heads stay 0, so nothing is solved for them; leave out zero=True, or do not reconstruct"
+        )
     if not isinstance(source, BuildableCheckpoint):
         raise TypeError(
             f"reconstruct() needs a checkpoint opened with headwise.hf.checkpoint(); got {type(source).__name__}"

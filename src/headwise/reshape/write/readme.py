@@ -14,7 +14,7 @@ from .verify import require
 
 README, RESHAPE, PLAN = "README.md", "RESHAPE.md", "heads-plan.json"
 ZEROED = (
-    "Heads of this model were zeroed, not taken out: it is as large and as slow as the original, and its outputs are "
+    "Heads of this model were zeroed, not removed: it is as large and as slow as the original, and its outputs are "
     "those of the original with these heads switched off."
 )
 BY_LAYER = (
@@ -90,7 +90,7 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield from _pair("weights", facts["weight_bytes"], _bytes)
     losses = facts.get("losses") or {}
     if "recovered" in losses:
-        what = f"loss on {losses['tokens']} tokens that nothing was fitted to, nats a token"
+        what = f"loss on {losses['tokens']} tokens that nothing was fitted to (nats/token)"
         changed = losses["pruned"] if "pruned" in losses else losses["regrouped"]
         yield f"{what}: before recovery", f"{losses['original']:.4f}", f"{changed:.4f}"
         yield f"{what}: recovered", f"{losses['original']:.4f}", f"{losses['recovered']:.4f}"
@@ -105,11 +105,11 @@ def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
     loss, seconds = proof.get("loss"), proof.get("seconds") or {}
     yield from _pair("parameters", proof.get("parameters"), "{:,}".format)
     yield from _pair(f"cache of {proof.get('tokens')} tokens in float32", proof.get("cache_bytes"), _bytes)
-    yield from _pair("loss, nats a token", loss, "{:.4f}".format)
+    yield from _pair("loss (nats/token)", loss, "{:.4f}".format)
     yield from _pair("perplexity", loss and [x and math.exp(min(x, 700.0)) for x in loss], "{:.4g}".format)
-    what = f"{seconds['tokens']} tokens" if "tokens" in seconds else "an input"
-    yield from _pair(f"milliseconds to read {what}", seconds.get("read"), _milliseconds)
-    yield from _pair("milliseconds to write one more", seconds.get("write"), _milliseconds)
+    what = f"{seconds['tokens']} tokens" if "tokens" in seconds else "1 input"
+    yield from _pair(f"prefill, {what} (ms)", seconds.get("read"), _milliseconds)
+    yield from _pair("decode, 1 token (ms)", seconds.get("write"), _milliseconds)
 
 
 def _proof(proof: Mapping[str, Any] | None) -> Iterator[str]:

@@ -61,7 +61,7 @@ def require(answer: Mapping[str, Any]) -> None:
     if answer.get("tokenizer") is False:
         raise ValueError(
             f"under {answer['class']} transformers makes other ids of a text than before, so nothing was written; keep "
-            "a number of heads that the model's own class loads, or add zero (--zero)"
+            "a number of heads that the model's own class loads, or add zero=True"
         )
     if not is_finite(answer.get("largest", 0.0)):
         raise ValueError(
