@@ -67,15 +67,15 @@ Click a cell.
 
 Each score stands beside what *chance* would give: the same number for uniform attention, or for the same head with
 *shuffled links*: keys drawn at random in place of those that the role asks for. A head plays a role if its score is
-above the *threshold* and clearly above chance. The *interval* says how far the score would move with other texts. Two warnings: a role says what the head did on these texts, not what
-the model would do without it ([`headwise ablate`](importance.md) measures that); and the names are ours or the
-literature's, not the model's.
+above the *threshold* and clearly above chance. The *interval* says how far the score would move with other texts. Two
+warnings: a role says what the head did on these texts, not what the model would do without it ([`headwise
+ablate`](importance.md) measures that); and the names are ours or the literature's, not the model's.
 
 ## The roles
 
-Each picture is a head that does nothing else: a row is a query, a column a key. Bright is where
-the weight lies, as in the report. Relations of grammar are named by an arrow from the word that looks to the word that it looks at.
-[The roles of heads](roles.md) has thresholds, controls and sources. `code` is the name in files and in Python.
+Each picture is a head that does nothing else: a row is a query, a column a key. Bright is where the weight lies, as
+in the report. Relations of grammar are named by an arrow from the word that looks to the word that it looks at. [The
+roles of heads](roles.md) has thresholds, controls and sources. `code` is the name in files and in Python.
 
 """
 

@@ -28,10 +28,11 @@ Where several texts were read, the lower end of the 95 % interval (a bootstrap o
 as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
 
 A head may play several roles. `head.role` is the first of them in the order of this page, which goes from what few
-heads do (induction) to what many do (attending nearby). Scores of different roles cannot be compared, so the order of this
-page decides. Sinks and broad attention are states, in `head.states`, not roles: they say where the weight lies when a
-head finds nothing to do, and most heads of a large model have one beside their role. A head with a state alone, or with
-nothing, has no role: `head.role` is `-`. The report and the tables count "no role or state" for heads with neither.
+heads do (induction) to what many do (attending nearby). Scores of different roles cannot be compared, so the order of
+this page decides. Sinks and broad attention are states, in `head.states`, not roles: they say where the weight lies
+when a head finds nothing to do, and most heads of a large model have one beside their role. A head with a state
+alone, or with nothing, has no role: `head.role` is `-`. The report and the tables count "no role or state" for heads
+with neither.
 
 `A[i, j]` is the weight of query i on key j. Means are over the queries that may attend that key. The first token of a
 decoder attends itself alone: a query without a choice is left out of the roles of offsets, bands and words. Evidence is
