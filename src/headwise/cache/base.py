@@ -40,7 +40,7 @@ IN_GRAPHS = ("append", "attend", "positions", "takes_steps")
 class KVCache(Dropping, RowNumbers, Saved, ABC):
     """Keys and values of the earlier tokens of an attention layer, for each row of a batch.
 
-    State is explicit: each method that changes a cache returns it. A call that raises an error changes nothing.
+    Caches are updated in place; methods return self for chaining. A call that raises an error changes nothing.
 
     Other packages use only the public methods. `headwise.attention` calls `attend`. Modules read `lengths`, `causal`
     and `chunk`, and call `append` and then `attend`, or `step`; latent attention reads `keys`. Code that computes

@@ -81,6 +81,8 @@ def _indexers(fields: Fields, layers: int) -> list[Indexer | None]:
     about: dict[str, str] | None = fields.architecture.get("indexer")
     if about is None:
         return [None] * layers
+    if fields.optional("q_lora_rank") is None:
+        raise ValueError("q_lora_rank is null, but the indexer reads the latent of the queries: give its width")
     one = Indexer(fields.size(about["heads"]), fields.size(about["dim"]), fields.size(about["top_k"]))
     if one.dim < fields.size("qk_rope_head_dim"):
         raise ValueError(f"{about['dim']} = {one.dim} is less than qk_rope_head_dim, the part that is rotated")
