@@ -15,6 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -73,7 +74,8 @@ def register() -> str | None:
         if not _registered:
             problem = _load()
             _define(problem is None)
-            _count_flops(problem is None)
+            # Its module imports triton where that is installed, which takes a quarter of a second.
+            _when_imported("torch.utils.flop_counter", partial(_count_flops, problem is None))
             _allow_loading()
             _registered.append(problem)
         return _registered[0]
@@ -81,32 +83,40 @@ def register() -> str | None:
 
 def register_with_torch() -> None:
     """Register the operators now, or as soon as torch is imported."""
-    if "torch" in sys.modules:
-        register()
+    _when_imported("torch", register)
+
+
+def _when_imported(module: str, run: Callable[[], Any]) -> None:
+    """Call `run` now if the module has been imported, else at the end of its import."""
+    if module in sys.modules:
+        run()
     else:
-        sys.meta_path.insert(0, _WaitForTorch())
+        sys.meta_path.insert(0, _WaitFor(module, run))
 
 
-class _WaitForTorch(MetaPathFinder):
-    """A finder that lets the other finders find torch and adds `register` to the end of the import."""
+class _WaitFor(MetaPathFinder):
+    """A finder that lets the other finders find a module and adds a call to the end of its import."""
+
+    def __init__(self, module: str, run: Callable[[], Any]) -> None:
+        self.module, self.run = module, run
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch":
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            spec.loader = _ThenRun(spec.loader, self.run)
         return spec
 
 
-class _ThenRegister(Loader):
-    """The loader of a module that calls `register` after the import."""
+class _ThenRun(Loader):
+    """The loader of a module, with a call after the import."""
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    def __init__(self, loader: Loader, run: Callable[[], Any]) -> None:
+        self.loader, self.run = loader, run
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -116,7 +126,7 @@ class _ThenRegister(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        register()
+        self.run()
 
 
 def _load() -> str | None:
