@@ -61,10 +61,12 @@ if CHECKED:
     src = Path(__file__).parents[1] / "src"
     names = [".".join(path.relative_to(src).with_suffix("").parts) for path in src.glob("headwise/**/*.py")]
     # FlexAttention traces the functions it is given, even uncompiled, and Triton compiles its kernels from their text:
-    # the checker's wrappers would stop both. A package hooks all below it.
-    traced = ("headwise.ops.backends.flex", "headwise.ops.triton.kernels")
-    hooked = [name.removesuffix(".__init__") for name in names if not name.startswith(traced)]
-    packages = ("headwise", "headwise.ops", "headwise.ops.backends", "headwise.ops.triton")
+    # the checker's wrappers would stop both. The checker's own imports call the finder of `after_import`. A package
+    # hooks all below it.
+    left = ("headwise.ops.backends.flex", "headwise.ops.triton.kernels", "headwise.ops.native.after_import")
+    hooked = [name.removesuffix(".__init__") for name in names if not name.startswith(left)]
+    rooms = ("backends", "native", "triton")
+    packages = ("headwise", "headwise.ops", *(f"headwise.ops.{room}" for room in rooms))
     hooked = [name for name in hooked if name not in packages]
     checker.install(hooked)
     checker.switch(False)  # until a test asks for it: see `shape_checker`

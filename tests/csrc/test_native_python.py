@@ -12,7 +12,7 @@ import pytest
 import torch
 from backends import needs_native
 from draw import drawn
-from mask_cases import MASKS, SHORT, SIZES, TILED, UNEQUAL, Sizes
+from mask_cases import GATHERED, MASKS, SHORT, SIZES, TILED, UNEQUAL, Sizes
 from native_cases import rules_of, training_of
 from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
@@ -33,6 +33,8 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 # -- chosen or not ---------------------------------------------------------------------------------------------------
+
+LOWERED = {name: build for name, build in MASKS.items() if name not in GATHERED}
 
 
 @needs_native
@@ -220,7 +222,7 @@ def test_it_can_be_traced_first(trace: str) -> None:
 # -- masks on the way in -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*MASKS, *(f"empty rows: {name}" for name in EMPTY_ROWS)])
+@pytest.mark.parametrize("name", [*LOWERED, *(f"empty rows: {name}" for name in EMPTY_ROWS)])
 def test_a_mask_survives_the_way_in_and_back(name: str) -> None:
     """Lowered to the operator's arguments and read back, it says the same of every pair."""
     for n in (*SIZES, TILED) if name in MASKS else (SHORT,):
@@ -295,7 +297,7 @@ def test_the_default_device_is_no_matter() -> None:
 # -- the short way -----------------------------------------------------------------------------------------------------
 
 SHORT_WAY: dict[str, dict[str, Any]] = {
-    **{f"mask {name}": {"mask": build(SHORT).mask} for name, build in MASKS.items()},
+    **{f"mask {name}": {"mask": build(SHORT).mask} for name, build in LOWERED.items()},
     **{f"option {name}": options_of(name, SHORT) for name in EXTRAS},
     "a bool tensor": {"mask": torch.rand(5, 7) > 0.2},
     "a float tensor": {"mask": torch.randn(6, 5, 7)},
@@ -327,7 +329,7 @@ def test_the_short_way_is_taken_and_is_the_long_one(name: str, monkeypatch: pyte
 def test_the_short_way_serves_what_the_kernel_can(dtype: torch.dtype) -> None:
     """It falls back for no mask, size or option of the suite that the full path would give to the kernel as well."""
     fallen, calls = [], 0
-    cases = drawn([*itertools.product(MASKS.items(), (*SIZES, *UNEQUAL, TILED))])
+    cases = drawn([*itertools.product(LOWERED.items(), (*SIZES, *UNEQUAL, TILED))])
     for (name, build), n in cases:
         if name.endswith("(B,)") and n.B == 1:
             continue

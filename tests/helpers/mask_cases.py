@@ -361,3 +361,7 @@ def as_tensor(name: str, n: Sizes) -> Tensor:
     """The brute-force matrix as one mask tensor for `oracle` and `naive`: bool, or float64 with -inf."""
     allowed, added = dense(name, n)
     return added.masked_fill(~allowed, -math.inf) if MASKS[name](n).adds else allowed
+
+
+# Masks that allow picked keys at most: these are gathered before the kernel runs, which has no form for the masks.
+GATHERED = tuple(name for name in MASKS if name.startswith("picked") and "|" not in name)

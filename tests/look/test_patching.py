@@ -147,7 +147,7 @@ PAIR = LogitDifference(1, 2)
 @pytest.mark.parametrize(
     ("error", "text", "changed"),
     [
-        (ValueError, "as many tokens; got 11 and 10; exchange", {"corrupted": CORRUPTED[1:]}),
+        (ValueError, "as many tokens; got 11 and 10", {"corrupted": CORRUPTED[1:]}),
         (ValueError, "on both texts, so there is no difference", {"corrupted": CLEAN}),
         (ValueError, "heads of layer 1 are 0 to", {"heads": [(1, 99)]}),
         (ValueError, "logits of ids 1 and 9999 needs", {"metric": LogitDifference(1, 9999)}),

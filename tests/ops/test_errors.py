@@ -137,9 +137,9 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "unknown backend": (
         {"backend": "cudnn"},
         ValueError,
-        ["auto, native, sdpa, flex, blocks, reference", "got 'cudnn'"],
+        ["auto, native, triton, sdpa, flex, blocks, reference", "got 'cudnn'"],
     ),
-    "no backend": ({"backend": None}, ValueError, ["auto, native, sdpa, flex, blocks, reference", "got None"]),
+    "no backend": ({"backend": None}, ValueError, ["auto, native, triton, sdpa, flex, blocks, reference", "got None"]),
     # masks
     "mask is a list": ({"mask": [[True]]}, TypeError, ["a Mask", "True = attend", "got list", "torch.as_tensor"]),
     "mask is an array": ({"mask": np.ones((5, 7), bool)}, TypeError, ["got ndarray", "torch.as_tensor"]),

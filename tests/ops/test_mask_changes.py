@@ -25,7 +25,7 @@ from headwise.ops.sharding.masks import share_of_mask
 from headwise.testing import assert_same_bits, make_qkv
 
 B, H, K, T, S = 2, 4, 2, 67, 131
-original = tiles._built
+original = tiles.built_map
 Q, KEY, V = make_qkv(B, H, K, T, S, 16, 8)
 Make = Callable[[Tensor], Mask]
 
@@ -200,7 +200,7 @@ def test_a_function_used_again_means_what_it_reads(reader: str, change: Callable
 def test_what_is_unchanged_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where tensors were written with what they already contained; not where a function makes what it reads."""
     built: list[int] = []
-    monkeypatch.setattr(tiles, "_built", lambda *args: built.append(1) or original(*args))
+    monkeypatch.setattr(tiles, "built_map", lambda *args: built.append(1) or original(*args))
     config = Config(_ids(60))
     for name, times in (("attribute", 1), ("beside others", 1), ("own rule", 1), ("number of a list", 1), ("list", 4)):
         mask = READERS[name](config)

@@ -34,7 +34,11 @@ static void pack_linear(const Linear& layer, float* packed, float* row) {
   with_weights(layer.dtype, [&](auto read) {
     for (int64_t r = 0; r < layer.R; ++r) {
       copy_floats(row, layer.x + r * layer.x_stride * size_of(layer.dtype), layer.dtype, 1, layer.width, padded);
-      decltype(read)::store_query(packed, padded, r, row);
+      if constexpr (decltype(read)::kTiles) {
+        pack_pairs(row, padded, r, packed);
+      } else {
+        decltype(read)::store_query(packed, padded, r, row);
+      }
     }
   });
 }
@@ -111,7 +115,7 @@ static void run_linear(const Linear& layer, const float* packed, int64_t first, 
   const FlushDenormals flush;
   with_weights(layer.dtype, [&](auto read) {
     using Read = decltype(read);
-    if constexpr (Read::kTiles) return linear_tiles(layer, packed, first, last);
+    if constexpr (Read::kTiles) return linear_tiles<Read>(layer, packed, first, last);
     int64_t r = 0;
     for (; layer.R - r >= 4; r += 4) linear_outputs<Read, 4>(layer, packed, r, first, last);
     for (; layer.R - r >= 2; r += 2) linear_outputs<Read, 2>(layer, packed, r, first, last);

@@ -1,5 +1,5 @@
-// Products of few rows with a bfloat16 weight matrix by matrix instructions. Sixteen rows of weights by 32 columns are a
-// first factor where they are in memory, and pairs of columns by rows of x a second one, so any number of rows costs
+// Products of few rows with a bfloat16 weight matrix by matrix instructions. Sixteen rows of weights by 32 columns are
+// a first factor where they are in memory, and pairs of columns by rows of x a second one, so any number of rows costs
 // one pass over the weights.
 #pragma once
 
@@ -23,8 +23,21 @@ HW_INLINE void add_weights(const uint16_t* weight, int64_t stride, int64_t n, in
   tile_times<I, 4 + I, 2 + I>();
 }
 
-// The outputs first <= n < last of all rows of x. `packed` is [pair of columns][row], as ReadBf16Tiles stores a query.
-// The products of even and of odd steps of 32 columns have sums of their own, so that no product waits for the last.
+// Writes row r of x, `padded` numbers of bfloat16 given as floats, into [pair of columns][row].
+static inline void pack_pairs(const float* HW_RESTRICT x, int64_t padded, int64_t r, float* packed) {
+  auto* to = reinterpret_cast<uint32_t*>(packed) + r;
+  for (int64_t i = 0; i < padded / 2; ++i) {
+    uint32_t low, high;
+    memcpy(&low, x + 2 * i, sizeof(low));
+    memcpy(&high, x + 2 * i + 1, sizeof(high));
+    to[i * W] = (low >> 16) | (high & 0xffff0000u);
+  }
+}
+
+// The outputs first <= n < last of all rows of x. `packed` is [pair of columns][row]. The products of even and of odd
+// steps of 32 columns have sums of their own, so that no product waits for the last. A template, so that no other
+// instruction set has it.
+template <class Read>
 static void linear_tiles(const Linear& layer, const float* packed, int64_t first, int64_t last) {
   [[maybe_unused]] const TileUnit tiles;
   TileCopy copy;

@@ -12,18 +12,15 @@ the operators that an exported program may have.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from .after_import import when_imported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +72,7 @@ def register() -> str | None:
             problem = _load()
             _define(problem is None)
             # Its module imports triton where that is installed, which takes a quarter of a second.
-            _when_imported("torch.utils.flop_counter", partial(_count_flops, problem is None))
+            when_imported("torch.utils.flop_counter", partial(_count_flops, problem is None))
             _allow_loading()
             _registered.append(problem)
         return _registered[0]
@@ -83,50 +80,7 @@ def register() -> str | None:
 
 def register_with_torch() -> None:
     """Register the operators now, or as soon as torch is imported."""
-    _when_imported("torch", register)
-
-
-def _when_imported(module: str, run: Callable[[], Any]) -> None:
-    """Call `run` now if the module has been imported, else at the end of its import."""
-    if module in sys.modules:
-        run()
-    else:
-        sys.meta_path.insert(0, _WaitFor(module, run))
-
-
-class _WaitFor(MetaPathFinder):
-    """A finder that lets the other finders find a module and adds a call to the end of its import."""
-
-    def __init__(self, module: str, run: Callable[[], Any]) -> None:
-        self.module, self.run = module, run
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRun(spec.loader, self.run)
-        return spec
-
-
-class _ThenRun(Loader):
-    """The loader of a module, with a call after the import."""
-
-    def __init__(self, loader: Loader, run: Callable[[], Any]) -> None:
-        self.loader, self.run = loader, run
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        self.run()
+    when_imported("torch", register)
 
 
 def _load() -> str | None:
