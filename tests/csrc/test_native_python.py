@@ -187,14 +187,11 @@ def test_it_can_be_switched_off() -> None:
 
 def test_a_library_that_is_not_there_or_does_not_load(tmp_path: Path) -> None:
     broken = tmp_path / "_native.so"
-    operators = Path(headwise.__file__).parent / "ops" / "native" / "operators.py"
-    # What headwise/__init__.py does, with another path: the modules are found before the package is imported.
+    # The library is loaded when torch is imported.
     set_path = f"""
-import importlib.util, pathlib, sys, torch
-spec = importlib.util.spec_from_file_location("headwise.ops.native.operators", {str(operators)!r})
-sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.LIBRARY = pathlib.Path({str(broken)!r})
+import pathlib
+from headwise.ops.native import operators
+operators.LIBRARY = pathlib.Path({str(broken)!r})
 """
     output = in_a_process(set_path + ASK, HEADWISE_NATIVE="1")
     assert output == "the native library is not there: reinstall headwise where there is a C++ compiler"
