@@ -187,11 +187,15 @@ def test_it_can_be_switched_off() -> None:
 
 def test_a_library_that_is_not_there_or_does_not_load(tmp_path: Path) -> None:
     broken = tmp_path / "_native.so"
-    # The library is loaded when torch is imported.
+    folder = Path(headwise.__file__).parent / "ops" / "native"
+    # What headwise/__init__.py does, with another path: the modules are found before the package is imported.
     set_path = f"""
-import pathlib
-from headwise.ops.native import operators
-operators.LIBRARY = pathlib.Path({str(broken)!r})
+import importlib.util, pathlib, sys, torch
+for name in ("after_import", "operators"):
+    spec = importlib.util.spec_from_file_location("headwise.ops.native." + name, {str(folder)!r} + "/" + name + ".py")
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+module.LIBRARY = pathlib.Path({str(broken)!r})
 """
     output = in_a_process(set_path + ASK, HEADWISE_NATIVE="1")
     assert output == "the native library is not there: reinstall headwise where there is a C++ compiler"
