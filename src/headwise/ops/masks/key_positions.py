@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,42 +12,21 @@ from ...shapes import compute_dtype
 from .constructors import bias, keep, lengths
 from .indexing import rank4
 from .mask import EVERYTHING, Mask
-from .rule import Rule
+from .rule import Reindexed
 
 
 @dataclass(frozen=True, eq=False)
-class AtPositions(Rule):
+class AtPositions(Reindexed):
     """A rule of a call with S keys, for a call in which column j holds the key at positions[b, h, j]."""
 
-    rules: tuple[Rule, ...]
-    """The rule; in a tuple, because pytrees look into tuples."""
     positions: Tensor
     """int64 (B, H|1, columns)."""
     S: int
-
-    def __post_init__(self) -> None:
-        for name in ("restricts", "biases"):
-            object.__setattr__(self, name, getattr(self.rules[0], name))
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
         batch, head = (torch.arange(n, device=self.positions.device) for n in self.positions.shape[:2])
         return self.rules[0].at(i, self.positions[batch.view(-1, 1, 1, 1), head.view(1, -1, 1, 1), rank4(j)], T, self.S)
-
-    @override
-    def computed_in(self, dtype: torch.dtype) -> AtPositions:
-        rule = self.rules[0].computed_in(dtype)
-        return self if rule is self.rules[0] else replace(self, rules=(rule,))
-
-    @property
-    @override
-    def learns(self) -> bool:
-        return self.rules[0].learns
-
-    @property
-    @override
-    def is_same_for_rows(self) -> bool:
-        return self.rules[0].is_same_for_rows
 
 
 def mask_at_positions(mask: Mask, positions: Tensor, S: int, query: Tensor) -> Mask:

@@ -99,18 +99,39 @@ class Rule:
 
 
 @dataclass(frozen=True, eq=False)
-class PartOf(Rule):
-    """A part of a rule that defines only `at`: the rule is evaluated at the indices of the whole call."""
+class Reindexed(Rule):
+    """Another rule, evaluated at other indices."""
 
     rules: tuple[Rule, ...]
     """The rule; in a tuple, because pytrees look into tuples."""
-    region: Region
-    T: int
-    S: int
 
     def __post_init__(self) -> None:
         for name in ("restricts", "biases"):
             object.__setattr__(self, name, getattr(self.rules[0], name))
+
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Reindexed:
+        rule = self.rules[0].computed_in(dtype)
+        return self if rule is self.rules[0] else replace(self, rules=(rule,))
+
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.rules[0].learns
+
+    @property
+    @override
+    def is_same_for_rows(self) -> bool:
+        return self.rules[0].is_same_for_rows
+
+
+@dataclass(frozen=True, eq=False)
+class PartOf(Reindexed):
+    """A part of a rule that defines only `at`: the rule is evaluated at the indices of the whole call."""
+
+    region: Region
+    T: int
+    S: int
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
@@ -130,21 +151,6 @@ class PartOf(Rule):
         _, _, query, key = self.region.first
         low, high = self.rules[0].reach(first + query, last + query, self.T, self.S)
         return low - key, high - key
-
-    @override
-    def computed_in(self, dtype: torch.dtype) -> PartOf:
-        rule = self.rules[0].computed_in(dtype)
-        return self if rule is self.rules[0] else replace(self, rules=(rule,))
-
-    @property
-    @override
-    def learns(self) -> bool:
-        return self.rules[0].learns
-
-    @property
-    @override
-    def is_same_for_rows(self) -> bool:
-        return self.rules[0].is_same_for_rows
 
 
 def _at_span(at: Callable[[Tensor, Tensor], Tensor], i: Tensor, j: Tensor, axis: int, span: Span | None) -> Tensor:

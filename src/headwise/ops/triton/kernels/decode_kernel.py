@@ -31,6 +31,17 @@ def _good_values(v, at_scales, inside, INT8: tl.constexpr):
 
 
 @triton.jit
+def _biased(s, seen, at_dense, at_diagonals, DENSE: tl.constexpr, DIAGONALS: tl.constexpr):
+    """Scores with the biases added, and the pairs that they leave allowed."""
+    if DENSE:
+        s += tl.load(at_dense, mask=seen, other=0.0).to(tl.float32)
+        seen = seen & (s != float("-inf"))
+    if DIAGONALS:
+        s += tl.load(at_diagonals, mask=seen, other=0.0)
+    return s, seen
+
+
+@triton.jit
 def split(
     Q, K, V, KS, VS, Table, Part, PartLse, Dense, Diagonals, Low, High, Start, Stop,
     s_low, s_high, s_start, s_stop, low, high, always, s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v,
@@ -85,11 +96,7 @@ def split(
             s = softcapped(s, softcap)
         at_d = Dense + b * s_db + h[:, None] * s_dh + t[:, None] * s_dt + j[None, :].to(tl.int64) * s_ds
         at_g = Diagonals + b * s_gb + h[:, None] * s_gh + (T - 1 + j[None, :] - t[:, None])
-        if DENSE:
-            s += tl.load(at_d, mask=seen, other=0.0).to(tl.float32)
-            seen = seen & (s != float("-inf"))
-        if DIAGONALS:
-            s += tl.load(at_g, mask=seen, other=0.0)
+        s, seen = _biased(s, seen, at_d, at_g, DENSE, DIAGONALS)
         s = tl.where(seen, s * LOG2E, float("-inf"))
         v = k  # where values are the first columns of the keys
         if not SHARED:
