@@ -30,6 +30,7 @@ except ImportError:  # run as a script: this folder is on the path, its parent i
     import clock  # type: ignore[import-not-found,no-redef]
     import table  # type: ignore[import-not-found,no-redef]
 
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 WINDOW = {"width": 1280, "height": 900}
 ENGINES = {"WebAssembly": "", "plain JavaScript": "#engine=js"}
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     table.add_delivery(parser)
     options = parser.parse_args()
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
     if chromium is None:
         sys.exit("no Chromium on this machine: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT_WINDOW = {"width": 1440, "height": 1150}
 TOUR_WINDOW = {"width": 1180, "height": 800}
 LARGEST = 300_000
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -40,7 +41,7 @@ def main() -> None:
     chosen.add_argument("--tour", action="store_true", help="take the tour alone")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures")
     arguments = parser.parse_args()
-    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
         sys.exit("no Chromium on this machine: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:

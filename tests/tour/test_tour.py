@@ -70,6 +70,15 @@ def until(page: Any, condition: str, tries: int = 400) -> None:
     raise AssertionError(f"never true: {condition}")
 
 
+def click(page: Any, selector: str) -> None:
+    """Clicks when every section is drawn.
+
+    A section that is drawn meanwhile may move the button between press and release, and a browser then sends no click.
+    """
+    page.evaluate("window.headwise.drawAll()")
+    page.locator(selector).click()
+
+
 def bar(page: Any) -> tuple[str, str]:
     return page.locator("#bar-loss").text_content(), page.locator("#bar-changes").text_content()
 
@@ -214,7 +223,7 @@ def test_what_regroup_wrote_opens(tmp_path: Path, visit: Any) -> None:
 def test_head_off_undo_reset_and_address(visit: Any) -> None:
     page = visit()
     assert bar(page) == ("1.663", "no change")
-    page.locator('#switches [data-item="2.1"]').click()
+    click(page, '#switches [data-item="2.1"]')
     until(page, "document.getElementById('bar-changes').textContent === 'head 2.1 off'")
     assert bar(page)[0] == "2.278" and page.locator("#bar-more").text_content() == "+0.616"
     address = page.evaluate("location.hash")
@@ -295,11 +304,11 @@ def test_keys_walk_through_the_page(visit: Any) -> None:
 
 def test_one_token_at_a_time(visit: Any) -> None:
     page = visit()
-    page.locator("#step-text").click()
+    click(page, "#step-text")
     until(page, "document.getElementById('step-said').textContent.startsWith('128 tokens read')")
     said = page.locator("#step-said").text_content()
     assert "8,256" in said and said.endswith("one whole pass: 0.")
-    page.locator("#step").click()
+    click(page, "#step")
     until(page, "document.getElementById('made').textContent.includes('The model goes on')")
 
 
