@@ -132,7 +132,7 @@ def test_prices_of_another_setting_are_called_old(visit: Any) -> None:
     rest(page)
     assert old.is_visible()
     page.locator("#price").click()
-    rest(page)
+    page.wait_for_selector("#price:not(:disabled)")  # every head is priced
     assert not old.is_visible()
 
 

@@ -42,8 +42,9 @@ on("change", () => {
   clearTimeout(waiting);
   waiting = setTimeout(() => runNow(), 0);
 });
-on("run", () => {
+on("run", async () => {
   for (const part of sections.values()) part.stale = true;
+  await shown(); // the bar has the new loss; the figures take longer
   refresh();
 });
 on("look", () => {

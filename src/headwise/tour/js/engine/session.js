@@ -1,6 +1,7 @@
 // A run that is kept, so that a change of a head costs only the layers from that head on; in slices, so that the page
 // stays quick, and given up where a newer change comes.
 
+const SLICE = 30; // ms of computing after which the page may draw; a frame costs as much as a layer
 const resting = [];
 const channel = new MessageChannel();
 channel.port1.onmessage = () => resting.shift()?.();
@@ -11,6 +12,9 @@ function rest() {
     channel.port2.postMessage(0);
   });
 }
+
+// Lets the page show what has changed so far; a hidden page draws nothing, so nothing is waited for.
+const shown = () => (document.hidden ? rest() : new Promise((go) => requestAnimationFrame(() => rest().then(go))));
 
 class Session {
   constructor(model) {
@@ -34,12 +38,15 @@ class Session {
     const first = kept.length;
     let x = kept.length ? kept.at(-1).after.slice() : model.embedded(ids);
     counts.forwards++;
+    let begun = performance.now();
     for (let l = first; l < model.L; l++) {
       const before = x.slice();
       const seen = model.layer(l, x, T, options, off[l], null);
       kept.push({ key: keys[l + 1], before, after: x.slice(), seen });
+      if (performance.now() - begun < SLICE) continue;
       await rest();
       if (turn !== this.turn) return null;
+      begun = performance.now();
     }
     this.steps = kept;
     const logits = model.logits(x, T);
