@@ -17,7 +17,7 @@ from reports import Elements
 
 from headwise import report
 from headwise.look import Circuits, Composition, HeadWrites
-from headwise.report.circuits_page import MOST_PAIRS
+from headwise.report.circuits.circuits_page import MOST_PAIRS
 
 pytestmark = MARKS
 

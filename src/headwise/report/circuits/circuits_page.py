@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.files.atomic_file import check_destination, put
 
-from .escape import cut
-from .page import joined
+from ..escape import cut
+from ..page import joined
 
 if TYPE_CHECKING:
     from headwise.look import Circuits
@@ -65,7 +65,7 @@ def write_circuits(found: Circuits, path: str | os.PathLike[str]) -> int:
 
 def _data(found: Circuits) -> dict[str, Any]:
     """Return the heads of the strongest pairs with their roles and writes, and the pairs by the heads' numbers."""
-    from .numbers import rounded
+    from ..numbers import rounded
 
     pairs = found.strongest(MOST_PAIRS)
     places = sorted({place for one in pairs for place in (one.reader, one.writer)})
