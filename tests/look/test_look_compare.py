@@ -74,6 +74,18 @@ def test_only_the_head_that_changed_did(before: Look, after: Look) -> None:
     assert len(str(comparison).splitlines()) == 4, "heads that did not move have no line"
 
 
+def test_a_role_that_one_look_did_not_measure_is_neither_lost_nor_gained(before: Look) -> None:
+    less = replace(before, heads=tuple(replace(one, scores=_without(one, "self")) for one in before.heads))
+    assert before.with_role("self")
+    for comparison in (look.compare(before, less), look.compare(less, before)):
+        assert not comparison.changed and comparison.unshared == ("self",)
+        assert "not compared, because only one of the looks measured it: self" in comparison.summary()
+
+
+def _without(head: HeadRecord, role: str) -> dict[str, Any]:
+    return {name: score for name, score in head.scores.items() if name != role}
+
+
 def test_near_sees_what_pooling_hides() -> None:
     """On a text longer than the map, the token before and the own token fall into the same cells."""
     ids = text(167)

@@ -100,8 +100,8 @@ class Redundancy(Tabled):
         from rich.table import Table
 
         check_counts(most=most)
-        table = Table(title="closest heads: 0 = the same, 1 = unrelated", title_justify="left")
-        for name in ("by", "head", "nearest", "distance"):
+        table = Table(title="closest heads", title_justify="left")
+        for name in ("by", "head", "nearest", "distance, 0 to 1"):
             table.add_column(name, justify="left" if name == "by" else "right")
         for by in ("pattern", "output"):
             near: dict[frozenset[tuple[int, int]], float] = {}
