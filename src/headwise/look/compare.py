@@ -157,10 +157,7 @@ class Comparison:
         """Return the lines above the table."""
         counts = f"{len(self.changed)} of {len(self.heads)} heads changed role"
         lines = [f"{visible(self.model)} against {visible(self.other)}: {counts}"]
-        if self.gone:
-            lines.append(f"gone: {_places(self.gone)}")
-        if self.new:
-            lines.append(f"new: {_places(self.new)}")
+        lines += [f"{what}: {_places(heads)}" for what, heads in (("gone", self.gone), ("new", self.new)) if heads]
         if self.guessed:
             lines.append(f"paired by their patterns in layers {', '.join(map(str, self.guessed))}")
         if self.unshared:
@@ -186,12 +183,14 @@ _COLUMNS = ("head", "after", "moved", "JS", "near", "roles", "score that moved m
 
 def _cells(head: HeadChange) -> tuple[str, ...]:
     numbers = ("-" if x is None else f"{x:.3f}" for x in (head.moved, head.divergence, head.near))
-    before, after = (", ".join(visible(label(name)) for name in names) or "-" for names in (head.before, head.after))
+    ways = (("lost", head.before, head.after), ("gained", head.after, head.before))
+    parts = ((what, [visible(label(name)) for name in one if name not in other]) for what, one, other in ways)
+    changes = [f"{what} {', '.join(names)}" for what, names in parts if names]
     largest = head.largest
     most = "-"
     if largest is not None and f"{largest[1]:.2f}" != f"{largest[2]:.2f}":
         most = f"{visible(label(largest[0]))} {largest[1]:.2f} -> {largest[2]:.2f}"
-    roles = before if before == after else f"{before} -> {after}"
+    roles = "; ".join(changes) or ", ".join(map(visible, map(label, head.before))) or "-"
     return f"{head.layer}.{head.head}", f"{head.other_layer}.{head.other_head}", *numbers, roles, most
 
 
