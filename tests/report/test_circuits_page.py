@@ -54,7 +54,8 @@ def drawn(page: Any) -> set[tuple[str, str, str]]:
         ".edge:not(.off):has(text)",
         "(all) => all.map((one) => [one.dataset.ends, one.querySelector('text').textContent])",
     )
-    return {(*(names[int(end)] for end in ends.split()), label) for ends, label in lines}
+    placed = [([names[int(end)] for end in ends.split()], label) for ends, label in lines]
+    return {(writer, reader, label) for (writer, reader), label in placed}
 
 
 EVERY = {

@@ -186,7 +186,8 @@ def write_out(result: Any, out: str | None, as_json: bool) -> None:
     if out.lower().endswith(PAGE):
         from headwise import report
 
-        write = report.write_circuits if hasattr(result, "compositions") else report.write_effects
+        of_circuits = hasattr(result, "compositions")
+        write: Callable[[Any, str], int] = report.write_circuits if of_circuits else report.write_effects
         size, then = write(result, out), ": open it in a browser"
     else:
         from headwise.look import files

@@ -90,7 +90,7 @@ def _data(found: Circuits) -> dict[str, Any]:
             {
                 "layer": place[0],
                 "head": place[1],
-                "role": None if names[place] is None else roles.index(names[place]),
+                "role": None if (name := names[place]) is None else roles.index(name),
                 "writes": [
                     rounded(getattr(writes.get(place), name, None))
                     for name in ("norm", "share", "logit", "copying", "suppressing")
