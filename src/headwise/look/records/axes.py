@@ -7,11 +7,11 @@ The module reads config names that most models share (``patch_size``, ``num_regi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...shapes.arguments import check_counts, check_texts, shown
-from .schema import Inside, each, entries, fields_of, listed, one_error
+from ...shapes.arguments import shown
+from .schema import plain, record, values
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """The kinds of axes. In the last kind, some positions are tokens and some are patches."""
@@ -49,26 +49,15 @@ class Axis:
     label: str = ""
 
     def __post_init__(self) -> None:
-        check_texts(kind=self.kind, label=self.label)
-        check_counts(length=self.length)
+        for name, value in values(Axis, vars(self)).items():
+            object.__setattr__(self, name, value)
         if self.kind not in KINDS:
             raise ValueError(f"an axis is one of {', '.join(KINDS)}; got {shown(self.kind)}")
-        for name, size in (("names", 0), ("cells", 3), ("grids", 2)):
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not all(_fits(one, size) for one in values):
-                wanted = "strings" if not size else f"tuples of {size} whole numbers"
-                raise TypeError(f"an axis's {name} are a tuple of {wanted}; got {shown(values)}")
-            if values and name != "grids" and len(values) != self.length:
+        for name, listed in (("names", self.names), ("cells", self.cells)):
+            if listed and len(listed) != self.length:
                 raise ValueError(
-                    f"an axis of {self.length} places has as many {name}, or none; got {len(values)}; give one each"
+                    f"an axis of {self.length} places has as many {name}, or none; got {len(listed)}; give one each"
                 )
-        apart = self.apart.items() if isinstance(self.apart, Mapping) else [(None, ())]
-        if not all(isinstance(name, str) and _fits(places, None) for name, places in apart):
-            raise TypeError(f"an axis's apart is a dict, names -> tuples of places; got {shown(self.apart)}")
-        self._check_places()
-
-    def _check_places(self) -> None:
-        """Raise ValueError if a grid is empty, or a cell or a position is out of range."""
         for grid in self.grids:
             if min(grid) < 1:
                 raise ValueError(f"an axis's grids have a row and a column at least; got {grid}")
@@ -92,25 +81,12 @@ class Axis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, strings and numbers."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return dict(plain(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
         """Return the axis from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        with one_error("an axis is", data):
-            values = fields_of(cls, data)
-            values["names"] = entries("names", data["names"])
-            values["cells"], values["grids"] = (each(name, data[name], listed) for name in ("cells", "grids"))
-            with Inside(data["apart"], "apart"):
-                values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
-            return cls(**values)
-
-
-def _fits(value: object, size: int | None) -> bool:
-    """Return whether a value is a tuple of `size` ints (None: any number of them), or for size 0 a string."""
-    if size == 0:
-        return isinstance(value, str)
-    return isinstance(value, tuple) and len(value) == (size or len(value)) and all(type(n) is int for n in value)
+        return record(cls, data, "an axis is")
 
 
 def raster(rows: int, columns: int, picture: int = 0) -> list[tuple[int, int, int]]:

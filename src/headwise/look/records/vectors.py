@@ -6,7 +6,6 @@ at 64 dimensions; the rounding errors (half of 1/127 of a row's largest number) 
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from ...nn.hooks.probe import AttentionCall
 from ...ops.statistics.weights import weights
 from ...shapes.arguments import check_counts
-from .schema import Inside, check_fields, entries, one_error
+from .schema import plain, record
 
 TOKENS = 64
 """The most tokens of a text whose vectors are kept."""
@@ -54,20 +53,6 @@ class ByteVectors:
         """Return the vectors, (heads, tokens, dimensions)."""
         steps = np.frombuffer(self.steps, "<f4").reshape(*self.shape[:2], 1)
         return np.frombuffer(self.data, np.int8).reshape(self.shape).astype(np.float32) * steps
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON, with the bytes as base64."""
-        data, steps = (base64.b64encode(part).decode("ascii") for part in (self.data, self.steps))
-        return {"shape": list(self.shape), "data": data, "steps": steps}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
-        """Return the vectors from the output of `to_dict`."""
-        with one_error("rows of bytes are", data):
-            shape = entries("shape", data["shape"])
-            check_fields(cls, {"shape": shape})
-            parts = [_decoded(data, part) for part in ("data", "steps")]
-            return cls((shape[0], shape[1], shape[2]), *parts)
 
 
 @dataclass(frozen=True)
@@ -110,31 +95,12 @@ class Neurons:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, strings and numbers."""
-        plain = {name: getattr(self, name) for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
-        return {
-            **plain,
-            "query": self.query.to_dict(),
-            "key": self.key.to_dict(),
-            "value": None if self.value is None else self.value.to_dict(),
-            "weights": base64.b64encode(self.weights).decode("ascii"),
-        }
+        return dict(plain(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Neurons:
         """Return the record from the output of `to_dict`; raise ValueError if it is invalid."""
-        with one_error("neurons are", data):
-            parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
-            check_fields(cls, parts)
-            for name in ("query", "key", "value"):
-                with Inside(data[name], name):
-                    parts[name] = None if name == "value" and data[name] is None else ByteVectors.from_dict(data[name])
-            return cls(**parts, weights=_decoded(data, "weights"))
-
-
-def _decoded(data: dict[str, Any], name: str) -> bytes:
-    """Return the bytes from the base64 text under a name."""
-    with Inside(data[name], name):
-        return base64.b64decode(data[name], validate=True)
+        return record(cls, data, "neurons are")
 
 
 def rows(vectors: Tensor) -> ByteVectors:
