@@ -7,8 +7,8 @@ The module reads attribute names that most models share: ``config.vocab_size``, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...nn.hooks.probe import AttentionCall
 from ...shapes.arguments import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
-from ..roles.call_tokens import BLANKS, MARKS, Passage, Vocabulary, is_punctuation
+from ..roles.call_tokens import Passage, Vocabulary
 from .repeated_tokens import Repeats
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
@@ -24,17 +24,22 @@ EXTRA_READINGS = ("sentences", "needles")
 
 
 def check_reads_text(model: object) -> None:
-    """Raise an error if this is not a model, or its main input is not text.
-
-    Raises:
-        TypeError: not a module.
-        ValueError: a model of images or sound.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
-    takes = getattr(model, "main_input_name", "input_ids")
+    """Raise TypeError if this is not a model, ValueError if its main input is a picture or a sound."""
+    takes = getattr(checked_model(model), "main_input_name", "input_ids")
     if takes != "input_ids":
         raise ValueError(_no_text(model, f"takes {takes!r}"))
+
+
+def checked_model(model: object) -> nn.Module:
+    """Return a model; raise TypeError if it is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
+    return model
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first weight; the CPU if it has none."""
+    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
 
 
 def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
@@ -45,7 +50,7 @@ def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
         raise ValueError(_no_text(model, what)) from error
 
 
-def _no_text(model: nn.Module, what: str) -> str:
+def _no_text(model: object, what: str) -> str:
     return (
         f"ids are a text, and {type(model).__name__} {what}; give look.at what its processor gives, such as "
         "processor(images=image, return_tensors='pt'), or look at its text part"
@@ -55,8 +60,8 @@ def _no_text(model: nn.Module, what: str) -> str:
 def check_heads(module: object, call: AttentionCall) -> None:
     """Raise ValueError if a module ran a number of query heads that differs from its own or its config's."""
     config = getattr(module, "config", None)
-    words = [_whole(module, "num_heads"), _whole(module, "num_attention_heads"), _whole(config, "num_attention_heads")]
-    counts, heads = [word for word in words if word is not None], call.query.shape[1]
+    said = [(module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads")]
+    counts, heads = [n for owner, name in said if (n := whole_of(owner, name)) is not None], call.query.shape[1]
     if counts and heads not in counts:
         raise ValueError(
             f"module {call.module!r} ran {heads} query heads and has {counts[0]}: the model is split over processes "
@@ -64,7 +69,7 @@ def check_heads(module: object, call: AttentionCall) -> None:
         )
 
 
-def _whole(owner: object, name: str) -> int | None:
+def whole_of(owner: object, name: str) -> int | None:
     """Return an attribute that is an int; None for other types, and if reading it fails."""
     try:
         value = getattr(owner, name, None)
@@ -74,12 +79,7 @@ def _whole(owner: object, name: str) -> int | None:
 
 
 def as_row(ids: object) -> list[int]:
-    """Return the ids of one text from a tensor (T,) or (1, T), an array, or a list of ints.
-
-    Raises:
-        TypeError: the ids are not integers.
-        ValueError: there is no token, or more than one text.
-    """
+    """Return the ids of one text from a tensor (T,) or (1, T), an array, or a list of ints; raise if it is none."""
     try:
         row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -214,8 +214,6 @@ class IdFacts:
     @classmethod
     def of(cls, model: nn.Module, ids: Sequence[int]) -> IdFacts:
         """Read the facts from the model's config and the text."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
         config = text_config(model)
         vocabulary = getattr(config, "vocab_size", None)
         if not isinstance(vocabulary, int):
@@ -264,23 +262,10 @@ def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
 def vocabulary(
     ids: Sequence[int], tokens: Sequence[str], delimiters: Collection[int] | None, facts: IdFacts
 ) -> Vocabulary:
-    """Return the classes of the ids: delimiters are those of the caller, or punctuation marks and newlines."""
-    pairs = list(zip(ids, tokens, strict=True))
-    if delimiters is not None:
-        chosen = frozenset(whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters))
-    else:
-        chosen = frozenset(i for i, token in pairs if token.strip(BLANKS) in MARKS)
-    special = frozenset(facts.special.values())
-    marks = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
-    closers = {facts.special.get("sep")} | (chosen & special) | {i for i, token in pairs if token == "[SEP]"}
-    return Vocabulary(
-        chosen,
-        marks,
-        special,
-        stops=frozenset(i for i, token in pairs if token.strip(BLANKS) == "."),
-        commas=frozenset(i for i, token in pairs if token.strip(BLANKS) == ","),
-        separators=frozenset(i for i in closers if i is not None),
-    )
+    """Return the classes of a text's ids; `Vocabulary.of_pairs` describes the delimiters."""
+    words = Vocabulary.of_pairs([*zip(ids, tokens, strict=True)], delimiters, frozenset(facts.special.values()))
+    closers = {i for name, i in facts.special.items() if name == "sep"}
+    return replace(words, separators=words.separators | closers)
 
 
 def is_pair(model: nn.Module) -> bool:
@@ -288,13 +273,13 @@ def is_pair(model: nn.Module) -> bool:
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
-def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:
-    """Return the inputs of the model: the ids, and for an encoder-decoder those of its decoder.
+def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, Tensor | None]:
+    """Return the ids, and for an encoder-decoder those of its decoder: its start id, then the ids without the last two.
 
-    The decoder reads the start id and then the same ids, one fewer in total than the encoder: the length identifies it.
+    It reads one fewer in total than the encoder, so the length identifies it.
     """
     if not is_pair(model):
-        return (ids_BT,)
+        return ids_BT, None
     start = torch.full_like(ids_BT[:, :1], facts.start)
     return ids_BT, torch.cat([start, ids_BT[:, : max(ids_BT.shape[1] - 2, 0)]], dim=1)
 
@@ -308,16 +293,18 @@ def by_name(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     return {own if name == "pixel_values" else name: value for name, value in values.items()}
 
 
-def lean(model: nn.Module) -> dict[str, Any]:
-    """Return options for a cheaper forward pass, if the model has them: no cache, and only the last logits."""
-    wanted: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
+def forward(
+    model: nn.Module, ids: Tensor | None, target: Tensor | None, call: Mapping[str, Any], *, last: bool = True
+) -> Any:
+    """Return the model's output for the ids of its text and of its decoder's, and other arguments by name.
+
+    The pass is cheap where the model has the options: no cache, and with `last` only the last logits.
+    """
+    wanted = {"use_cache": False} | ({"logits_to_keep": 1} if last else {})
     named = inspect.signature(model.forward).parameters
-    return {name: value for name, value in wanted.items() if name in named}
-
-
-def run(model: nn.Module, rows: tuple[Tensor, ...]) -> None:
-    """Run one cheap forward pass over texts."""
-    options = lean(model)
-    if len(rows) > 1:
-        options["decoder_input_ids"] = rows[1]
-    model(rows[0], **options)
+    options = {name: value for name, value in wanted.items() if name in named} | by_name(model, call)
+    if target is not None:
+        options["decoder_input_ids"] = target
+    if ids is not None and call:
+        options["input_ids"] = ids
+    return model(*[ids] * (ids is not None and not call), **options)

@@ -28,14 +28,14 @@ GRIDS = "image_grid_thw"
 
 
 def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
-    """Return the part of a call: ``"encoder"``, ``"decoder"`` or ``"cross"``.
+    """Return the part of a call, ``"encoder"``, ``"decoder"`` or ``"cross"``: by the names of its module, or its mask.
 
-    In an encoder-decoder (`pair`) the last two names of the module identify cross-attention, and "decoder" or "encoder"
-    in its path the other parts. In other models the mask decides. In torch's own decoder layers ``multihead_attn`` is
-    the cross-attention.
+    The last two names identify cross-attention (in torch's own decoder layers ``multihead_attn``); in an
+    encoder-decoder (`pair`), "decoder" or "encoder" in the path the other parts.
     """
     path = call.module.split(".")
-    of_torch = path[-1] == "multihead_attn" and isinstance(_around(model, call.module), nn.TransformerDecoderLayer)
+    parent = model.get_submodule(".".join(path[:-1]))
+    of_torch = path[-1] == "multihead_attn" and isinstance(parent, nn.TransformerDecoderLayer)
     if of_torch or CROSS.search(".".join(path[-2:])) or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     if pair:
@@ -85,26 +85,17 @@ class Source:
     @classmethod
     def of_rows(cls, model: nn.Module, passages: Sequence[Passage], facts: IdFacts, like: Source | None) -> Source:
         """Return the source of texts of equal length; a two-tower model also gets the media of `like`."""
-        rows = inputs.rows(model, _as_ids(model, [passage.ids for passage in passages]), facts)
+        ids = torch.tensor([[*one.ids] for one in passages], dtype=torch.long, device=inputs.device_of(model))
         call = {} if like is None or like.image_id() is not None else like.beside()
-        return cls(model, (rows[0], rows[1] if len(rows) > 1 else None), passages, call)
+        return cls(model, inputs.rows(model, ids, facts), passages, call)
 
     def beside(self) -> dict[str, Any]:
         """Return the inputs that are not text: pictures and sound."""
         return {name: self.call[name] for name in (PIXELS, GRIDS, *SOUNDS) if name in self.call}
 
     def run(self) -> None:
-        """Run one cheap forward pass with the options of `inputs.lean`."""
-        ids, target = self.texts
-        rows = tuple(row for row in (ids, target) if row is not None)
-        if not self.call:
-            return inputs.run(self.model, rows)
-        options = {**inputs.lean(self.model), **inputs.by_name(self.model, self.call)}
-        if ids is not None:
-            options["input_ids"] = ids
-        if target is not None:
-            options["decoder_input_ids"] = target
-        self.model(**options)
+        """Run one cheap forward pass."""
+        inputs.forward(self.model, *self.texts, self.call)
 
     # -- views of calls ------------------------------------------------------------------------------------------------
 
@@ -145,8 +136,7 @@ class Source:
     def _of_pictures(self, call: AttentionCall, config: Any, again: int) -> View:
         """Return the view of a call in the part for pictures: one row per picture, or one call per picture."""
         (B, _, T, _), pixels = call.query.shape, self.call[PIXELS]
-        side = _side(config)
-        count = pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1] if pixels.ndim == 5 else 1
+        side, count = _side(config), _count(pixels)
         if pixels.ndim >= 4:
             grid = (pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])
             axis, texts = axes.over_patches(grid, T, _whole(config, "num_register_tokens")), range(B)
@@ -215,12 +205,16 @@ class Source:
         if GRIDS in self.call:
             return [tuple(int(n) for n in row) for row in self.call[GRIDS].tolist()]
         pixels = self.call.get(PIXELS)
-        config = next((c for c in (*map(_own_config, self.model.modules()), self.model) if _sees(c)), None)
+        config = self._of_patches()
         if pixels is None or pixels.ndim < 4 or config is None:
             return []
         side = _side(config)
-        one = (1, pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])
-        return [one] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
+        return [(1, pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])] * _count(pixels)
+
+    def _of_patches(self) -> Any:
+        """Return the config of the part for pictures, or the model itself; None if nothing has patches."""
+        configs = (getattr(part, "config", None) for part in self.model.modules())
+        return next((one for one in (*configs, self.model) if _sees(one)), None)
 
     def image_id(self) -> int | None:
         """Return the token id that stands for a patch of a picture."""
@@ -237,8 +231,7 @@ class Source:
         if pixels is not None and pixels.ndim in (4, 5):
             made = [picture_of(one) for one in pixels.flatten(0, pixels.ndim - 4)]
         elif pixels is not None and self.grids():
-            config = next((c for c in map(_own_config, self.model.modules()) if _sees(c)), None)
-            start = 0
+            config, start = self._of_patches(), 0
             for grid in self.grids() if config is not None else ():
                 size = grid[0] * grid[1] * grid[2]
                 side = _whole(config, "spatial_merge_size") or 1
@@ -256,6 +249,11 @@ def _sees(config: Any) -> bool:
     return getattr(config, "patch_size", None) is not None and not isinstance(getattr(config, "vocab_size", None), int)
 
 
+def _count(pixels: Tensor) -> int:
+    """Return the number of pictures, (N, C, height, width) or (B, N, C, height, width); 1 for rows of patches."""
+    return pixels.shape[:-3].numel() if pixels.ndim in (4, 5) else 1
+
+
 def _side(config: Any) -> tuple[int, int]:
     """Return height and width of a patch."""
     size = config.patch_size
@@ -264,30 +262,13 @@ def _side(config: Any) -> tuple[int, int]:
 
 
 def _whole(config: Any, name: str) -> int:
-    """Return an int of a config; 0 if it is missing."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else 0
-
-
-def _around(model: nn.Module, name: str) -> nn.Module:
-    """Return the parent of a module."""
-    return model.get_submodule(name.rpartition(".")[0])
-
-
-def _own_config(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
+    return inputs.whole_of(config, name) or 0
 
 
 def _config(model: nn.Module, name: str) -> Any:
     """Return the config of a module or of its nearest parent that has one; without any, the model itself."""
     while True:
-        config = _own_config(model.get_submodule(name))
+        config = getattr(model.get_submodule(name), "config", None)
         if config is not None or not name:
             return model if config is None else config
         name = name.rpartition(".")[0]
-
-
-def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the ids as (B, T) long on the model's device."""
-    weight = next(model.parameters(), None)
-    return torch.tensor([list(row) for row in rows], dtype=torch.long, device=None if weight is None else weight.device)

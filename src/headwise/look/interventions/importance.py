@@ -18,7 +18,7 @@ from ...shapes.arguments import check_counts, check_texts, shown
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
-from .gates import Survey, learning, rises, survey
+from .gates import Survey, counter, learning, rises, survey
 from .gradients import gradients
 from .losses import Loss, Reading
 from .rank_correlation import spearman
@@ -204,7 +204,7 @@ def importance(
     check_told(name, progress)
     model = unwrap(model)
     texts = all_readings(model, ids, loss=loss, mask_id=mask_id, seed=seed)
-    base, columns, stability = _measured(model, texts, names, progress or (lambda done, total: None))
+    base, columns, stability = _measured(model, texts, names, progress)
     return Importance(
         model=name or model_name(model),
         texts=len(texts),
@@ -247,7 +247,7 @@ Columns = dict[str, list[list[float]]]
 
 
 def _measured(
-    model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object]
+    model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object] | None
 ) -> tuple[Survey, Columns, float | None]:
     """Return the survey, for each criterion its values as ``[layer][head]``, and the stability of ``gradient``."""
     columns: Columns = {}
@@ -257,19 +257,12 @@ def _measured(
     if contributions is not None:
         columns["contribution"] = [contributions.mean(site.layer, site.num_heads, base) for site in base.sites]
     ablations = [name for name in names if name in ("zero", "mean")]
-    done, total = 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations) * len(texts)
-    progress(done, total)
+    step = counter(progress, 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations) * len(texts))
     if "gradient" in names:
         raw, normalised, stability = gradients(model, texts, base)
         columns |= {"gradient": normalised, "gradient_raw": raw}
-        progress(done := done + 1, total)
+        step(1)
     for name in ablations:
-
-        def step(heads: int) -> None:
-            nonlocal done
-            done += heads
-            progress(done, total)
-
         risen = iter(rises(model, texts, base, [[head] for head in base.heads], base.instead(name), step))
         columns[name] = [[next(risen) for _ in range(site.num_heads)] for site in base.sites]
     return base, columns, stability

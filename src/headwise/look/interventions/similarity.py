@@ -20,7 +20,7 @@ from ...shapes.arguments import check_counts, check_numbers
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
-from .losses import Reading, texts_of
+from .losses import Reading, no_loss, texts_of
 
 if TYPE_CHECKING:
     import rich.table
@@ -169,7 +169,7 @@ def redundancy(
     if not isinstance(ids, Mapping) and (len(texts) != 1 or len(texts[0]) < LEAST):
         sizes = [len(text) for text in texts]
         raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
-    [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
+    [text] = all_readings(model, ids, loss=no_loss, mask_id=None, seed=0, labels=False)
     twins: list[SimilarHead] = []
     clusters: tuple[list[Any], list[Any]] = ([], [])
     kinds = kinds_of(model, text)
@@ -210,10 +210,6 @@ def _compared(
     return twins, alike, same
 
 
-def _no_loss(output: Any, ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids), device="cpu")
-
-
 def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, Tensor]]]:
     """Return the calls on a text with their outputs (H, T, V), grouped by their numbers of queries and keys."""
     kinds: dict[tuple[int, int], list[tuple[AttentionCall, Tensor]]] = {}
@@ -238,10 +234,7 @@ def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Dista
     heads = sum(call.query.shape[1] for call in calls)
     places = torch.arange(min(rows, T), device="cpu") * T // min(rows, T)
     columns = S + any(call.sinks is not None for call in calls)
-    total, count = (
-        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
-        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
-    )
+    total, count = torch.zeros(2, heads, heads, dtype=torch.float64, device="cpu")
     for block in places.split(max(1, NUMBERS // (heads * columns))):
         P = torch.cat([_rows(call, block, columns) for call in calls])
         real = P.sum(-1) > 0.5  # a row without any allowed key has no distribution to compare

@@ -77,17 +77,24 @@ class Vocabulary:
             raise TypeError(f"names are what a tokenizer calls its ids, a list of strings; got {shown(names)}")
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"names are strings, one an id; got {shown(names)}")
-        apart = _ids("special", special)
-        if delimiters is None:
-            delimiters = [i for i, name in enumerate(names) if name.strip(BLANKS) in MARKS]
-        marks = (i for i, name in enumerate(names) if i not in apart and is_punctuation(name))
-        chosen = _ids("delimiters", delimiters)
-        stops, commas = (frozenset(i for i, name in enumerate(names) if name.strip(BLANKS) == mark) for mark in ".,")
-        named = frozenset(i for i, name in enumerate(names) if name == "[SEP]")
-        return cls(chosen, frozenset(marks), apart, stops, commas, (chosen & apart) | named)
+        return cls.of_pairs([*enumerate(names)], delimiters, id_set("special", special))
+
+    @classmethod
+    def of_pairs(
+        cls, pairs: Sequence[tuple[int, str]], delimiters: Collection[int] | None, special: frozenset[int]
+    ) -> Vocabulary:
+        """Return the classes of ids from (id, token); without `delimiters`, those are `MARKS`."""
+
+        def spelt(marks: Collection[str]) -> frozenset[int]:
+            return frozenset(i for i, token in pairs if token.strip(BLANKS) in marks)
+
+        chosen = spelt(MARKS) if delimiters is None else id_set("delimiters", delimiters)
+        punctuation = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
+        named = frozenset(i for i, token in pairs if token == "[SEP]")
+        return cls(chosen, punctuation, special, spelt({"."}), spelt({","}), (chosen & special) | named)
 
 
-def _ids(name: str, ids: Collection[int]) -> frozenset[int]:
+def id_set(name: str, ids: Collection[int]) -> frozenset[int]:
     """Return a collection of ids, of any type, as a frozenset."""
     return frozenset(whole_numbers(name, [*ids] if isinstance(ids, Set) else ids))
 
