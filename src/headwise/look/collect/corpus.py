@@ -22,8 +22,7 @@ from ..result import Look
 from ..roles.call_tokens import Passage, Vocabulary
 from ..roles.catalog import ROLES
 from .fingerprint import fingerprint, of_model
-from .forward import OnProgress, Reader, Steps
-from .reduce import MapSizes
+from .forward import OnProgress, Reader
 from .text import BATCH, REPEATS, Ids, look_of, read_more
 from .workers import Shared, check_whole
 
@@ -93,10 +92,17 @@ def over(
     def begin() -> tuple[Reader, Iterator[Ids], Mapping[str, Sequence[Passage]], str]:
         inputs.check_reads_text(model)
         inputs.check_options(name, 1, False, repeats, progress)
-        _check_sums(model, processes, batch, words, state)
+        check_counts(1, batch=batch)
+        check_whole(model, processes)
+        if words is not None and not isinstance(words, Vocabulary):
+            raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
+        if state is not None:
+            check_paths(state=state)
         first, stream = _first_of(texts)
         row = inputs.as_row(first)
-        reader = _reader_of(model, row, words)
+        facts = inputs.IdFacts.of(model, row)
+        known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
+        reader = Reader(model, facts, known, ROLES, (32, 0))
         others = inputs.checked_readings(readings, reader.facts)
         weights = of_model(model) if state is not None or processes.size > 1 else ""  # else not compared
         about = fingerprint(name or inputs.model_name(model), repeats, reader.words, others, row, weights)
@@ -111,23 +117,6 @@ def over(
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
     return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
-
-
-def _reader_of(model: nn.Module, row: Sequence[int], words: Vocabulary | None) -> Reader:
-    """Return a reader of the texts; the first text gives the facts about the model's ids."""
-    facts = inputs.IdFacts.of(model, row)
-    known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
-    return Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
-
-
-def _check_sums(model: nn.Module, processes: Processes, batch: object, words: object, state: object) -> None:
-    """Check the batch size, the model, the words and the state file."""
-    check_counts(1, batch=batch)
-    check_whole(model, processes)
-    if words is not None and not isinstance(words, Vocabulary):
-        raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
-    if state is not None:
-        check_paths(state=state)
 
 
 def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
@@ -175,18 +164,12 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
     try:
         if where.suffix == ".jsonl":
             with where.open(encoding="utf-8-sig") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield from _nonempty(_text_of(line, f"{where}:{number}"))
-        else:
-            yield from _nonempty(where.read_text(encoding="utf-8-sig"))
+                some = (_text_of(line, f"{where}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+                yield from (text for text in some if text.strip())
+        elif (text := where.read_text(encoding="utf-8-sig")).strip():
+            yield text
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
-
-
-def _nonempty(text: str) -> Iterator[str]:
-    if text.strip():
-        yield text
 
 
 def _text_of(line: str, where: str) -> str:

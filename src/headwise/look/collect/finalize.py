@@ -97,13 +97,9 @@ def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
         mass = masses[h]
         plays = role.plays(value, null, count, low, mass)
         evidence = [Evidence(t, i, j, -w) for w, t, i, j in tally.shown.get((role.name, h), ())] if plays else []
-        detail = _detail(role, tally, h, mass) if plays else ""
+        free = tally.detail(role.name, h) if mass is None else f"{mass:.2f} of the weight"
+        detail = free if plays else ""
         yield h, Score(role.name, value, null, role.threshold, count, low, high, plays, tuple(evidence), detail, mass)
-
-
-def _detail(role: Role, tally: LayerTally, h: int, mass: float | None) -> str:
-    """Return the free part of a role that a head plays: of a role of a choice, its weight."""
-    return tally.detail(role.name, h) if mass is None else f"{mass:.2f} of the weight"
 
 
 def _extras(tally: LayerTally, h: int) -> dict[str, float]:

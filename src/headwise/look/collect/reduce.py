@@ -20,20 +20,9 @@ from ..roles.role import Role
 from .sums import MOST_SHOWN, LayerTally
 
 
-@dataclass(frozen=True)
-class MapSizes:
-    """The cells per side of the two maps; the large size is a multiple of the small one, to pool it."""
-
-    small: int
-    large: int
-
-
 @dataclass
 class Uniform:
-    """The statistics of uniform attention under a mask, computed once for each mask that holds no tensor.
-
-    One instance serves one pass; features and targets are those of a scene.
-    """
+    """The statistics of uniform attention in one pass, computed once for each scene and mask that holds no tensor."""
 
     made: dict[tuple[int, str, int, int, int], RowStatistics] = field(default_factory=dict)
 
