@@ -199,7 +199,7 @@ PLACES: list[tuple[tuple[Any, ...], Any, str]] = [
     (MAP, [[0.5], [0.5, 0.25]], "heads[0].map has rows of one length; got [1, 2]"),
     ((*MAP, 0), 3, "heads[0].map[0] is of another kind; got 3"),
     ((*MAP, 1, 0), -0.5, "heads[0].map[1][0] is at least 0; got -0.5"),
-    (("maps", 1, "data"), "?", "maps[1] does not fit: "),
+    (("maps", 1, "data"), "?", "maps[1].data does not fit: "),
     (("maps", 0), {}, "maps[0].rows is missing"),
     (("maps", 0, "columns"), 2, "maps[0] does not fit: a map of "),
     (("neurons", 0, "query", "shape"), [1, 2], "neurons[0].query.shape is a list of 3; got (1, 2)"),

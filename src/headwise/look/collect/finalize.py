@@ -84,17 +84,16 @@ def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
     sums = tally.roles.get(role.name)
     if sums is None:
         return
-    values, nulls, counts = sums.means()
+    values, nulls, weights, counts = sums.means()
     ends = sums.interval()
     tops = rounded(values, 6)
     chance = rounded(nulls, 6) if sums.has_null else [None] * tally.heads
-    masses = [None] * tally.heads if role.mass is None else rounded(sums.masses(), 6)
+    masses = [None] * tally.heads if role.mass is None else rounded(weights, 6)
     lows, highs = ([None] * tally.heads, [None] * tally.heads) if ends is None else (rounded(end, 6) for end in ends)
     for h, count in enumerate(counts.tolist()):
         if count == 0:
             continue
-        value, null, low, high = tops[h], chance[h], lows[h], highs[h]
-        mass = masses[h]
+        value, null, low, high, mass = tops[h], chance[h], lows[h], highs[h], masses[h]
         plays = role.plays(value, null, count, low, mass)
         evidence = [Evidence(t, i, j, -w) for w, t, i, j in tally.shown.get((role.name, h), ())] if plays else []
         free = tally.detail(role.name, h) if mass is None else f"{mass:.2f} of the weight"

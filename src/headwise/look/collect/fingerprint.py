@@ -32,10 +32,9 @@ def fingerprint(
     first: Sequence[int],
     model: str = "",
 ) -> str:
-    """Return the SHA-256 of what two runs must share before their sums may be added.
+    """Return the SHA-256 of what two runs must share before their sums may be added; `model` is that of `of_model`.
 
-    It covers the model, version, roles, words, readings and first text of the corpus. Thresholds are not included: they
-    are compared with the sums at the end. `model` is the result of `of_model`.
+    Thresholds are not included: they are compared with the sums at the end.
     """
     listed = [sorted(getattr(words, one.name)) for one in fields(words)]
     roles = [[role.name, role.formula, role.reads, sorted(role.over)] for role in ROLES]

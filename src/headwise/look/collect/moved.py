@@ -28,15 +28,11 @@ SHORT = 1024
 
 
 class MovedByLayer:
-    """Measures what the weights move, each call right before its output projection runs.
-
-    Attributes:
-        maps: The map of each head, in the order of the calls; empty ones where it is not measured.
-    """
+    """Measures what the weights move, each call right before its output projection runs."""
 
     def __init__(self, model: nn.Module, pool: int) -> None:
         self.model, self.pool = model, pool
-        self.maps: list[HeadMap] = []
+        self.maps: list[HeadMap] = []  # of each head, in the order of the calls; empty where it is not measured
         self._last: tuple[AttentionCall, LayerTally, int] | None = None
 
     def search(self) -> AbstractContextManager[ProjectionSearch | None]:

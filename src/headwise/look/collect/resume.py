@@ -49,11 +49,7 @@ def pack(about: str, tallies: Sequence[LayerTally], done: int = 0, length: int =
 
 
 def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], int, int]:
-    """Return the sums, the number of texts and the number of tokens from a file.
-
-    Raises:
-        ValueError: the file is not such a state, or belongs to another model, version or options.
-    """
+    """Return the sums, the number of texts and of tokens from a file; raise ValueError if it is not of this run."""
     where = Path(path)
     try:
         if not where.is_file():

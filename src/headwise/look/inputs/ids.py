@@ -193,23 +193,14 @@ def text_config(model: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class IdFacts:
-    """The facts about a model's ids, and the first and last id of a text.
+    """The facts about a model's ids, and the first and last id of a text."""
 
-    Attributes:
-        vocabulary: the number of ids: from the config, else the rows of the first embedding; None without both.
-        positions: the most tokens of a text; None if the config does not have it.
-        special: the special ids in the config, by ``bos``, ``eos``, ``pad``, ...
-        first: the first id of the text.
-        last: the last id of the text.
-        apart: all token ids that the config names: placeholders of pictures and others; random text excludes them.
-    """
-
-    vocabulary: int | None
-    positions: int | None
-    special: dict[str, int]
+    vocabulary: int | None  # the number of ids: from the config, else the rows of the first embedding
+    positions: int | None  # the most tokens of a text, if the config has it
+    special: dict[str, int]  # the special ids in the config, by ``bos``, ``eos``, ``pad``, ...
     first: int
     last: int
-    apart: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()  # all ids that the config names, such as placeholders of pictures
 
     @classmethod
     def of(cls, model: nn.Module, ids: Sequence[int]) -> IdFacts:

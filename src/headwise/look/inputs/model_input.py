@@ -61,25 +61,15 @@ class View:
 
 @dataclass
 class Source:
-    """The input of one forward pass.
-
-    Attributes:
-        model: the model that runs.
-        texts: ids (B, T) of its text part, and those of its decoder; None without such a part.
-        passages: one for each row of the texts; without texts, one for each picture or sound.
-        call: the other arguments of the model, by name.
-        names: the tokens of the two texts.
-        own: whether the decoder's text differs from the encoder's.
-        axes: the axes of the calls so far.
-    """
+    """The input of one forward pass."""
 
     model: nn.Module
-    texts: tuple[Tensor | None, Tensor | None]
-    passages: Sequence[Passage]
-    call: Mapping[str, Any] = field(default_factory=dict)
-    names: tuple[Sequence[str], Sequence[str]] = ((), ())
-    own: bool = False
-    axes: list[Axis] = field(default_factory=list)
+    texts: tuple[Tensor | None, Tensor | None]  # ids (B, T) of its text part, and those of its decoder
+    passages: Sequence[Passage]  # one for each row of the texts; without texts, one for each picture or sound
+    call: Mapping[str, Any] = field(default_factory=dict)  # the other arguments of the model
+    names: tuple[Sequence[str], Sequence[str]] = ((), ())  # the tokens of the two texts
+    own: bool = False  # whether the decoder's text differs from the encoder's
+    axes: list[Axis] = field(default_factory=list)  # of the calls so far
     numbers: dict[object, int] = field(default_factory=dict)
 
     @classmethod
@@ -100,11 +90,7 @@ class Source:
     # -- views of calls ------------------------------------------------------------------------------------------------
 
     def view(self, call: AttentionCall, part: str, again: int) -> View:
-        """Return the tokens or patches at the queries and keys of a call.
-
-        Raises:
-            ValueError: the model does not keep each text, or each picture, in one row.
-        """
+        """Return the tokens or patches at the queries and keys of a call; raise ValueError if a text has many rows."""
         T, S = call.query.shape[2], call.key.shape[2]
         config = _config(self.model, call.module)
         if PIXELS in self.call and _sees(config) and part != "cross":

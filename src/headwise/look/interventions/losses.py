@@ -30,27 +30,16 @@ MASKED = 0.15
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One text for one model, or one picture or sound.
+    """One text for one model, or one picture or sound."""
 
-    Attributes:
-        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder; empty if `call` has all.
-        labels: (1, T') long: the correct id for the logits at each position; -100 at positions without a loss.
-        vocabulary: the number of ids of the model, or 1 if unknown.
-        loss: the user's function, instead of cross entropy with the labels; or None.
-        call: the model's arguments by name, if they are more than a text.
-        classes: whether the logits are of classes, and the labels are the predictions of the unchanged model.
-        embedded: (1, M) the embedding of the unchanged model, from which the loss is the drift; or None.
-        last: whether only the logits of the last position are needed; models that can, compute no others.
-    """
-
-    inputs: tuple[Tensor, ...]
-    labels: Tensor
-    vocabulary: int = 1
-    loss: Loss | None = None
-    call: Mapping[str, Tensor] = field(default_factory=dict)
-    classes: bool = False
-    embedded: Tensor | None = None
-    last: bool = False
+    inputs: tuple[Tensor, ...]  # (1, T): the ids, and for an encoder-decoder those of its decoder; or all is in `call`
+    labels: Tensor  # (1, T') long: the correct id for the logits at each position; -100 at positions without a loss
+    vocabulary: int = 1  # the number of ids of the model, or 1 if unknown
+    loss: Loss | None = None  # the user's function, instead of cross entropy with the labels
+    call: Mapping[str, Tensor] = field(default_factory=dict)  # the model's arguments, if they are more than a text
+    classes: bool = False  # whether the logits are of classes, and the labels the predictions of the unchanged model
+    embedded: Tensor | None = None  # (1, M): the embedding of the unchanged model, from which the loss is the drift
+    last: bool = False  # whether only the logits of the last position are needed
 
     def output(self, model: nn.Module, rows: int = 1) -> Any:
         """Return the output of the model for the text, repeated in `rows` rows."""
@@ -106,10 +95,7 @@ class Reading:
 
     @property
     def many(self) -> bool:
-        """True if copies of it can run in one batch.
-
-        Classifiers find the last token of each row by the padding id; without one they take only one row.
-        """
+        """True if copies can run in one batch; classifiers need a padding id for that, to find the last token."""
         return not self.classes and all(x.shape[0] == 1 for x in self.call.values())
 
     @property

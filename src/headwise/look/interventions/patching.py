@@ -257,11 +257,7 @@ def _gap(clean: float, corrupted: float) -> float:
 
 
 def _rows_of_one_length(clean: Any, corrupted: Any) -> list[list[int]]:
-    """Return the ids of both texts.
-
-    Raises:
-        ValueError: the texts have different lengths.
-    """
+    """Return the ids of both texts; raise ValueError if they have different lengths."""
     rows = [as_row(clean), as_row(corrupted)]
     if len(rows[0]) != len(rows[1]):
         raise ValueError(

@@ -130,35 +130,19 @@ class NameSigns(Protocol):
 
 @dataclass(frozen=True)
 class CallTokens:
-    """The tokens at the queries (B, T) and keys (B, S) of a call.
+    """The tokens at the queries and keys of a call."""
 
-    Attributes:
-        queries: (B, T) ids.
-        keys: (B, S) ids.
-        ahead: whether a query may attend to later positions; None in cross-attention, whose positions are of two texts.
-        words: the classes of ids.
-        passages: the B texts.
-        moved: the shifts of the queries' and the keys' texts relative to the passage: 1 in the decoder of an
-            encoder-decoder, which begins with its own start token.
-        known: whether the queries and keys are the passages' tokens; some models attend to other inputs.
-        usual: by link, the most frequent distance from a query back to its links, over all passages
-            (`usual_distances`).
-        axes: the axes of the queries and keys.
-        among: (B, T) bool, the queries that count; None for all of them.
-        copying: what heads do to the logits of the names in the passages; None if that is not known.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    ahead: bool | None
+    queries: Tensor  # (B, T) ids
+    keys: Tensor  # (B, S) ids
+    ahead: bool | None  # whether a query may attend to later positions; None in cross-attention, of two texts
     words: Vocabulary
-    passages: tuple[Passage, ...]
-    moved: tuple[int, int] = (0, 0)
-    known: bool = True
-    usual: Mapping[str, int] = field(default_factory=dict)
+    passages: tuple[Passage, ...]  # the B texts
+    moved: tuple[int, int] = (0, 0)  # the shifts of queries and keys from the passage: 1 behind a decoder's start token
+    known: bool = True  # whether the queries and keys are the passages' tokens; some models attend to other inputs
+    usual: Mapping[str, int] = field(default_factory=dict)  # `usual_distances` over all passages
     axes: tuple[Axis, Axis] = (TEXTS, TEXTS)
-    among: Tensor | None = None
-    copying: NameSigns | None = None
+    among: Tensor | None = None  # (B, T) bool: the queries that count; None for all of them
+    copying: NameSigns | None = None  # what heads do to the logits of the names in the passages, if that is known
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], T]) -> T:

@@ -58,19 +58,12 @@ def device_of_mask(call: AttentionCall) -> torch.device:
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """The statistics of one attention call.
-
-    Attributes:
-        call: the call itself.
-        scene: its tokens.
-        rows: its statistics, (B, H).
-        uniform: the statistics of uniform attention on the same tokens under the same mask, (B, 1).
-    """
+    """The statistics of one attention call; all tensors of statistics are on the CPU."""
 
     call: AttentionCall
     scene: CallTokens
-    rows: RowStatistics
-    uniform: RowStatistics
+    rows: RowStatistics  # (B, H)
+    uniform: RowStatistics  # (B, 1): of uniform attention on the same tokens under the same mask
     kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
@@ -152,19 +145,14 @@ class CallStatistics:
 
 @dataclass(frozen=True)
 class ScoreSums:
-    """Sums over queries, and the number of queries, by text and head; a width of 1 stands for all heads.
-
-    `null` and `against` are the chance levels of two controls, of which the larger counts; None without a control.
-    `detail` returns the free part of the role for a text and a head. `mass` is the weight on right choices, for
-    measures of a choice.
-    """
+    """Sums over queries, and the number of queries, by text and head; a width of 1 stands for all heads."""
 
     total: Tensor
     count: Tensor
-    null: Tensor | None
-    against: Tensor | None = None
-    detail: Callable[[int, int], str] | None = None
-    mass: Tensor | None = None
+    null: Tensor | None  # the chance level of the control, if there is one
+    against: Tensor | None = None  # that of a second control; the larger counts
+    detail: Callable[[int, int], str] | None = None  # the free part of the role for a text and a head
+    mass: Tensor | None = None  # the weight on right choices, for measures of a choice
 
 
 class Measure(ABC):
