@@ -184,22 +184,28 @@ class CallTokens:
 
         Key 0 is left out: in a model without a special first token the first word is the sink of most heads.
         """
-        return self.once(("links", name), lambda: self._links(name))
 
-    def _links(self, name: str) -> Tensor | None:
-        lists = [passage.links.get(name, ()) for passage in self.passages]
-        if not self.known or not any(any(row) for row in lists):
-            return None
-        T, S = self.queries.shape[1], self.keys.shape[1]
-        behind, before = self.moved
-        width = max(len(keys) for row in lists for keys in row)
-        out = torch.full((len(lists), T, width), -1, dtype=torch.long, device="cpu")
-        for b, row in enumerate(lists):
-            for i, keys in enumerate(row):
-                kept = [j + before for j in keys if 0 < j + before < S and (self.ahead is not False or j <= i)]
-                if i + behind < T and kept:
-                    out[b, i + behind, : len(kept)] = torch.tensor(kept, device="cpu")
-        return out
+        def make() -> Tensor | None:
+            lists = [passage.links.get(name, ()) for passage in self.passages]
+            if not self.known or not any(any(row) for row in lists):
+                return None
+            T, S = self.queries.shape[1], self.keys.shape[1]
+            behind, before = self.moved
+            rows: list[list[list[int]]] = [[[] for _ in range(T)] for _ in lists]
+            for b, row in enumerate(lists):
+                for i, keys in enumerate(row[: T - behind]):
+                    kept = (j + before for j in keys if self.ahead is not False or j <= i)
+                    rows[b][i + behind] = [j for j in kept if 0 < j < S]
+            return padded(rows, max(len(keys) for row in lists for keys in row))
+
+        return self.once(("links", name), make)
+
+
+def padded(lists: Sequence[Sequence[Sequence[int]]], width: int | None = None) -> Tensor:
+    """Return the keys of each query as (B, T, width) long, with -1 behind the last; the default is the widest."""
+    width = max((len(keys) for rows in lists for keys in rows), default=0) if width is None else width
+    rows = [[[*keys, *[-1] * (width - len(keys))] for keys in one] for one in lists]
+    return torch.tensor(rows, dtype=torch.long, device="cpu").view(len(lists), len(lists[0]), width)
 
 
 def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:

@@ -18,11 +18,15 @@ A[i, j] below is the weight of query i on key j; means are over the queries that
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
 
 from ..records import axes
 from . import spatial_measures as placed
 from . import text_measures as links
-from .call_tokens import FIRST, SECOND
+from .call_tokens import FIRST, SECOND, CallTokens
 from .choice_measures import Argmax
 from .measures import FAR, AtOffset, BandShare, OfRows, OnKeys, OnLinks
 from .name_measures import OnNames
@@ -59,7 +63,7 @@ def _neighbour(name: str, rows: int, columns: int) -> Role:
     """Return the role of attending to the next patch in one direction."""
     formula = f"pictures: mean_i A[i, j] on the patch {_SHIFTS[rows, columns]} of patch i"
     control = f"{_UNIFORM}; the same head on shuffled links"
-    measure = OnLinks(placed.shifted((rows, columns)))
+    measure = OnLinks(partial(placed.shifted, (rows, columns)))
     return Role(name, formula, 0.5, _CORDONNIER + _OURS, control, measure, over=PATCHES)
 
 
@@ -67,14 +71,14 @@ _SHIFTS = {(0, -1): "to the left", (0, 1): "to the right", (-1, 0): "above", (1,
 _CORDONNIER = "Cordonnier et al. 2020, arXiv 1911.03584 (heads that attend at a fixed shift of pixels)"
 
 
-def _line(name: str, which: int) -> Role:
+def _line(name: str, links: Callable[[CallTokens], Tensor | None]) -> Role:
     return Role(
         name,
         f"pictures: mean_i sum of A[i, j] over the patches j in the {name[5:]} of patch i, more than one away",
         0.5,
         f"Ho et al. 2019, arXiv 1912.12180 (attention along an axis){_OURS}",
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(placed.in_line(which)),
+        OnLinks(links),
         over=PATCHES,
     )
 
@@ -86,7 +90,7 @@ def _apart(name: str, places: str, source: str) -> Role:
         0.6,
         source,
         _UNIFORM,
-        OnLinks(placed.to_apart(places), against=None),
+        OnLinks(partial(placed.to_apart, places), against=None),
         over=PATCHES,
         state=True,
     )
@@ -169,7 +173,7 @@ ROLES: tuple[Role, ...] = (
         0.4,
         "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.copies("induction")),
+        OnLinks(partial(links.copies, "induction")),
         reads=COPIES,
     ),
     _mover("name mover", "comes next", _RAISES, 1),
@@ -182,7 +186,7 @@ ROLES: tuple[Role, ...] = (
         0.4,
         _IOI + _OURS,
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.copies("duplicate")),
+        OnLinks(partial(links.copies, "duplicate")),
         reads=COPIES,
     ),
     Role(
@@ -203,7 +207,7 @@ ROLES: tuple[Role, ...] = (
         0.4,
         f"Bahdanau et al. 2014, arXiv 1409.0473 (soft alignment), on a decoder that reads the encoder's text{_OURS}",
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.aligned(0)),
+        OnLinks(partial(links.aligned, 0)),
     ),
     Role(
         "alignment, next",
@@ -211,7 +215,7 @@ ROLES: tuple[Role, ...] = (
         0.4,
         f"as alignment{_OURS}",
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.aligned(1)),
+        OnLinks(partial(links.aligned, 1)),
     ),
     # places, which account for more than half of the weight of all queries
     _at(-1, "previous-token", f"{_IOI}; threshold: {_CLARK}"),
@@ -298,15 +302,15 @@ ROLES: tuple[Role, ...] = (
         placed.NeighbourShare(),
         over=PATCHES,
     ),
-    _line("same row", 0),
-    _line("same column", 1),
+    _line("same row", placed.in_row),
+    _line("same column", placed.in_column),
     Role(
         "local band",
         f"mean_i sum of A[i, j] over |i - j| <= {FAR}, where no single offset exceeds 0.5",
         0.8,
         f"Voita et al. 2019 and Child et al. 2019 (arXiv 1904.10509) describe such heads{_OURS}",
         _UNIFORM,
-        BandShare(FAR),
+        BandShare(),
         over=LINE,
     ),
     # states

@@ -105,11 +105,6 @@ class CallStatistics:
         return torch.arange(keys.shape[2], device="cpu") - keys
 
     @cached_property
-    def distance(self) -> Tensor:
-        """The distance from the query back to its largest weight, (B, H, T); not meaningful for empty rows."""
-        return self.back(self.largest_key)
-
-    @cached_property
     def choosing(self) -> Tensor:
         """Whether a query may attend to at least two keys, (B, H, T) bool; otherwise its weights show nothing."""
         return self.rows.keys.cpu() > 1
@@ -203,18 +198,16 @@ class AtOffset(Measure):
 
 @dataclass(frozen=True)
 class BandShare(Measure):
-    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 if one offset exceeds half; null: uniform attention.
+    """Mean of the sum of A[i, j] over |i - j| <= FAR, 0 if one offset exceeds half; null: uniform attention.
 
     Queries that may attend to one key only do not count.
     """
-
-    reach: int
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the masses of the offsets, each over the queries that have such a key."""
         if got.scene.cross:
             return None
-        parts = [_offset(got, k) for k in OFFSETS if abs(k) <= self.reach]
+        parts = [_offset(got, k) for k in OFFSETS]
         total, null = (torch.stack([part[which] for part in parts]).sum(0) for which in (0, 1))
         most = torch.stack([total / count.clamp(min=1) for total, _, count in parts]).amax(0)
         count = got.uniform.rows.double().cpu() - (got.uniform.keys.cpu() == 1).sum(-1)
@@ -222,7 +215,7 @@ class BandShare(Measure):
 
     def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
         """Return whether the key is in the band of a query that has a choice."""
-        return (got.back(keys).abs() <= self.reach) & got.choosing
+        return (got.back(keys).abs() <= FAR) & got.choosing
 
 
 def _offset(got: CallStatistics, offset: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,14 +277,15 @@ class OnLinks(Measure):
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Return the links and the control's links as targets."""
-        return scene.once(("asks", name), lambda: self._asks(name, scene))
 
-    def _asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        links = self._links(name, scene)
-        if links is None or not bool((links >= 0).any()):
-            return NOTHING
-        other = {} if self.against is None else {_against(name): self.against(links, scene)}
-        return StatisticsRequest({}, {name: links, **other})
+        def make() -> StatisticsRequest:
+            links = self._links(name, scene)
+            if links is None or not bool((links >= 0).any()):
+                return NOTHING
+            other = {} if self.against is None else {_against(name): self.against(links, scene)}
+            return StatisticsRequest({}, {name: links, **other})
+
+        return scene.once(("asks", name), make)
 
     def _links(self, name: str, scene: CallTokens) -> Tensor | None:
         return scene.once(name, lambda: self.links(scene))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..inputs.repeated_tokens import as_tensors
-from .call_tokens import CallTokens
+from ..inputs.repeated_tokens import targets
+from .call_tokens import CallTokens, padded
 from .measures import FAR, CallStatistics, ScoreSums, device_of_mask
 
 FEW_KEYS = 8
@@ -26,30 +25,22 @@ def first(scene: CallTokens) -> Tensor:
     return links
 
 
-def copies(name: str) -> Callable[[CallTokens], Tensor | None]:
-    """Return a function for links to earlier copies of a token, or to their next tokens (`repeated_tokens.targets`)."""
-
-    def links(scene: CallTokens) -> Tensor | None:
-        copies = [passage.copies for passage in scene.passages]
-        if scene.ahead is None or not scene.known or None in copies:
-            return None
-        rows = [replace(one, ids=ids) for one, ids in zip(copies, scene.queries.tolist(), strict=True) if one]
-        return as_tensors(rows, ahead=scene.ahead)[name]
-
-    return links
+def copies(name: str, scene: CallTokens) -> Tensor | None:
+    """Return the links to earlier copies of a token, or to their next tokens (`repeated_tokens.targets`)."""
+    drawn = [passage.copies for passage in scene.passages]
+    if scene.ahead is None or not scene.known or None in drawn:
+        return None
+    rows = [replace(one, ids=ids) for one, ids in zip(drawn, scene.queries.tolist(), strict=True) if one]
+    return padded([targets(one, ahead=scene.ahead)[name] for one in rows])
 
 
-def aligned(shift: int) -> Callable[[CallTokens], Tensor | None]:
-    """Return a function for links of a decoder's query to the encoder's key of the same token, or `shift` later."""
-
-    def links(scene: CallTokens) -> Tensor | None:
-        if not scene.cross or not scene.known or scene.moved != (1, 0):
-            return None
-        T, S = scene.queries.shape[1], scene.keys.shape[1]
-        keys = torch.arange(T, device="cpu") - 1 + shift
-        return torch.where((keys >= 0) & (keys < S), keys, -1)[None, :, None]
-
-    return links
+def aligned(shift: int, scene: CallTokens) -> Tensor | None:
+    """Return the links of a decoder's query to the encoder's key of the same token, or `shift` later."""
+    if not scene.cross or not scene.known or scene.moved != (1, 0):
+        return None
+    T, S = scene.queries.shape[1], scene.keys.shape[1]
+    keys = torch.arange(T, device="cpu") - 1 + shift
+    return torch.where((keys >= 0) & (keys < S), keys, -1)[None, :, None]
 
 
 def broad(got: CallStatistics) -> ScoreSums:
@@ -95,7 +86,8 @@ def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
     """Return the count of rows with their largest weight at the most frequent far offset, and T + that: (B, H)."""
 
     def make() -> Tensor:
-        far = torch.where((got.largest_key >= 0) & (got.distance.abs() > FAR), got.distance, 0)
+        distance = got.back(got.largest_key)
+        far = torch.where((got.largest_key >= 0) & (distance.abs() > FAR), distance, 0)
         B, H, T = far.shape
         counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
         return torch.stack(counts.max(-1))
