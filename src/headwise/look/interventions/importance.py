@@ -19,9 +19,8 @@ from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
 from .gates import Survey, counter, learning, rises, survey
-from .gradients import gradients
+from .gradients import gradients, spearman
 from .losses import Loss, Reading
-from .rank_correlation import spearman
 
 if TYPE_CHECKING:
     import rich.table

@@ -294,33 +294,13 @@ def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tu
 
 
 def linked(distances: Distances, threshold: float) -> list[list[int]]:
-    """Return clusters by average linkage up to a mean distance of `threshold`, sorted by their first members.
-
-    The nearest-neighbor chain algorithm takes O(n^2) and gives the same merges as merging the closest pair first.
-    """
+    """Return clusters by average linkage up to a mean distance of `threshold`, sorted by their first members."""
     gap = distances.astype(float) + np.where(np.eye(len(distances), dtype=bool), np.inf, 0.0)
-    members = {n: [n] for n in range(len(gap))}
-    groups = {n: n for n in members}  # a head -> the representative of its cluster
-    chain: list[int] = []
-    while len(members) > 1:
-        chain = chain or [next(iter(members))]
-        last = chain[-1]
-        near = int(gap[last].argmin())
-        if len(chain) > 1 and gap[last, chain[-2]] <= gap[last, near]:
-            near = chain[-2]
-        if len(chain) < 2 or near != chain[-2]:
-            chain.append(near)
-            continue
-        chain = chain[:-2]
-        if gap[last, near] <= threshold:
-            old, new = groups[last], groups[near]
-            groups = {n: new if group == old else group for n, group in groups.items()}
-        a, b = len(members[last]), len(members[near])
-        gap[near] = gap[:, near] = (a * gap[last] + b * gap[near]) / (a + b)
-        gap[near, near] = np.inf
-        gap[last] = gap[:, last] = np.inf
-        members[near] += members.pop(last)
-    groups_of: dict[int, list[int]] = {}
-    for n, group in groups.items():
-        groups_of.setdefault(group, []).append(n)
-    return [*groups_of.values()]
+    groups = {n: [n] for n in range(len(gap))}
+    while True:
+        a, b = sorted(divmod(int(gap.argmin()), len(gap)))
+        if gap[a, b] > threshold:
+            return [*groups.values()]
+        gap[a] = gap[:, a] = (len(groups[a]) * gap[a] + len(groups[b]) * gap[b]) / (len(groups[a]) + len(groups[b]))
+        gap[a, a] = gap[b] = gap[:, b] = np.inf
+        groups[a] = sorted(groups[a] + groups.pop(b))
