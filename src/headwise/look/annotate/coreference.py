@@ -51,10 +51,6 @@ class _Open:
     mentions: list[Mention] = field(default_factory=list)
     size: int = 0
 
-    def open(self, label: str, kind: str, number: int, first: int) -> None:
-        """Begin a mention, or a part of one."""
-        self.opened.setdefault(label, []).append((number, first, kind))
-
     def close(self, label: str, number: int, last: int) -> None:
         """End a mention, or a part of one."""
         if not self.opened.get(label):
@@ -86,13 +82,7 @@ class _Open:
 
 
 def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -> tuple[Mention, ...]:
-    """Return the mentions of a sentence, sorted by first word, longer ones first.
-
-    Args:
-        tokens: the line number and the library's token of each line.
-        order: the order of the fields in an opening bracket.
-        wrong: creates the error for a line.
-    """
+    """Return the mentions of a sentence, sorted by first word, longer ones first, from its (line number, token)."""
     brackets = _Open(wrong)
     done = 0  # words so far: an empty node begins at the next word and ends at the last one
     for number, token in tokens:
@@ -108,7 +98,7 @@ def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -
             if opens or label not in brackets.opened:  # some corpora repeat all fields in the closing bracket
                 label, kind = order.read(label.split("-"))
             if opens:
-                brackets.open(label, kind, number, done)
+                brackets.opened.setdefault(label, []).append((number, done, kind))
             if closes:
                 brackets.close(label, number, done if real else done - 1)
         done += real

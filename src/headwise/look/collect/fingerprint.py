@@ -61,26 +61,19 @@ def of_model(model: nn.Module) -> str:
     >>> of_model(same) == of_model(same), of_model(same) == of_model(other)
     (True, False)
     """
-    digest = hashlib.sha256(json.dumps(_config_of(model), sort_keys=True, default=_kind).encode())
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    config = _stable(to_dict()) if callable(to_dict) else None
+    # the type of a value that JSON cannot store: its repr may contain an address that changes
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=lambda one: type(one).__name__).encode())
     for name, weight in model.state_dict().items():
         here = weight.to_local() if hasattr(weight, "to_local") else weight
         if isinstance(here, Tensor):
             digest.update(json.dumps([name, str(here.dtype), [*here.shape]]).encode())
             if here.layout == torch.strided and not here.is_meta:
                 with suppress(RuntimeError, TypeError):  # a quantized weight may have no bytes; its name is included
-                    _add(digest, here)
+                    for part in here.detach().reshape(-1).view(torch.uint8).split(CHUNK):
+                        digest.update(part.cpu().numpy())
     return digest.hexdigest()
-
-
-def _add(digest: Any, weight: Tensor) -> None:
-    for part in weight.detach().reshape(-1).view(torch.uint8).split(CHUNK):
-        digest.update(part.cpu().numpy())
-
-
-def _config_of(model: nn.Module) -> Any:
-    """Return the configuration as a dictionary without volatile keys, or None if there is none."""
-    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-    return _stable(to_dict()) if callable(to_dict) else None
 
 
 def _stable(value: Any) -> Any:
@@ -88,8 +81,3 @@ def _stable(value: Any) -> Any:
         kept = {str(name): one for name, one in value.items() if not str(name).startswith("_")}
         return {name: _stable(one) for name, one in kept.items() if name not in VOLATILE}
     return [*map(_stable, value)] if isinstance(value, (list, tuple)) else value
-
-
-def _kind(value: object) -> str:
-    """Return the type's name for a value that JSON cannot store; its repr may contain an address that changes."""
-    return type(value).__name__

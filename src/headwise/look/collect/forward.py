@@ -26,7 +26,7 @@ from ..roles.catalog import TEXT
 from ..roles.role import Role
 from ..roles.spatial_measures import only
 from .moved import SHORT, MovedByLayer
-from .reduce import Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
+from .reduce import add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
 from .sums import ON_PICTURE, LayerTally
 
 OnProgress = Callable[[int, int], object]
@@ -75,7 +75,7 @@ class Reader:
         """Run one forward pass over the input of a source."""
         roles = [role for role in self.roles if role.reads == reads]
         scenes: dict[object, CallTokens] = {}
-        uniform, again, pair = Uniform(), Counter[str](), inputs.is_pair(self.model)
+        again, pair = Counter[str](), inputs.is_pair(self.model)
         (small, large), total = self.sizes, 0
         pool = max(small, large) if reads == TEXT else 1
         self.maps, self.neurons, moving = [], [], MovedByLayer(self.model, pool)
@@ -101,7 +101,7 @@ class Reader:
                 self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
             else:
                 here = [role for role in here if scene.kinds <= role.over]
-            out, got = measure(call, scene, here, pool, uniform)
+            out, got = measure(call, scene, here, pool)
             check_finite(got, self.model)
             add_roles(got, here, tally)
             if reads == TEXT:
@@ -139,7 +139,7 @@ class Reader:
         among = keep(words[:, None, :, None].to(call.query.device))
         alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
         roles = [role for role in roles if axes.TEXT in role.over]
-        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform())
+        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1)
         check_finite(got, self.model)
         add_roles(got, roles, tally)
         mass, count = only(got, words.expand(call.query.shape[0], -1), ~words.expand(call.query.shape[0], -1))

@@ -156,39 +156,24 @@ def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[
 
 def _check_places(reads: str, passage: Passage) -> None:
     """Raise TypeError if links or classes are not lists of positions, ValueError for positions out of range."""
-    T, places = len(passage.ids), dict[str, list[int]]()
-    for name, linked in _items(reads, "links", passage.links):
-        if isinstance(linked, (str, bytes)) or not isinstance(linked, Sequence):
-            raise TypeError(f"readings[{reads!r}]: {name} is a list of places for each token; got {shown(linked)}")
-        if len(linked) > T:
-            raise ValueError(
-                f"readings[{reads!r}]: {name} lists the places linked to each token, and the passage has {T} tokens; "
-                f"got {len(linked)} lists"
-            )
-        rows = [whole_numbers(f"readings[{reads!r}]: places in {name}", keys) for keys in linked]
-        places[name] = [place for row in rows for place in row]
-    for name, members in _items(reads, "classes", passage.classes):
-        places[name] = whole_numbers(f"readings[{reads!r}]: places in {name}", members)
-    for name, listed in places.items():
-        wrong = [place for place in listed if not 0 <= place < T]
-        if wrong:
-            raise ValueError(
-                f"readings[{reads!r}]: places of a passage of {T} tokens are 0 to {T - 1}; {name} names {wrong[0]}"
-            )
-
-
-def _items(reads: str, what: str, named: object) -> list[tuple[str, Any]]:
-    """Return a passage's links or classes, each with its name for errors; raise TypeError if not a dict."""
-    if not isinstance(named, Mapping):
-        raise TypeError(f"readings[{reads!r}]: {what} of a passage are a dict, name -> places; got {shown(named)}")
-    return [(f"{what}[{name!r}]", places) for name, places in named.items()]
-
-
-def text_config(model: nn.Module) -> Any:
-    """Return the config of the model's text part; None if the model has no config."""
-    config = getattr(model, "config", None)
-    nested = getattr(config, "get_text_config", None)
-    return nested() if callable(nested) else config
+    T, where = len(passage.ids), f"readings[{reads!r}]"
+    for what, named in (("links", passage.links), ("classes", passage.classes)):
+        if not isinstance(named, Mapping):
+            raise TypeError(f"{where}: {what} of a passage are a dict, name -> places; got {shown(named)}")
+        for key, listed in named.items():
+            name, rows = f"{what}[{key!r}]", listed if what == "links" else [listed]
+            if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
+                raise TypeError(f"{where}: {name} is a list of places for each token; got {shown(rows)}")
+            if len(rows) > T:
+                raise ValueError(
+                    f"{where}: {name} lists the places linked to each token, and the passage has {T} tokens; got "
+                    f"{len(rows)} lists"
+                )
+            places = [place for row in rows for place in whole_numbers(f"{where}: places in {name}", row)]
+            if wrong := [place for place in places if not 0 <= place < T]:
+                raise ValueError(
+                    f"{where}: places of a passage of {T} tokens are 0 to {T - 1}; {name} names {wrong[0]}"
+                )
 
 
 @dataclass(frozen=True)
@@ -205,7 +190,9 @@ class IdFacts:
     @classmethod
     def of(cls, model: nn.Module, ids: Sequence[int]) -> IdFacts:
         """Read the facts from the model's config and the text."""
-        config = text_config(model)
+        whole = getattr(model, "config", None)
+        nested = getattr(whole, "get_text_config", None)
+        config = nested() if callable(nested) else whole
         vocabulary = getattr(config, "vocab_size", None)
         if not isinstance(vocabulary, int):
             tables = (part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding))
@@ -218,7 +205,7 @@ class IdFacts:
             if isinstance(value, int) and 0 <= value < (vocabulary or value + 1):
                 special[name] = value
         limit = positions if isinstance(positions, int) and positions > 0 else None
-        named = getattr(getattr(model, "config", None), "__dict__", {}).items()
+        named = getattr(whole, "__dict__", {}).items()
         apart = [i for name, i in named if isinstance(i, int) and name.endswith(("_token_id", "_token_index"))]
         return cls(vocabulary, limit, special, ids[0], ids[-1], frozenset(apart))
 
