@@ -52,7 +52,9 @@ class MovedByLayer:
             return
         call, tally, at = last
         rows = on_host(moved(call, self.model.get_submodule(projection), self.pool))
-        add_moved(rows, tally)
+        count = (rows.keys[:, :, 1:] > 0).sum(-1)
+        for share, number in zip(rows.targets["first"] * count, count, strict=True):  # text by text
+            tally.add({"first moved": share, "first moved, rows": number})
         self.maps[at : at + tally.heads] = quantised(rows.pooled[0])
 
 
@@ -93,10 +95,3 @@ def moved(call: AttentionCall, projection: nn.Module, pool: int) -> RowStatistic
         targets={"first": first},
         pool=pool,
     )
-
-
-def add_moved(rows: RowStatistics, tally: LayerTally) -> None:
-    """Add the share of the first key, text by text; the statistics are on the CPU."""
-    count = (rows.keys[:, :, 1:] > 0).sum(-1)
-    for share, number in zip(rows.targets["first"] * count, count, strict=True):
-        tally.add({"first moved": share, "first moved, rows": number})

@@ -133,8 +133,7 @@ class Source:
             merged = _whole(config, "spatial_merge_size") or 1
             now = grids if whole else grids[again : again + 1]
             fits = B == 1 and sum(t * r * c for t, r, c in now) == T
-            cells = axes.cells_of_grids(now, merged) if fits else ()
-            shapes = tuple((r, c) for t, r, c in now for _ in range(t))
+            cells, shapes = axes.cells_of_grids(now, merged) if fits else ((), ())
             axis, texts, again = Axis(axes.PICTURE, T, cells=cells, grids=shapes), range(again, again + 1), 0
         if not fits:
             raise ValueError(

@@ -121,7 +121,6 @@ class Patching(Tabled):
         from rich.table import Table
         from rich.text import Text
 
-        check_counts(most=most)
         top = self.best(most)
         rest = f", {len(top)} of {len(self.heads):,} patches" if len(top) < len(self.heads) else ""
         title = f"{self.model}: {self.metric}{rest}"

@@ -89,13 +89,12 @@ class Axis:
         return record(cls, data, "an axis is")
 
 
-def raster(rows: int, columns: int, picture: int = 0) -> list[tuple[int, int, int]]:
-    """Return the cells of a grid, row after row."""
-    return [(picture, r, c) for r in range(rows) for c in range(columns)]
+Cells = tuple[tuple[int, int, int], ...]
+Grids = tuple[tuple[int, int], ...]
 
 
-def in_blocks(rows: int, columns: int, side: int, picture: int = 0) -> list[tuple[int, int, int]]:
-    """Return the cells of a grid in blocks of `side` x `side`, each row after row.
+def in_blocks(rows: int, columns: int, side: int = 1, picture: int = 0) -> list[tuple[int, int, int]]:
+    """Return the cells of a grid row after row, in blocks of `side` x `side`.
 
     >>> [cell[1:] for cell in in_blocks(2, 4, 2)]
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
@@ -121,7 +120,7 @@ def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis
         apart[REGISTERS] = tuple(range(1, last))
     if last < before and before > 1:
         apart["further token"] = tuple(range(max(last, 1), before))
-    cells = (*[NOWHERE] * before, *raster(rows, columns))
+    cells = (*[NOWHERE] * before, *in_blocks(rows, columns))
     return Axis(PICTURE, length, cells=cells, grids=(grid,), apart=apart)
 
 
@@ -138,28 +137,24 @@ def in_text(ids: Sequence[int], names: Sequence[str], image: int | None, grids: 
     places = [place for place, i in enumerate(ids) if i == image]
     if not places:
         return Axis(TEXT, len(ids), names=tuple(names))
-    cells, shapes = [NOWHERE] * len(ids), []
-    laid = _laid(len(places), grids)
-    for place, cell in zip(places, laid[0] if laid else (), strict=False):
+    laid, shapes = _laid(len(places), grids)
+    cells = [NOWHERE] * len(ids)
+    for place, cell in zip(places, laid, strict=False):
         cells[place] = cell
-    shapes = laid[1] if laid else []
-    return Axis(MIXED, len(ids), names=tuple(names), cells=tuple(cells), grids=tuple(shapes))
+    return Axis(MIXED, len(ids), names=tuple(names), cells=tuple(cells), grids=shapes)
 
 
-def _laid(
-    places: int, grids: Sequence[tuple[int, ...]]
-) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]] | None:
-    """Return cells and grids of so many positions; all grids are divided by one integer. None if nothing fits."""
+def _laid(places: int, grids: Sequence[tuple[int, ...]]) -> tuple[Cells, Grids]:
+    """Return cells and grids of so many positions; all grids are divided by one integer. Empty if nothing fits."""
     patches = sum(t * r * c for t, r, c in grids)
     for side in range(1, 17):
         fits = all(r % side == 0 and c % side == 0 for _, r, c in grids)
         if fits and patches == places * side * side:
-            small = [(r // side, c // side) for t, r, c in grids for _ in range(t)]
-            return [cell for n, grid in enumerate(small) for cell in raster(*grid, n)], small
-    return None
+            return cells_of_grids([(t, r // side, c // side) for t, r, c in grids])
+    return (), ()
 
 
-def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the cells of a picture's frames of (frames, rows, columns) patches, in blocks of `side` x `side`."""
-    frames = [(r, c) for t, r, c in grids for _ in range(t)]
-    return tuple(cell for n, (r, c) in enumerate(frames) for cell in in_blocks(r, c, side, n))
+def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int = 1) -> tuple[Cells, Grids]:
+    """Return the cells and grids of a picture's frames of (frames, rows, columns) patches, as `in_blocks` does."""
+    frames = tuple((r, c) for t, r, c in grids for _ in range(t))
+    return tuple(cell for n, (r, c) in enumerate(frames) for cell in in_blocks(r, c, side, n)), frames

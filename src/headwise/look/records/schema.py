@@ -74,18 +74,9 @@ def plain(value: Any) -> Any:
 
 
 def record(cls: type[R], data: Any, what: str, needs: Iterable[str] = ()) -> R:
-    """Return a record from the output of `plain`, or of JSON.
+    """Return a record from its fields by name, as `plain` and JSON give them; `what` begins the error of a wrong one.
 
-    A record with a method `check` is checked by it, too: what only files can have wrong.
-
-    Args:
-        cls: the type of the record.
-        data: its fields by name.
-        what: what is read, in errors.
-        needs: fields with a default that must be there nevertheless.
-
-    Raises:
-        ValueError: a value is missing or does not fit its field; the message names its place.
+    Fields with a default may be missing, but for those in `needs`. A method `check` finds what only files have wrong.
     """
     try:
         if isinstance(data, Mapping):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.statistics.weights import weights
-from ...shapes.arguments import check_counts
 from .schema import plain, record
 
 TOKENS = 64
@@ -129,7 +128,6 @@ def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     >>> kept.query.shape, len(kept.weights)
     ((3, 5, 4), 75)
     """
-    check_counts(1, tokens=tokens)
     T, S = call.query.shape[2], call.key.shape[2]
     H, first = call.query.shape[1], range(min(T, tokens))
     some = max(1, SCORES // max(len(first) * S, 1))  # heads per step: limits memory for texts of 128k tokens
