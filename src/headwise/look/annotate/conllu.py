@@ -13,7 +13,7 @@ from typing import Any
 
 from ...extras import missing_extra
 from ...shapes.arguments import check_texts, shown
-from .coreference import Order, mentions_of
+from .coreference import Order, mentions_of, order_of
 from .words import Document, Sentence, Word
 
 MAX_SIZE = 64_000_000
@@ -90,13 +90,13 @@ def parse(text: str, *, name: str = "CoNLL-U") -> tuple[Document, ...]:
     if len(text) > MAX_SIZE:
         raise ValueError(f"{name}: annotation is read up to {MAX_SIZE // 10**6} MB, and this is longer; split it")
     documents: list[tuple[str, list[Sentence]]] = []
-    order = Order()
+    order = (0, 1)
     for block in _blocks(text, name):
         notes = block.parsed()
         if not documents or "newdoc" in notes or "newdoc id" in notes:
             documents.append((notes.get("newdoc id") or notes.get("newdoc") or "", []))
         if "global.Entity" in notes:
-            order = Order.of(notes["global.Entity"])
+            order = order_of(notes["global.Entity"])
         documents[-1][1].append(_sentence(block, notes, order))
     return tuple(Document(tuple(sentences), of) for of, sentences in documents)
 

@@ -19,26 +19,15 @@ _PART = re.compile(r"(.+)\[(\d{1,4})/(\d{1,4})\]")
 Wrong = Callable[[int, str], ValueError]
 
 
-@dataclass(frozen=True)
-class Order:
-    """The positions of the entity's name and kind among the hyphen-separated fields of an opening bracket."""
+Order = tuple[int, int]
+"""The positions of the entity's name and kind among the hyphen-separated fields of an opening bracket."""
 
-    entity: int = 0
-    kind: int = 1
 
-    @classmethod
-    def of(cls, declared: str) -> Order:
-        """Read the order from ``# global.Entity``: eid-etype-head-..., or GRP and entity in the older form."""
-        names = declared.split("-")
-        entity = next((n for n, name in enumerate(names) if name.lower() in ("eid", "grp")), 0)
-        return cls(entity, next((n for n, name in enumerate(names) if name in ("etype", "entity", "type")), len(names)))
-
-    def read(self, fields: Sequence[str]) -> tuple[str, str]:
-        """Return the name and the kind from the fields of an opening bracket."""
-        return (
-            fields[self.entity] if self.entity < len(fields) else fields[0],
-            fields[self.kind] if self.kind < len(fields) else "",
-        )
+def order_of(declared: str) -> Order:
+    """Return the order that ``# global.Entity`` gives: eid-etype-head-..., or GRP and entity in the older form."""
+    names = declared.split("-")
+    entity = next((n for n, name in enumerate(names) if name.lower() in ("eid", "grp")), 0)
+    return entity, next((n for n, name in enumerate(names) if name in ("etype", "entity", "type")), len(names))
 
 
 @dataclass
@@ -96,7 +85,9 @@ def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -
         for opens, label, closes in (match.groups() for match in matches):
             kind = ""
             if opens or label not in brackets.opened:  # some corpora repeat all fields in the closing bracket
-                label, kind = order.read(label.split("-"))
+                fields = label.split("-")
+                label = fields[order[0]] if order[0] < len(fields) else fields[0]
+                kind = fields[order[1]] if order[1] < len(fields) else ""
             if opens:
                 brackets.opened.setdefault(label, []).append((number, done, kind))
             if closes:

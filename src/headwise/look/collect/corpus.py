@@ -98,7 +98,12 @@ def over(
             raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
         if state is not None:
             check_paths(state=state)
-        first, stream = _first_of(texts)
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
+            raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
+        stream = iter(texts)
+        first = next(stream, None)
+        if first is None:
+            raise ValueError("look.over needs at least one text; got none")
         row = inputs.as_row(first)
         facts = inputs.IdFacts.of(model, row)
         known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
@@ -117,17 +122,6 @@ def over(
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
     return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
-
-
-def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
-    """Return the first text and an iterator over all later ones."""
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
-        raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
-    stream = iter(texts)
-    first = next(stream, None)
-    if first is None:
-        raise ValueError("look.over needs at least one text; got none")
-    return first, stream
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ..inputs.model_input import Source
 from ..inputs.processor import source_of
 from ..inputs.repeated_tokens import Repeats
 from ..result import Look
-from ..roles.call_tokens import Passage, usual_distances
+from ..roles.call_tokens import NameSigns, Passage, usual_distances
 from ..roles.catalog import COPIES, ROLES, TEXT
 from ..weights.copying import Copying
 from .excerpts import around
@@ -194,13 +194,14 @@ def read_more(
     return drawn
 
 
-def _copying(model: nn.Module, passages: Sequence[Passage]) -> Copying | None:
+def _copying(model: nn.Module, passages: Sequence[Passage]) -> NameSigns | None:
     """Return what heads do to the logits of all names that passages link; None without such links."""
     named = [one for one in passages if "name mover" in one.links]
     links = [(one, one.links.get(link, ())) for one in named for link in ("name mover", "other name")]
     names = {int(one.ids[key]) for one, rows in links for keys in rows for key in keys}
     among = {int(i) for one in passages for i in one.ids}
-    return Copying.of(model, [int(i) for i in named[0].ids], names, among) if names else None
+    copying = Copying.of(model, [int(i) for i in named[0].ids], names, among) if names else None
+    return None if copying is None else copying.signs
 
 
 def version() -> str:

@@ -119,9 +119,7 @@ def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None
 def check_options(name: object, map_size: object, full_maps: object, repeats: object, progress: object) -> None:
     """Check the other arguments of `look.at`; raise TypeError or ValueError."""
     check_told(name, progress)
-    check_counts(0, map_size=map_size)
-    if map_size == 0:
-        raise ValueError(f"map_size is the number of cells a side of a map, at least 1; got {map_size}")
+    check_counts(1, map_size=map_size)
     check_flags(full_maps=full_maps)
     if repeats is not None and not isinstance(repeats, Repeats):
         raise TypeError(f"repeats is a headwise.look.Repeats or None; got {shown(repeats)}")

@@ -229,7 +229,12 @@ def patch(
     outputs: dict[int, Tensor] = {}
     healthy = survey(model, [texts[0]], lambda call, out: outputs.update({call.order: out[0]}))
     base = survey(model, [texts[1]])
-    gap = _gap(healthy.loss, base.loss)
+    gap = healthy.loss - base.loss
+    if gap == 0:
+        raise ValueError(
+            f"the metric is {base.loss:.6g} on both texts, so there is no difference to restore; give texts that "
+            "differ in what it measures"
+        )
     chosen: list[Place] = [*(base.heads if heads is None else base.check(heads))]
     if positions:
         chosen = [(*head, position) for head in chosen for position in range(base.rows[head[0]])]
@@ -242,17 +247,6 @@ def patch(
     tokens = [tuple(map(decode, row)) for row in rows]
     told = name or model_name(model), _words(metric, decode)
     return Patching(*told, healthy.loss, base.loss, tokens[0], tokens[1], tuple(heads_patched))
-
-
-def _gap(clean: float, corrupted: float) -> float:
-    """Return the difference that patching may restore; raise ValueError if there is none."""
-    gap = clean - corrupted
-    if gap == 0:
-        raise ValueError(
-            f"the metric is {corrupted:.6g} on both texts, so there is no difference to restore; give texts that "
-            "differ in what it measures"
-        )
-    return gap
 
 
 def _rows_of_one_length(clean: Any, corrupted: Any) -> list[list[int]]:

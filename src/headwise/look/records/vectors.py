@@ -119,14 +119,6 @@ def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     """Return the first tokens of a call's first text: at most `tokens` queries and keys.
 
     The weights are computed over whole rows: the mass on later keys is missing from them.
-
-    >>> import headwise
-    >>> mha = headwise.MultiHeadAttention(12, 3)
-    >>> with headwise.nn.probe(mha) as seen:
-    ...     out = mha(torch.randn(2, 5, 12), mask=headwise.causal())
-    >>> kept = vectors_of(seen.calls[0])
-    >>> kept.query.shape, len(kept.weights)
-    ((3, 5, 4), 75)
     """
     T, S = call.query.shape[2], call.key.shape[2]
     H, first = call.query.shape[1], range(min(T, tokens))

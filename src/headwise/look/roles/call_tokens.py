@@ -6,7 +6,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,17 +120,28 @@ def is_punctuation(token: str) -> bool:
     return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
 
 
-@runtime_checkable
-class NameSigns(Protocol):
-    """What heads do to the logits of names."""
+NameSigns = Callable[[AttentionCall, Tensor], Tensor | None]
+"""Returns (B, H, S) for the keys of a call with these tokens: 1 where a value raises the name's logit, -1 where it
+lowers it; None if that is not known.
+"""
 
-    def signs(self, call: AttentionCall, keys: Tensor) -> Tensor | None:
-        """Return (B, H, S) for keys with these tokens: 1 where the value raises the name, -1 where it lowers it."""
+
+class Kept:
+    """What is computed once and kept under a name, in the field `kept`."""
+
+    kept: dict[object, Any]
+
+    def once(self, name: object, make: Callable[[], T]) -> T:
+        """Return the result of `make`, computed at the first time."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        value: T = self.kept[name]
+        return value
 
 
 @dataclass(frozen=True)
-class CallTokens:
-    """The tokens at the queries and keys of a call."""
+class CallTokens(Kept):
+    """The tokens at the queries and keys of a call; `once` computes for all layers of the forward pass."""
 
     queries: Tensor  # (B, T) ids
     keys: Tensor  # (B, S) ids
@@ -144,13 +155,6 @@ class CallTokens:
     among: Tensor | None = None  # (B, T) bool: the queries that count; None for all of them
     copying: NameSigns | None = None  # what heads do to the logits of the names in the passages, if that is known
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    def once(self, name: object, make: Callable[[], T]) -> T:
-        """Return the result of `make`, computed once for all layers of the forward pass."""
-        if name not in self.kept:
-            self.kept[name] = make()
-        value: T = self.kept[name]
-        return value
 
     @property
     def kinds(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ...ops.masks.reads import is_constant
 from ...ops.options import ScoreOptions
 from ...ops.row_blocks import softcapped
 from ...ops.statistics.api import RowStatistics
-from .call_tokens import CallTokens
+from .call_tokens import CallTokens, Kept
 from .controls import shuffled
 
 FAR = 8
@@ -57,20 +57,14 @@ def device_of_mask(call: AttentionCall) -> torch.device:
 
 
 @dataclass(frozen=True)
-class CallStatistics:
-    """The statistics of one attention call; all tensors of statistics are on the CPU."""
+class CallStatistics(Kept):
+    """The statistics of one attention call, on the CPU; `once` computes for all roles."""
 
     call: AttentionCall
     scene: CallTokens
     rows: RowStatistics  # (B, H)
     uniform: RowStatistics  # (B, 1): of uniform attention on the same tokens under the same mask
-    kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
-
-    def once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, computed once for all roles."""
-        if name not in self.kept:
-            self.kept[name] = make()
-        return self.kept[name]
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:

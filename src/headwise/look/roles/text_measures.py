@@ -85,15 +85,15 @@ def on_far_offset(got: CallStatistics, keys: Tensor) -> Tensor:
 def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
     """Return the count of rows with their largest weight at the most frequent far offset, and T + that: (B, H)."""
 
-    def make() -> Tensor:
+    def make() -> tuple[Tensor, Tensor]:
         distance = got.back(got.largest_key)
         far = torch.where((got.largest_key >= 0) & (distance.abs() > FAR), distance, 0)
         B, H, T = far.shape
         counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
-        return torch.stack(counts.max(-1))
+        most, place = counts.max(-1)
+        return most, place
 
-    most, place = got.once("far", make)
-    return most, place
+    return got.once("far", make)
 
 
 LEAST_ROWS = 16
