@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ...shapes.arguments import shown
@@ -33,9 +33,7 @@ WORDS = {
 }
 """(record, field) -> its allowed values."""
 
-KINDS: dict[Any, str] = {
-    float: "a finite number", int: "a whole number", bool: "true or false", str: "a string", NoneType: "null",
-}  # fmt: skip
+KINDS: dict[Any, str] = {float: "a finite number", int: "a whole number", bool: "true or false", str: "a string"}
 """The names of the types of values in errors."""
 
 Read = Callable[[Any], Any]
@@ -112,9 +110,8 @@ def _readers(cls: type) -> dict[str, tuple[Read, bool]]:
     hints = get_type_hints(cls)
     readers = {}
     for one in fields(cls):  # type: ignore[arg-type]
-        words = WORDS.get((cls.__name__, one.name))
         least = -ROUNDING if one.name in NOT_NEGATIVE else -LARGEST
-        read = _one_of(words) if words else _reader(hints[one.name], least)
+        read = _reader(hints[one.name], least, WORDS.get((cls.__name__, one.name), ()))
         readers[one.name] = read, one.default is MISSING and one.default_factory is MISSING
     return readers
 
@@ -138,27 +135,26 @@ def _record(cls: type) -> Read:
 
 
 @functools.cache
-def _reader(hint: Any, least: float) -> Read:
-    """Return what reads a value of a type, whose numbers are not under `least`."""
+def _reader(hint: Any, least: float, words: tuple[str, ...] = ()) -> Read:
+    """Return what reads a value of a type, whose numbers are not under `least`, and which is one of `words`, if any."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is tuple:
         return _tuple(inner, least)
     if origin is Mapping:
         return _mapping(*inner, least)
     if origin is UnionType:  # with None
-        some = _reader(inner[0], least) if is_dataclass(inner[0]) else _plain(inner[0], least, _called(hint))
+        some = (
+            _record(inner[0]) if is_dataclass(inner[0]) else _plain(inner[0], least, (), f"{KINDS[inner[0]]} or null")
+        )
         return lambda value: None if value is None else some(value)
-    return _record(hint) if is_dataclass(hint) else _plain(hint, least, _called(hint))  # type: ignore[arg-type]
-
-
-def _called(hint: Any) -> str:
-    return " or ".join(KINDS.get(one, "of another kind") for one in get_args(hint) or (hint,))
-
-
-def _plain(hint: Any, least: float, called: str) -> Read:
+    if is_dataclass(hint):
+        return _record(hint)  # type: ignore[arg-type]
     if hint is bytes:
         return lambda value: base64.b64decode(value, validate=True)
+    return _plain(hint, least, words, KINDS[hint])
 
+
+def _plain(hint: Any, least: float, words: tuple[str, ...], called: str) -> Read:
     def number(value: Any) -> Any:
         if type(value) not in (NUMBERS if hint is float else {int}) or not abs(value) <= LARGEST:  # NaN fails
             raise Damaged(f"is {called}; got {shown(value)}")
@@ -169,20 +165,11 @@ def _plain(hint: Any, least: float, called: str) -> Read:
     def other(value: Any) -> Any:
         if not isinstance(value, hint):
             raise Damaged(f"is {called}; got {shown(value)}")
-        return value
-
-    return number if hint in NUMBERS else other
-
-
-def _one_of(words: tuple[str, ...]) -> Read:
-    def read(value: Any) -> Any:
-        if not isinstance(value, str):
-            raise Damaged(f"is {KINDS[str]}; got {shown(value)}")
-        if value not in words:
+        if words and value not in words:
             raise Damaged(f"is one of {', '.join(words)}; got {shown(value)}")
         return value
 
-    return read
+    return number if hint in NUMBERS else other
 
 
 def _tuple(inner: tuple[Any, ...], least: float) -> Read:

@@ -67,11 +67,6 @@ class CallStatistics(Kept):
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
-    def offsets(self) -> tuple[Tensor, Tensor]:
-        """The masses at `OFFSETS`, (B, H, n), and those of uniform attention, (B, 1, n)."""
-        return self.rows.offsets.double().cpu(), self.uniform.offsets.double().cpu()
-
-    @cached_property
     def able(self) -> Tensor:
         """The number of queries that may attend to the key at each of `OFFSETS`, (B|1, n), in self-attention."""
         call, T = self.call, self.rows.entropy.shape[2]
@@ -101,12 +96,7 @@ class CallStatistics(Kept):
     @cached_property
     def choosing(self) -> Tensor:
         """Whether a query may attend to at least two keys, (B, H, T) bool; otherwise its weights show nothing."""
-        return self.rows.keys.cpu() > 1
-
-    @cached_property
-    def largest_key(self) -> Tensor:
-        """The key of each row's largest weight, (B, H, T) long, -1 for empty rows."""
-        return self.rows.largest_key.cpu()
+        return self.rows.keys > 1
 
     def weights_on(self, keys: Tensor) -> Tensor:
         """Return the weight of each query on one key, (B, H, T); 0 where the key, (B, H, T) long, is -1.
@@ -114,10 +104,10 @@ class CallStatistics(Kept):
         The largest weight of the row is known, and the ratio of two weights of a row follows from the difference of
         scores.
         """
-        largest = self.rows.largest.cpu()
-        if bool(((keys == self.largest_key) | (keys < 0)).all()):
+        largest = self.rows.largest
+        if bool(((keys == self.rows.largest_key) | (keys < 0)).all()):
             return torch.where(keys >= 0, largest, 0.0)
-        apart = self._scores(keys.clamp(min=0)) - self._scores(self.largest_key.clamp(min=0))
+        apart = self._scores(keys.clamp(min=0)) - self._scores(self.rows.largest_key.clamp(min=0))
         return torch.where(keys >= 0, largest * apart.exp().to(largest.dtype), 0.0)
 
     def _scores(self, keys: Tensor) -> Tensor:
@@ -161,7 +151,7 @@ class Measure(ABC):
 
     def judged(self, got: CallStatistics) -> Tensor:
         """Return the key by which each query is judged, (B, H, T) long: by default the key of its largest weight."""
-        return got.largest_key
+        return got.rows.largest_key
 
     def evidence(self, name: str, got: CallStatistics) -> Tensor:
         """Return the key of each query that shows the role, (B, H, T) long; -1 for other queries.
@@ -204,7 +194,7 @@ class BandShare(Measure):
         parts = [_offset(got, k) for k in OFFSETS]
         total, null = (torch.stack([part[which] for part in parts]).sum(0) for which in (0, 1))
         most = torch.stack([total / count.clamp(min=1) for total, _, count in parts]).amax(0)
-        count = got.uniform.rows.double().cpu() - (got.uniform.keys.cpu() == 1).sum(-1)
+        count = got.uniform.rows.double() - (got.uniform.keys == 1).sum(-1)
         return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
@@ -219,9 +209,9 @@ def _offset(got: CallStatistics, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     able = got.able[:, _COLUMNS[offset], None]
     sums = []
-    for rows, masses in zip((got.rows, got.uniform), got.offsets, strict=True):
-        forced = (rows.keys.cpu() == 1) & (got.back(rows.largest_key.cpu()) == -offset)
-        sums.append(masses[..., _COLUMNS[offset]] * able - (rows.largest.double().cpu() * forced).sum(-1))
+    for rows in (got.rows, got.uniform):
+        forced = (rows.keys == 1) & (got.back(rows.largest_key) == -offset)
+        sums.append(rows.offsets[..., _COLUMNS[offset]].double() * able - (rows.largest.double() * forced).sum(-1))
     return sums[0], sums[1], able - forced.sum(-1)
 
 
@@ -243,8 +233,8 @@ class OnKeys(Measure):
         """Return the mass on the keys of the class."""
         if name not in got.rows.features:
             return None
-        mass, level = (s.features[name].double().cpu() for s in (got.rows, got.uniform))
-        rows, keys = got.rows.rows.double().cpu(), self._keys(name, got.scene)
+        mass, level = (s.features[name].double() for s in (got.rows, got.uniform))
+        rows, keys = got.rows.rows.double(), self._keys(name, got.scene)
         before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # before all such keys
         count = torch.where(keys.any(-1, keepdim=True), (rows - before).clamp(min=0), 0.0)
         if got.scene.among is not None:
@@ -313,7 +303,7 @@ def is_link(keys: Tensor, links: Tensor) -> Tensor:
 
 def _mass(rows: RowStatistics, name: str) -> Tensor:
     """Return the mass on links (B, H), a mean over the queries of `_having`."""
-    return rows.targets[name].double().cpu()
+    return rows.targets[name].double()
 
 
 def _having(rows: RowStatistics, links: Tensor) -> Tensor:

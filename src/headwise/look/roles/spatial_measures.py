@@ -79,11 +79,11 @@ class NeighbourShare(Measure):
             return None
         total = null = most = torch.zeros((), device="cpu")
         for one, places in links.items():
-            mass, level = (s.targets[one].double().cpu() for s in (got.rows, got.uniform))
+            mass, level = (s.targets[one].double() for s in (got.rows, got.uniform))
             count = got.scene.count((places >= 0).any(-1)) * (level > 0)
             total, null, most = total + mass * count, null + level * count, torch.maximum(most, mass)
         patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[0].cells], device="cpu")[None]
-        count = got.scene.count(patches).expand(got.largest_key.shape[0], 1)
+        count = got.scene.count(patches).expand(got.rows.largest_key.shape[0], 1)
         return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def patch_sink(got: CallStatistics) -> ScoreSums | None:
         return None
     value, place = _masses(got).max(-1)
     count = got.scene.count(patches[None]) - 1
-    chance = (1 / got.rows.keys.double().cpu().clamp(min=1)).mean(-1) * count
+    chance = (1 / got.rows.keys.double().clamp(min=1)).mean(-1) * count
 
     def detail(b: int, h: int) -> str:
         picture, row, column = keys.cells[int(place[b, h])]
@@ -169,8 +169,8 @@ def _masses(got: CallStatistics) -> Tensor:
     """Return for each patch the sum of the largest weights that other patches have on it, (B, H, T)."""
 
     def make() -> Tensor:
-        largest = torch.where(_on_patches(got, got.largest_key), got.rows.largest.double().cpu(), 0.0)
-        return torch.zeros_like(largest).scatter_add(2, got.largest_key.clamp(min=0), largest)
+        largest = torch.where(_on_patches(got, got.rows.largest_key), got.rows.largest.double(), 0.0)
+        return torch.zeros_like(largest).scatter_add(2, got.rows.largest_key.clamp(min=0), largest)
 
     return got.once("masses", make)
 

@@ -60,14 +60,14 @@ def far_offset(got: CallStatistics) -> ScoreSums | None:
     """
     if got.scene.cross:
         return None
-    filled, T = got.largest_key >= 0, got.largest_key.shape[2]
+    filled, T = got.rows.largest_key >= 0, got.rows.largest_key.shape[2]
     _, place = _far(got)
-    most = on_far_offset(got, got.largest_key).sum(-1)
+    most = on_far_offset(got, got.rows.largest_key).sum(-1)
     rows = torch.arange(T, device=device_of_mask(got.call))[:, None]
     keys = rows + (T - place)[..., None, None].to(rows.device)
     able = got.allowed(rows[None, None], keys.clamp(0, T - 1)) & (keys >= 0) & (keys < T)
     count = torch.maximum(able.sum((2, 3)).cpu(), (filled.sum(-1) + 1) // 2)
-    drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
+    drawn = got.rows.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
     chance = (torch.arange(T, device="cpu") - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
 
     def detail(b: int, h: int) -> str:
@@ -86,8 +86,8 @@ def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
     """Return the count of rows with their largest weight at the most frequent far offset, and T + that: (B, H)."""
 
     def make() -> tuple[Tensor, Tensor]:
-        distance = got.back(got.largest_key)
-        far = torch.where((got.largest_key >= 0) & (distance.abs() > FAR), distance, 0)
+        distance = got.back(got.rows.largest_key)
+        far = torch.where((got.rows.largest_key >= 0) & (distance.abs() > FAR), distance, 0)
         B, H, T = far.shape
         counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
         most, place = counts.max(-1)
@@ -115,7 +115,7 @@ def other_sink(got: CallStatistics) -> ScoreSums | None:
     device = device_of_mask(got.call)
     rows, keys = torch.arange(T, device=device)[:, None], place[..., None, None].to(device)
     seen = got.allowed(rows[None, None], keys)[..., 0].cpu()
-    shares = torch.where(seen, 1 / got.rows.keys.double().cpu().clamp(min=1), 0.0)
+    shares = torch.where(seen, 1 / got.rows.keys.double().clamp(min=1), 0.0)
     level = shares.flip(-1).cumsum(-1).flip(-1)
     chance = level.gather(2, place[..., None])[..., 0] / (T - place).double()
     count = torch.full_like(value, T - 1)
@@ -135,10 +135,10 @@ def _sinks(got: CallStatistics) -> Tensor:
     """Return alpha_k of each key in the first half, from the rows whose largest weight is on it: (B, H, T)."""
 
     def make() -> Tensor:
-        keys, T = got.largest_key, got.largest_key.shape[2]
+        keys, T = got.rows.largest_key, got.rows.largest_key.shape[2]
         rows = torch.arange(T, device="cpu")
         behind = (keys > 0) & (keys <= rows)
-        largest = torch.where(behind, got.rows.largest.double().cpu(), 0.0)
+        largest = torch.where(behind, got.rows.largest.double(), 0.0)
         alpha = torch.zeros_like(largest).scatter_add(2, keys.clamp(min=0), largest)
         queries = (T - rows).double()
         return torch.where(2 * queries >= T, alpha / queries, 0.0)
