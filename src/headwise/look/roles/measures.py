@@ -308,7 +308,7 @@ def _mass(rows: RowStatistics, name: str) -> Tensor:
 
 def _having(rows: RowStatistics, links: Tensor) -> Tensor:
     """Return the number of queries (B, H) that have a link and may attend to any key."""
-    return ((links >= 0).any(-1)[:, None] & (rows.keys > 0).cpu()).sum(-1)
+    return ((links >= 0).any(-1)[:, None] & (rows.keys > 0)).sum(-1)
 
 
 def _against(name: str) -> str:

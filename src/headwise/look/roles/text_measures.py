@@ -49,7 +49,7 @@ def broad(got: CallStatistics) -> ScoreSums:
     choices = (rows.keys + int(got.call.sinks is not None)).clamp(max=CLARK_KEYS)
     enough = rows.keys >= FEW_KEYS
     ratio = (rows.entropy / choices.log()).clamp(max=1.0)
-    return ScoreSums(torch.where(enough, ratio, 0.0).double().sum(-1).cpu(), enough.double().sum(-1).cpu(), None)
+    return ScoreSums(torch.where(enough, ratio, 0.0).double().sum(-1), enough.double().sum(-1), None)
 
 
 def far_offset(got: CallStatistics) -> ScoreSums | None:
