@@ -108,7 +108,9 @@ def at(
     others = inputs.checked_readings(readings, facts)
     repeats = repeats if rows[0] else None  # only pictures or sound: no ids to repeat
     passes = 1 + (repeats is not None) + len(others)
-    reader = Reader(model, facts, words, ROLES, _sizes(source, map_size, full_maps), progress, passes, source)
+    large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
+    sizes = map_size, map_size * max(1, large // map_size) if full_maps else 0
+    reader = Reader(model, facts, words, ROLES, sizes, progress, passes, source)
     with in_eval_mode_without_grad(model):
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         kept = reader.kept()
@@ -144,12 +146,6 @@ def _read(
     facts = inputs.IdFacts.of(model, row)
     inputs.check_fits(row, facts.vocabulary, facts.positions)
     return None, (row, []), inputs.as_tokens(row, tokens), facts
-
-
-def _sizes(source: Source | None, map_size: int, full_maps: bool) -> tuple[int, int]:
-    """Return the sizes of the maps; maps over patches have a cell for each patch, up to a limit."""
-    large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
-    return map_size, map_size * max(1, large // map_size) if full_maps else 0
 
 
 def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:

@@ -210,26 +210,21 @@ def importance(
         tokens=base.tokens,
         loss=base.loss,
         by=names,
-        heads=_records(base, columns),
+        heads=tuple(
+            HeadImportance(
+                site.module,
+                site.call,
+                site.layer,
+                head,
+                head * site.num_kv_heads // site.num_heads,
+                **{column: values[site.layer][head] for column, values in columns.items()},
+            )
+            for site in base.sites
+            for head in range(site.num_heads)
+        ),
         agreements=agreements({name: [x for row in columns[name] for x in row] for name in names}),
         seconds=round(time.perf_counter() - started, 3),
         stability=stability,
-    )
-
-
-def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
-    """Return a record for each head, layer by layer."""
-    return tuple(
-        HeadImportance(
-            site.module,
-            site.call,
-            site.layer,
-            head,
-            head * site.num_kv_heads // site.num_heads,
-            **{column: values[site.layer][head] for column, values in columns.items()},
-        )
-        for site in base.sites
-        for head in range(site.num_heads)
     )
 
 

@@ -135,7 +135,7 @@ def _record(cls: type) -> Read:
 
 
 @functools.cache
-def _reader(hint: Any, least: float, words: tuple[str, ...] = ()) -> Read:
+def _reader(hint: Any, least: float, words: tuple[str, ...] = (), otherwise: str = "") -> Read:
     """Return what reads a value of a type, whose numbers are not under `least`, and which is one of `words`, if any."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is tuple:
@@ -143,15 +143,13 @@ def _reader(hint: Any, least: float, words: tuple[str, ...] = ()) -> Read:
     if origin is Mapping:
         return _mapping(*inner, least)
     if origin is UnionType:  # with None
-        some = (
-            _record(inner[0]) if is_dataclass(inner[0]) else _plain(inner[0], least, (), f"{KINDS[inner[0]]} or null")
-        )
+        some = _reader(inner[0], least, words, " or null")
         return lambda value: None if value is None else some(value)
     if is_dataclass(hint):
         return _record(hint)  # type: ignore[arg-type]
     if hint is bytes:
         return lambda value: base64.b64decode(value, validate=True)
-    return _plain(hint, least, words, KINDS[hint])
+    return _plain(hint, least, words, KINDS[hint] + otherwise)
 
 
 def _plain(hint: Any, least: float, words: tuple[str, ...], called: str) -> Read:

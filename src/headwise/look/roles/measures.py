@@ -266,7 +266,7 @@ class OnLinks(Measure):
             links = self._links(name, scene)
             if links is None or not bool((links >= 0).any()):
                 return NOTHING
-            other = {} if self.against is None else {_against(name): self.against(links, scene)}
+            other = {} if self.against is None else {f"{name}, against": self.against(links, scene)}
             return StatisticsRequest({}, {name: links, **other})
 
         return scene.once(("asks", name), make)
@@ -284,7 +284,7 @@ class OnLinks(Measure):
         total, null = (_mass(s, name) * _having(s, links) for s in (got.rows, got.uniform))
         if self.against is None:
             return ScoreSums(total, count, null)
-        against = _against(name)
+        against = f"{name}, against"
         places = self.asks(name, got.scene).targets[against]
         mean = _mass(got.rows, against) * (_having(got.rows, places) / got.seeing(places).clamp(min=1))
         return ScoreSums(total, count, null, mean * count)
@@ -309,11 +309,6 @@ def _mass(rows: RowStatistics, name: str) -> Tensor:
 def _having(rows: RowStatistics, links: Tensor) -> Tensor:
     """Return the number of queries (B, H) that have a link and may attend to any key."""
     return ((links >= 0).any(-1)[:, None] & (rows.keys > 0)).sum(-1)
-
-
-def _against(name: str) -> str:
-    """Return the name of the control's links in the pass."""
-    return f"{name}, against"
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,8 @@ def far_offset(got: CallStatistics) -> ScoreSums | None:
     count = torch.maximum(able.sum((2, 3)).cpu(), (filled.sum(-1) + 1) // 2)
     drawn = got.rows.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
     chance = (torch.arange(T, device="cpu") - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
-
-    def detail(b: int, h: int) -> str:
-        return f"{T - int(place[b, h]):+}"
-
-    return ScoreSums(most.double(), count.double(), chance.double().sum(-1), detail=detail)
+    sums = most.double(), count.double(), chance.double().sum(-1)
+    return ScoreSums(*sums, detail=lambda b, h: f"{T - int(place[b, h]):+}")
 
 
 def on_far_offset(got: CallStatistics, keys: Tensor) -> Tensor:
@@ -119,11 +116,7 @@ def other_sink(got: CallStatistics) -> ScoreSums | None:
     level = shares.flip(-1).cumsum(-1).flip(-1)
     chance = level.gather(2, place[..., None])[..., 0] / (T - place).double()
     count = torch.full_like(value, T - 1)
-
-    def detail(b: int, h: int) -> str:
-        return f"key {int(place[b, h])}"
-
-    return ScoreSums(value * count, count, chance * count, detail=detail)
+    return ScoreSums(value * count, count, chance * count, detail=lambda b, h: f"key {int(place[b, h])}")
 
 
 def on_other_sink(got: CallStatistics, keys: Tensor) -> Tensor:
