@@ -87,12 +87,10 @@ class Reader:
             view = source.view(call, part, again[call.module])
             again[call.module] += 1
             ahead = None if part == "cross" else looks_ahead(call)
-            about = (view.over, ahead, view.moved, len(view.passages), view.passages[0].text)
+            tokens, passages = view.tokens, view.tokens.passages
+            about = (view.over, ahead, tokens.moved, len(passages), passages[0].text)
             if about not in scenes:
-                scenes[about] = CallTokens(
-                    view.queries, view.keys, ahead, self.words, view.passages, view.moved, view.known, usual or {},
-                    view.axes, copying=self.copying,
-                )  # fmt: skip
+                scenes[about] = replace(tokens, ahead=ahead, words=self.words, usual=usual or {}, copying=self.copying)
             scene = scenes[about]
             here = [role for role in roles if scene.kinds & role.over]
             tally, first = self._tally(call, view, part, reads)

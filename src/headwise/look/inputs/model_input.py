@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..collect.reduce import looks_ahead
 from ..records import axes
 from ..records.axes import Axis
 from ..records.images import Picture, patched, picture_of, sound_of
-from ..roles.call_tokens import Passage
+from ..roles.call_tokens import CallTokens, Passage, Vocabulary
 from . import ids as inputs
 from .ids import IdFacts
 
@@ -45,17 +45,11 @@ def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
     return "encoder" if looks_ahead(call) else "decoder"
 
 
-@dataclass(frozen=True)
-class View:
-    """The input of a call: ids (B, T) and (B, S), -1 if unknown; its two axes, by number; and its passages."""
+class View(NamedTuple):
+    """The tokens of a call, with -1 for unknown ids, its two axes by number, and the earlier calls of its module."""
 
-    queries: Tensor
-    keys: Tensor
+    tokens: CallTokens
     over: tuple[int, int]
-    axes: tuple[Axis, Axis]
-    passages: tuple[Passage, ...]
-    moved: tuple[int, int]
-    known: bool
     again: int
 
 
@@ -117,7 +111,8 @@ class Source:
         over = (queries, queries if keys is None else keys)
         moved = (0, 0) if self.own else (text, before)
         there = (self.axes[over[0]], self.axes[over[1]])
-        return View(ids[0], ids[1], over, there, tuple(self.passages), moved, known, again)
+        about = (tuple(self.passages), moved, known)
+        return View(CallTokens(ids[0], ids[1], None, Vocabulary(), *about, axes=there), over, again)
 
     def _of_pictures(self, call: AttentionCall, config: Any, again: int) -> View:
         """Return the view of a call in the part for pictures: one row per picture, or one call per picture."""
@@ -143,7 +138,8 @@ class Source:
         number = self._number((axes.PICTURE, T, axis.grids), axis)
         blank = torch.full((B, T), -1, device="cpu")
         passages = tuple(Passage((), text=n) for n in texts)
-        return View(blank, blank, (number, number), (axis, axis), passages, (0, 0), False, again)
+        tokens = CallTokens(blank, blank, None, Vocabulary(), passages, known=False, axes=(axis, axis))
+        return View(tokens, (number, number), again)
 
     def _hears(self, config: Any, part: str) -> bool:
         """Return whether a call belongs to the part for sound."""
