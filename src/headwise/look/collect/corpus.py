@@ -74,16 +74,12 @@ def over(
         ConnectionError: a process of the group has ended, or does not answer within the group's timeout.
 
     Example:
-        >>> import torch, headwise
-        >>> class Model(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal())
-        >>> seen = headwise.look.over(Model(), [[1, 2, 3, 5], [8, 13, 21], [34, 55, 89, 1]])
-        >>> seen.texts, seen.length, seen.heads[0].scores["previous-token"].count
-        (3, 11, 8)
+        >>> import headwise
+        >>> from headwise.testing.constructed import constructed
+        >>> model, _ = constructed([["previous-token"]])
+        >>> seen = headwise.look.over(model, [[1, 2, 3, 5], [1, 13, 21], [1, 34, 55, 8]])
+        >>> seen.texts, seen.length, seen.heads[0].role, seen.heads[0].scores["previous-token"].count
+        (3, 11, 'previous-token', 8)
     """
     started = time.perf_counter()
     model = unwrap(model)

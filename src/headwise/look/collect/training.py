@@ -64,14 +64,9 @@ class Watch:
         MissingExtra: a folder for TensorBoard is given, and tensorboard is not installed.
 
     Example:
-        >>> import torch, headwise
-        >>> class Reader(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal())
-        >>> model = Reader()
+        >>> import headwise
+        >>> from headwise.testing.constructed import constructed
+        >>> model, _ = constructed([["previous-token"]])
         >>> with headwise.look.Watch(model, [1, 2, 3, 5, 8, 13, 21, 34], every=2) as watch:
         ...     for step in range(5):
         ...         point = watch.step(step, loss=1.0)  # after the update

@@ -159,16 +159,11 @@ def ablate(
             without `mask_id` or `loss`; no logits.
 
     Example:
-        >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> lost = ablate(Reader(), [1, 2, 3, 5, 8, 13, 21, 34], [(0, 1), (0, 2)])
-        >>> [(head.layer, head.head) for head in lost.heads], len(lost.places)
-        ([(0, 1), (0, 2)], 5)
+        >>> from headwise.testing.constructed import constructed
+        >>> model, jobs = constructed([["previous-token", "self"], ["induction"]])
+        >>> lost = ablate(model, [1, 11, 13, 17, 11, 13, 17], [(0, 1), (1, 0)])  # self, induction
+        >>> [head.loss > lost.before for head in lost.heads], len(lost.places)
+        ([False, True], 5)
     """
     if not isinstance(by, str) or by not in WAYS:
         raise ValueError(f"by is {' or '.join(map(repr, WAYS))}; got {shown(by)}")

@@ -187,16 +187,11 @@ def importance(
             logits; or ``"contribution"`` if no module takes the concatenated heads as input.
 
     Example:
-        >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> found = importance(Reader(), [1, 2, 3, 5, 8, 13, 21, 34], by=("gradient", "zero"))
-        >>> len(found.heads), found.by, round(sum(head.gradient**2 for head in found.heads), 3)
-        (3, ('gradient', 'zero'), 1.0)
+        >>> from headwise.testing.constructed import constructed
+        >>> model, jobs = constructed([["previous-token", "self"], ["induction"]])
+        >>> found = importance(model, [1, 11, 13, 17, 11, 13, 17], by=("gradient", "zero"))
+        >>> [jobs[head.layer, head.head] for head in found.heads if head.zero > 0.1], found.by
+        (['previous-token', 'induction'], ('gradient', 'zero'))
     """
     started = time.perf_counter()
     names = _criteria(by)

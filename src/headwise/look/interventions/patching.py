@@ -208,16 +208,12 @@ def patch(
             metric that gives both texts the same number, or not one number for each row.
 
     Example:
-        >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> found = patch(Reader(), [1, 2, 3, 5], [1, 7, 3, 5], LogitDifference(11, 13))
-        >>> len(found.heads), round(sum(head.effect for head in found.heads), 3)  # one layer, so the effects add up
-        (3, 1.0)
+        >>> from headwise.testing.constructed import constructed
+        >>> model, jobs = constructed([["previous-token", "self"], ["induction"]])
+        >>> clean, corrupted = [1, 11, 13, 17, 11], [1, 11, 19, 17, 11]  # after 11 comes 13, or 19
+        >>> found = patch(model, clean, corrupted, LogitDifference(13, 19))
+        >>> {jobs[head.layer, head.head]: round(head.effect, 2) for head in found.heads}
+        {'previous-token': 0.0, 'self': 0.0, 'induction': 1.0}
     """
     check_functions(metric=metric, decode=decode)
     check_flags(positions=positions)
