@@ -92,13 +92,11 @@ class Reader:
             if about not in scenes:
                 scenes[about] = replace(tokens, ahead=ahead, words=self.words, usual=usual or {}, copying=self.copying)
             scene = scenes[about]
-            here = [role for role in roles if scene.kinds & role.over]
+            mixed = MIXED in scene.kinds
+            here = [role for role in roles if (MIXED in role.over if mixed else scene.kinds <= role.over)]
             tally, first = self._tally(call, view, part, reads)
-            if MIXED in scene.kinds:
-                here = [role for role in here if MIXED in role.over]
+            if mixed:
                 self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
-            else:
-                here = [role for role in here if scene.kinds <= role.over]
             out, got = measure(call, scene, here, pool)
             check_finite(got, self.model)
             add_roles(got, here, tally)

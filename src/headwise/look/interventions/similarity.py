@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -170,24 +171,20 @@ def redundancy(
         sizes = [len(text) for text in texts]
         raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
     [text] = all_readings(model, ids, loss=no_loss, mask_id=None, seed=0, labels=False)
-    twins: list[SimilarHead] = []
-    clusters: tuple[list[Any], list[Any]] = ([], [])
-    kinds = kinds_of(model, text)
-    tell = progress or (lambda done, total: None)
-    for number, calls in enumerate(kinds):
-        of_kind, *groups = _compared(calls, rows, threshold)
-        twins += of_kind
-        for kept, more in zip(clusters, groups, strict=True):
-            kept += more
-        tell(number + 1, len(kinds))
+    kinds, compared = kinds_of(model, text), []
+    for calls in kinds:
+        compared.append(_compared(calls, rows, threshold))
+        if progress is not None:
+            progress(len(compared), len(kinds))
+    twins, patterns, outputs = (itertools.chain(*parts) for parts in zip(*compared, strict=True))
     return Redundancy(
         model=name or model_name(model),
         tokens=text.tokens,
         rows=max(min(rows, calls[0][0].query.shape[2]) for calls in kinds),
         threshold=threshold,
         heads=tuple(sorted(twins, key=lambda twin: (twin.layer, twin.head))),
-        patterns=tuple(sorted(clusters[0], key=lambda group: (-len(group), group))),
-        outputs=tuple(sorted(clusters[1], key=lambda group: (-len(group), group))),
+        patterns=tuple(sorted(patterns, key=lambda group: (-len(group), group))),
+        outputs=tuple(sorted(outputs, key=lambda group: (-len(group), group))),
     )
 
 
@@ -196,17 +193,10 @@ def _compared(
 ) -> tuple[list[SimilarHead], list[Any], list[Any]]:
     """Return each head with its nearest heads, and both clusterings; all calls have equal query and key counts."""
     here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
-    outputs = [out for _, out in calls]
-    distances = (
-        pattern_distances([call for call, _ in calls], rows),
-        output_distances(outputs) if outputs[0].shape[1] >= LEAST else None,
-    )
-    patterns, outs = ([(None, None)] * len(here) if one is None else _nearest(one, here) for one in distances)
-    twins = [SimilarHead(*place, *patterns[n], *outs[n]) for n, place in enumerate(here)]
-    alike, same = (
-        [tuple(here[n] for n in group) for group in linked(one, threshold) if len(group) > 1] if one is not None else []
-        for one in distances
-    )
+    outs = [out for _, out in calls]
+    patterns, alike = _near(pattern_distances([call for call, _ in calls], rows), here, threshold)
+    outputs, same = _near(output_distances(outs) if outs[0].shape[1] >= LEAST else None, here, threshold)
+    twins = [SimilarHead(*place, *patterns[n], *outputs[n]) for n, place in enumerate(here)]
     return twins, alike, same
 
 
@@ -285,12 +275,16 @@ def output_distances(outs: Sequence[Tensor]) -> Distances:
     return np.asarray((1 - alike).fill_diagonal_(0).cpu())
 
 
-def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tuple[Any, Any]]:
-    """Return for each head the smallest distance, and the other head at that distance."""
-    if len(places) < 2:
-        return [(None, None)] * len(places)
+def _near(
+    distances: Distances | None, places: Sequence[tuple[int, int]], threshold: float
+) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Return for each head the smallest distance and the other head there, and the clusters of two heads or more."""
+    if distances is None or len(places) < 2:
+        return [(None, None)] * len(places), []
     others = distances + np.where(np.eye(len(places), dtype=bool), np.inf, 0.0)
-    return [(float(others[n].min()), places[int(others[n].argmin())]) for n in range(len(places))]
+    nearest = [(float(row.min()), places[int(row.argmin())]) for row in others]
+    groups = linked(distances, threshold)
+    return nearest, [tuple(places[n] for n in group) for group in groups if len(group) > 1]
 
 
 def linked(distances: Distances, threshold: float) -> list[list[int]]:
