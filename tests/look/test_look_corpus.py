@@ -17,7 +17,7 @@ import headwise
 from headwise import look
 from headwise.look import Look, Vocabulary
 from headwise.look.collect import corpus
-from headwise.look.collect import fingerprint as identity
+from headwise.look.collect import resume as identity
 from headwise.look.collect.corpus import cut, documents
 from headwise.look.collect.forward import batches
 from headwise.look.collect.resume import load

@@ -21,8 +21,8 @@ from ..inputs.repeated_tokens import Repeats
 from ..result import Look
 from ..roles.call_tokens import Passage, Vocabulary
 from ..roles.catalog import ROLES
-from .fingerprint import fingerprint, of_model
 from .forward import OnProgress, Reader
+from .resume import fingerprint, of_model
 from .text import BATCH, REPEATS, Ids, look_of, read_more
 from .workers import Shared, check_whole
 
