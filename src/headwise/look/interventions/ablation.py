@@ -47,21 +47,13 @@ class TokenChange:
 
 @dataclass(frozen=True)
 class PlaceChange:
-    """A position at which the prediction changes without the heads.
+    """A position at which the prediction changes without the heads."""
 
-    Attributes:
-        text: the index of the text.
-        position: the index of the token after which the prediction changes.
-        token: that token.
-        kl: KL(before || after) of the distribution of the next token, in nats.
-        tokens: the tokens whose probability changed most.
-    """
-
-    text: int
-    position: int
-    token: str
-    kl: float
-    tokens: tuple[TokenChange, ...]
+    text: int  # the index of the text
+    position: int  # the index of the token after which the prediction changes
+    token: str  # that token
+    kl: float  # KL(before || after) of the distribution of the next token, in nats
+    tokens: tuple[TokenChange, ...]  # the tokens whose probability changed most
 
 
 @dataclass(frozen=True)

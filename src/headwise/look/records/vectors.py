@@ -27,17 +27,11 @@ SCORES = 1 << 23
 
 @dataclass(frozen=True)
 class ByteVectors:
-    """Vectors, one byte per number.
+    """Vectors, one byte per number."""
 
-    Attributes:
-        shape: heads, tokens, dimensions.
-        data: signed bytes, by head, then token.
-        steps: for each vector the value of a byte of 1, float32, little-endian.
-    """
-
-    shape: tuple[int, int, int]
-    data: bytes
-    steps: bytes
+    shape: tuple[int, int, int]  # heads, tokens, dimensions
+    data: bytes  # signed, by head, then token
+    steps: bytes  # for each vector the value of a byte of 1, float32, little-endian
 
     def __post_init__(self) -> None:
         heads, tokens, dims = self.shape
@@ -56,31 +50,18 @@ class ByteVectors:
 
 @dataclass(frozen=True)
 class Neurons:
-    """One attention call on the first tokens of a text.
+    """One attention call on the first tokens of a text."""
 
-    Attributes:
-        layer: index of the call in the forward pass, as `HeadRecord.layer`.
-        scale: the factor of the products of query and key.
-        softcap: the limit of the scores, or None.
-        biased: whether the mask adds to the scores, as in ALiBi.
-        gated: whether the output is multiplied by a gate.
-        sunk: whether sinks take a part of each row.
-        query: (H, T, D).
-        key: (K, S, D); query head h uses key-value head h // (H / K).
-        value: (K, S, V), or None if the call has no values.
-        weights: the weights, (H, T, S) bytes, each ``round(255 * sqrt(weight))`` as in `HeadMap`.
-    """
-
-    layer: int
-    scale: float
-    softcap: float | None
-    biased: bool
-    gated: bool
-    sunk: bool
-    query: ByteVectors
-    key: ByteVectors
-    value: ByteVectors | None
-    weights: bytes
+    layer: int  # index of the call in the forward pass, as `HeadRecord.layer`
+    scale: float  # the factor of the products of query and key
+    softcap: float | None  # the limit of the scores
+    biased: bool  # whether the mask adds to the scores, as in ALiBi
+    gated: bool  # whether the output is multiplied by a gate
+    sunk: bool  # whether sinks take a part of each row
+    query: ByteVectors  # (H, T, D)
+    key: ByteVectors  # (K, S, D); query head h uses key-value head h // (H / K)
+    value: ByteVectors | None  # (K, S, V), if the call has values
+    weights: bytes  # (H, T, S), each ``round(255 * sqrt(weight))`` as in `HeadMap`
 
     def __post_init__(self) -> None:
         (H, T, D), (K, S, E) = self.query.shape, self.key.shape
