@@ -114,7 +114,7 @@ class Configured(Tiny):
         (Configured(), [1, 47], {}, ValueError, "ids of this model are 0 to 46; got 47 at place 1"),
         (Configured(), [1] * 20, {}, ValueError, "20 tokens, but the model takes 19 positions; give a shorter"),
         (Tiny(), [1, 2], {"tokens": ["a"]}, ValueError, "got 1 tokens for 2 ids; give one each"),
-        (Tiny(), [1, 2], {"map_size": 0}, ValueError, "cells a side of a map, at least 1; got 0"),
+        (Tiny(), [1, 2], {"map_size": 0}, ValueError, "map_size is at least 1; got 0"),
         (Tiny(), [1, 2], {"repeats": Repeats(vocabulary=[4, 61])}, ValueError, "0 to 60; got 61 at place 1"),
         (nn.Linear(2, 2), [1], {}, TypeError, "Linear holds no headwise.MultiHeadAttention"),
         (Overflowing(), [1, 2], {}, ValueError, "layer 0 ('layers.0') has scores that are NaN or infinite in float32"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...nn.hooks.probe import AttentionCall
 from ...shapes.arguments import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
-from ..roles.call_tokens import Passage, Vocabulary
+from ..roles.call_tokens import Passage, Vocabulary, classes_of
 from .repeated_tokens import Repeats
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
@@ -238,8 +238,8 @@ def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
 def vocabulary(
     ids: Sequence[int], tokens: Sequence[str], delimiters: Collection[int] | None, facts: IdFacts
 ) -> Vocabulary:
-    """Return the classes of a text's ids; `Vocabulary.of_pairs` describes the delimiters."""
-    words = Vocabulary.of_pairs([*zip(ids, tokens, strict=True)], delimiters, frozenset(facts.special.values()))
+    """Return the classes of a text's ids; `classes_of` describes the delimiters."""
+    words = classes_of([*zip(ids, tokens, strict=True)], delimiters, frozenset(facts.special.values()))
     closers = {i for name, i in facts.special.items() if name == "sep"}
     return replace(words, separators=words.separators | closers)
 

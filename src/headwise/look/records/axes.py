@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...shapes.arguments import shown
-from .schema import plain, record, values
+from .schema import Damaged, plain, record, values
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """The kinds of axes. In the last kind, some positions are tokens and some are patches."""
@@ -49,8 +49,11 @@ class Axis:
     label: str = ""
 
     def __post_init__(self) -> None:
-        for name, value in values(Axis, vars(self)).items():
-            object.__setattr__(self, name, value)
+        try:
+            for name, value in values(Axis, vars(self)).items():
+                object.__setattr__(self, name, value)
+        except Damaged as error:
+            raise ValueError(f"an axis's {error}") from None
         if self.kind not in KINDS:
             raise ValueError(f"an axis is one of {', '.join(KINDS)}; got {shown(self.kind)}")
         for name, listed in (("names", self.names), ("cells", self.cells)):

@@ -77,21 +77,21 @@ class Vocabulary:
             raise TypeError(f"names are what a tokenizer calls its ids, a list of strings; got {shown(names)}")
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"names are strings, one an id; got {shown(names)}")
-        return cls.of_pairs([*enumerate(names)], delimiters, id_set("special", special))
+        return classes_of([*enumerate(names)], delimiters, id_set("special", special))
 
-    @classmethod
-    def of_pairs(
-        cls, pairs: Sequence[tuple[int, str]], delimiters: Collection[int] | None, special: frozenset[int]
-    ) -> Vocabulary:
-        """Return the classes of ids from (id, token); without `delimiters`, those are `MARKS`."""
 
-        def spelt(marks: Collection[str]) -> frozenset[int]:
-            return frozenset(i for i, token in pairs if token.strip(BLANKS) in marks)
+def classes_of(
+    pairs: Sequence[tuple[int, str]], delimiters: Collection[int] | None, special: frozenset[int]
+) -> Vocabulary:
+    """Return the classes of ids from (id, token); without `delimiters`, those are `MARKS`."""
 
-        chosen = spelt(MARKS) if delimiters is None else id_set("delimiters", delimiters)
-        punctuation = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
-        named = frozenset(i for i, token in pairs if token == "[SEP]")
-        return cls(chosen, punctuation, special, spelt({"."}), spelt({","}), (chosen & special) | named)
+    def spelt(marks: Collection[str]) -> frozenset[int]:
+        return frozenset(i for i, token in pairs if token.strip(BLANKS) in marks)
+
+    chosen = spelt(MARKS) if delimiters is None else id_set("delimiters", delimiters)
+    punctuation = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
+    named = frozenset(i for i, token in pairs if token == "[SEP]")
+    return Vocabulary(chosen, punctuation, special, spelt({"."}), spelt({","}), (chosen & special) | named)
 
 
 def id_set(name: str, ids: Collection[int]) -> frozenset[int]:
