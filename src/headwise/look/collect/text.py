@@ -88,16 +88,14 @@ def at(
             not take, layers that attend within windows of a picture, or scores that are not finite.
 
     Example:
-        >>> import torch, headwise
-        >>> class Reader(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal())
-        >>> look = headwise.look.at(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> import headwise
+        >>> from headwise.testing.constructed import constructed
+        >>> model, _ = constructed([["previous-token", "self"], ["induction"]])
+        >>> look = headwise.look.at(model, [1, 2, 3, 5, 8, 13, 21, 34])
         >>> look.kind, look.num_layers, look.num_heads, len(look.heads[0].map)
-        ('decoder', 1, 3, 8)
+        ('decoder', 2, 2, 8)
+        >>> [head.role for head in look.heads]
+        ['previous-token', 'self', 'induction']
     """
     started = time.perf_counter()
     model = unwrap(model)

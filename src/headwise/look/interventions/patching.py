@@ -219,7 +219,12 @@ def patch(
     check_flags(positions=positions)
     check_told(name, progress)
     model = unwrap(model)
-    rows = _rows_of_one_length(clean, corrupted)
+    rows = [as_row(clean), as_row(corrupted)]
+    if len(rows[0]) != len(rows[1]):
+        raise ValueError(
+            "patching puts each position of the clean text into the same position of the corrupted one, so both have "
+            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; replace words by words with the same token count"
+        )
     last = isinstance(metric, LogitDifference) and metric.position == -1
     texts = [replace(text, last=last) for text in readings(model, rows, loss=metric, mask_id=None, seed=0)]
     outputs: dict[int, Tensor] = {}
@@ -243,17 +248,6 @@ def patch(
     tokens = [tuple(map(decode, row)) for row in rows]
     told = name or model_name(model), _words(metric, decode)
     return Patching(*told, healthy.loss, base.loss, tokens[0], tokens[1], tuple(heads_patched))
-
-
-def _rows_of_one_length(clean: Any, corrupted: Any) -> list[list[int]]:
-    """Return the ids of both texts; raise ValueError if they have different lengths."""
-    rows = [as_row(clean), as_row(corrupted)]
-    if len(rows[0]) != len(rows[1]):
-        raise ValueError(
-            "patching puts each position of the clean text into the same position of the corrupted one, so both have "
-            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; replace words by words with the same token count"
-        )
-    return rows
 
 
 def _words(metric: Loss, decode: Callable[[int], str]) -> str:
