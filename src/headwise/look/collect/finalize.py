@@ -53,7 +53,7 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
             map=tuple(map(tuple, maps[h])),
             queries=queries,
             keys=keys,
-            extras={} if on_picture[h] is None else {ON_PICTURE: on_picture[h]},
+            extras={} if (mass := on_picture[h]) is None else {ON_PICTURE: mass},
             over=() if tally.over is None or not axes else tally.over,
             role=next((name for name in played[h] if name not in states), NO_ROLE),
             states=tuple(name for name in played[h] if name in states),

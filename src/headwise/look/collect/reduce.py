@@ -27,7 +27,8 @@ def uniform(call: AttentionCall, scene: CallTokens, asks: StatisticsRequest) -> 
 
     def make() -> RowStatistics:
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
-        options: StatisticsOptions = {"mask": mask, "offsets": OFFSETS, "pool": 1, **asks._asdict()}
+        options: StatisticsOptions = {"mask": mask, "offsets": OFFSETS, "pool": 1}
+        options |= {"features": asks.features, "targets": asks.targets}
         return on_host(row_statistics(zero[:, :, :T], zero[:, :, :S], **options))
 
     constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
@@ -53,7 +54,8 @@ def measure(
 ) -> tuple[Tensor | None, CallStatistics]:
     """Return the attention output, if the call has values, and the row statistics for the roles, from one pass."""
     asks = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
-    options: StatisticsOptions = {**call.scoring, "offsets": OFFSETS, "pool": pool, **asks._asdict()}
+    options: StatisticsOptions = {**call.scoring, "offsets": OFFSETS, "pool": pool}
+    options |= {"features": asks.features, "targets": asks.targets}
     out: Tensor | None = None
     if call.value is None:
         rows = row_statistics(call.query, call.key, **options)

@@ -109,7 +109,7 @@ def _readers(cls: type) -> dict[str, tuple[Read, bool]]:
     """Return by field what reads its value, and whether the field has no default."""
     hints = get_type_hints(cls)
     readers = {}
-    for one in fields(cls):  # type: ignore[arg-type]
+    for one in fields(cls):
         least = -ROUNDING if one.name in NOT_NEGATIVE else -LARGEST
         read = _reader(hints[one.name], least, WORDS.get((cls.__name__, one.name), ()))
         readers[one.name] = read, one.default is MISSING and one.default_factory is MISSING
@@ -141,7 +141,7 @@ def _reader(hint: Any, least: float, words: tuple[str, ...] = (), otherwise: str
     if origin is tuple:
         return _tuple(inner, least)
     if origin is Mapping:
-        return _mapping(*inner, least)
+        return _mapping(inner[0], inner[1], least)
     if origin is UnionType:  # with None
         some = _reader(inner[0], least, words, " or null")
         return lambda value: None if value is None else some(value)
