@@ -92,8 +92,8 @@ class Axis:
         return record(cls, data, "an axis is")
 
 
-Cells = tuple[tuple[int, int, int], ...]
-Grids = tuple[tuple[int, int], ...]
+PatchCells = tuple[tuple[int, int, int], ...]
+PictureGrids = tuple[tuple[int, int], ...]
 
 
 def in_blocks(rows: int, columns: int, side: int = 1, picture: int = 0) -> list[tuple[int, int, int]]:
@@ -147,7 +147,7 @@ def in_text(ids: Sequence[int], names: Sequence[str], image: int | None, grids: 
     return Axis(MIXED, len(ids), names=tuple(names), cells=tuple(cells), grids=shapes)
 
 
-def _laid(places: int, grids: Sequence[tuple[int, ...]]) -> tuple[Cells, Grids]:
+def _laid(places: int, grids: Sequence[tuple[int, ...]]) -> tuple[PatchCells, PictureGrids]:
     """Return cells and grids of so many positions; all grids are divided by one integer. Empty if nothing fits."""
     patches = sum(t * r * c for t, r, c in grids)
     for side in range(1, 17):
@@ -157,7 +157,7 @@ def _laid(places: int, grids: Sequence[tuple[int, ...]]) -> tuple[Cells, Grids]:
     return (), ()
 
 
-def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int = 1) -> tuple[Cells, Grids]:
+def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int = 1) -> tuple[PatchCells, PictureGrids]:
     """Return the cells and grids of a picture's frames of (frames, rows, columns) patches, as `in_blocks` does."""
     frames = tuple((r, c) for t, r, c in grids for _ in range(t))
     return tuple(cell for n, (r, c) in enumerate(frames) for cell in in_blocks(r, c, side, n)), frames

@@ -18,7 +18,7 @@ from .measures import CallStatistics, Measure, ScoreSums, StatisticsRequest, for
 Shift = tuple[int, int]
 """Rows down and columns to the right."""
 
-Cell = tuple[int, int, int]
+PatchCell = tuple[int, int, int]
 """Picture, row and column."""
 
 AROUND: tuple[Shift, ...] = tuple((r, c) for r in (-1, 0, 1) for c in (-1, 0, 1))
@@ -49,7 +49,7 @@ def to_apart(name: str, scene: CallTokens) -> Tensor | None:
     return _linked(scene, lambda p, r, c: places) if places else None
 
 
-def _linked(scene: CallTokens, wanted: Callable[[int, int, int], Iterable[Cell | int]]) -> Tensor | None:
+def _linked(scene: CallTokens, wanted: Callable[[int, int, int], Iterable[PatchCell | int]]) -> Tensor | None:
     """Return the positions of the `wanted` cells for each patch, (1, T, n), padded with -1; None without patches."""
     queries, keys = scene.axes
     if not queries.known or not keys.known:
