@@ -94,10 +94,11 @@ def check_choice(seed: int) -> None:
             assert [some.query for some in plan.kept.values()] == best[count], (H, K, limit)
 
 
-def test_a_fraction_that_is_half_a_head_from_all_is_refused_too() -> None:
+@pytest.mark.parametrize(("H", "fraction"), [(4, 0.875), (5, 0.9)])  # 2 * (1 - 0.9) * 5 is below 1 in floats
+def test_a_fraction_that_is_half_a_head_from_all_is_refused_too(H: int, fraction: float) -> None:
     """Of equally near numbers the larger is taken, and that of all heads changes nothing."""
     with pytest.raises(ValueError, match="no number of them that loads is nearer to it than all"):
-        plan_prune(decoder(4, 4), keep_fraction=0.875, scores=drawn_scores(1, 2, 4))
+        plan_prune(decoder(H, H), keep_fraction=fraction, scores=drawn_scores(1, 2, H))
 
 
 class Filled(Made):
