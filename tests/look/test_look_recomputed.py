@@ -19,10 +19,8 @@ from look_matrices import Call
 from plain_looks import CLOSE, LOOSE, compositions, divergence, hsic, joined, lengths, means, near, over_keys, pooled
 from plain_reader import VOCABULARY, M, Mixed, Plain, drawn_text, log_softmax, rank_correlation, rms
 
-import headwise
 from headwise import look
 from headwise.look import LogitDifference, Passage, Vocabulary
-from headwise.look.collect.sums import LayerTally
 from headwise.look.curve import Point
 
 
@@ -77,6 +75,27 @@ def check_roles(model: Mixed, plain: Plain, seed: int) -> None:
             if score is not None:
                 assert score.count == expected.count and near(score.value, expected.value), name
                 assert expected.null is None or near(score.null, expected.null), name
+
+
+class Paired(Mixed):
+    """The model, as one that is given what a tokenizer makes of two sentences."""
+
+    def forward(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+def check_pairs(model: Mixed, plain: Plain, seed: int) -> None:
+    """Heads between two sentences: the first and the last token are no words."""
+    ids = np.random.default_rng(seed).permutation(VOCABULARY)[:23].tolist()
+    paired = Paired(seed, ahead=model.ahead).eval()
+    given = {"input_ids": torch.tensor([ids]), "token_type_ids": torch.tensor([[0] * 11 + [1] * 12])}
+    found, calls = look.at(paired, given, repeats=None), plain.run(ids).calls
+    sides = {"first to second": (range(1, 11), range(11, 22)), "second to first": (range(11, 22), range(1, 11))}
+    for (layer, h), (name, (rows, keys)) in itertools.product(plain.heads, sides.items()):
+        score, call = found.head(layer, h).scores[name], calls[layer]
+        assert score.count == len(rows) and near(score.value, call.p[h][np.ix_(rows, keys)].sum() / len(rows))
+        even = call.seen / call.seen.sum(-1, keepdims=True)
+        assert near(score.null, even[np.ix_(rows, keys)].sum() / len(rows))
 
 
 def check_over(model: Mixed, plain: Plain, seed: int) -> None:
@@ -182,6 +201,8 @@ def check_patch(model: Mixed, plain: Plain, seed: int) -> None:
         found = look.patch(model, clean, corrupted, LogitDifference(3, 8, position))
         assert near((found.clean, found.corrupted), gap, LOOSE)
         assert [(one.layer, one.head) for one in found.heads] == plain.heads
+        ordered = sorted((abs(one.effect) for one in found.heads), reverse=True)
+        assert [abs(one.effect) for one in found.best(5)] == ordered[:5]
         for one in found.heads:
             at = one.layer, one.head
             run = plain.instead(corrupted, {at: healthy.calls[at[0]].out[at[1]]})
@@ -233,7 +254,8 @@ def check_circuits(model: Mixed, plain: Plain, seed: int) -> None:
     few = look.circuits(model, ids, most=3).compositions
     for kind in "qkv":
         best = sorted((key for key in table if key[0] == kind), key=lambda key: -table[key])[:3]
-        assert [(one.kind, one.reader, one.writer) for one in few if one.kind == kind] == best
+        for some in (few, found.strongest(3)):
+            assert [(one.kind, one.reader, one.writer) for one in some if one.kind == kind] == best
     final, U = plain.w["final.weight"], plain.w["unembed.weight"]
     sigma = np.sqrt((run.residual**2).mean(-1, keepdims=True) + 1e-6)
     for head in found.heads:
@@ -311,6 +333,21 @@ def check_compare(model: Mixed, plain: Plain, seed: int) -> None:
         both = {name: (places[0][name].value, places[1][name].value) for name in places[0] if name in places[1]}
         assert one.scores == both and one.largest is not None
         assert abs(one.largest[2] - one.largest[1]) == max(abs(y - x) for x, y in both.values())
+    ps, sides = (
+        [[over_keys(x) for x in run.calls[1].p] for run in runs],
+        [[means([run], 1, h) for h in range(6)] for run in runs],
+    )
+    masses = [[[*one["offsets"], *one["ahead"]] for one in some] for some in sides]
+
+    def far(i: int, j: int) -> float:
+        x, y = masses[0][i], masses[1][j]
+        return float(np.abs(ps[0][i] - ps[1][j]).sum(1).mean() + np.abs(np.subtract(x, y)).sum() + abs(sum(x) - sum(y)))
+
+    for left in itertools.combinations(range(6), 3):  # paired in order, so that the sum of distances is smallest
+        fewer = replace(b, heads=tuple(h for h in b.heads if h.layer != 1 or h.head in left), maps=(), moved=())
+        told = look.compare(a, fewer)
+        best = min(itertools.combinations(range(6), 3), key=lambda some: sum(map(far, some, left)))
+        assert [one.head for one in told.heads if one.layer == 1] == [*best] and told.guessed == (1,)
     kept = [0, 2, 5]
     fewer = replace(b, heads=tuple(h for h in b.heads if h.layer != 1 or h.head in kept), maps=(), moved=())
     told = look.compare(b, fewer, kept={1: kept})
@@ -327,6 +364,9 @@ def check_curve(model: Mixed, plain: Plain, seed: int) -> None:
             at: round(value, 4) for at, value in values.items()
         }
         assert point.best(role) == round(max(values.values()), 4)
+        playing = [h for h in seen.heads if role in (x.name for x in h.roles)]
+        by_value = sorted(playing, key=lambda h: -h.scores[role].value)
+        assert [(h.layer, h.head) for h in seen.with_role(role)] == [(h.layer, h.head) for h in by_value]
         assert {*point.plays.get(role, ())} == {
             (h.layer, h.head) for h in seen.heads if role in (x.name for x in h.roles)
         }
@@ -350,31 +390,3 @@ def test_numbers_are_those_of_a_plain_model(kind: str, name: str) -> None:
         exact, ids = Plain(model), drawn_text(seed, 19)
         assert near(model(torch.tensor([ids]))[0], exact.run(ids).logits, LOOSE)
     CHECKS[name](model, exact, seed)
-
-
-def test_a_text_looks_ahead_where_any_of_its_first_and_its_middle_row_does() -> None:
-    """Some models let the first tokens see themselves alone, or the last ones nothing."""
-    for rows, kind in (({4}, "encoder"), ({0}, "encoder"), (set(), "decoder")):
-        free = torch.tensor([i in rows for i in range(9)])[:, None]
-        kept = torch.ones(9, 9).tril().bool() | free
-
-        class One(torch.nn.Module):
-            def __init__(self, kept: torch.Tensor = kept) -> None:
-                super().__init__()
-                self.embed, self.attend = torch.nn.Embedding(11, 12), headwise.MultiHeadAttention(12, 3)
-                self.kept = kept
-
-            def forward(self, ids: torch.Tensor) -> torch.Tensor:
-                return self.attend(self.embed(ids), mask=headwise.keep(self.kept))
-
-        assert look.at(One(), [1, 2, 3, 5, 8, 1, 3, 4, 2], repeats=None).kind == kind, rows
-
-
-def test_of_details_that_as_many_queries_have_the_first_by_name_is_told() -> None:
-    """Whatever the order of the texts."""
-    for order in (("key 9", "key 12", "key 3"), ("key 3", "key 12", "key 9")):
-        tally = LayerTally({"module": "a", "call": 0, "part": "decoder"}, 2)
-        for detail in order:
-            tally.tell("sink elsewhere", 1, detail, 2 if detail == "key 3" else 4)
-        tally.tell("sink elsewhere", 1, "key 3", 1)
-        assert tally.detail("sink elsewhere", 1) == "key 12" and tally.detail("sink elsewhere", 0) == ""
