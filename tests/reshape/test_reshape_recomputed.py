@@ -333,6 +333,7 @@ class Speaker(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed, self.out = nn.Embedding(13, 7), nn.Linear(7, 13)
+        nn.init.normal_(self.embed.weight, std=6.0)  # gradients are longer than 1, to which they are cut
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.out(self.embed(ids))
@@ -354,7 +355,7 @@ def check_distill(seed: int) -> None:
         said, known = plain(ids).log_softmax(-1), teacher(ids).log_softmax(-1).detach()
         return (known.exp() * (known - said)).sum(-1), -said[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
-    steps, measured = [], []
+    steps, measured, lengths = [], [], list[float]()
     for step in range(7):
         if step % 3 == 0:
             measured.append([step, *(float(some.detach().mean()) for some in losses(held))])
@@ -365,15 +366,15 @@ def check_distill(seed: int) -> None:
         loss = sum(far[n].sum() / 9 + 0.3 * own[n].sum() / 8 for n in range(3)) / 3
         adam.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        lengths.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0)))
         share = (step + 1) / 3 if step < 3 else 0.01 + 0.99 * (1 + math.cos(math.pi * (step - 3) / 4)) / 2
         for group in adam.param_groups:
             group["lr"] = 0.05 * share
         adam.step()
         steps.append(float(loss.detach()))
     measured.append([7, *(float(some.detach().mean()) for some in losses(held))])
-    assert curve.steps == pytest.approx(steps, abs=2e-6)
-    assert np.allclose(curve.held, measured, atol=1e-5)
+    assert max(lengths) > 1.5 and curve.steps == pytest.approx(steps, abs=1e-5)
+    assert np.allclose(curve.held, measured, atol=1e-4)
     for a, b in zip(student.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
