@@ -23,6 +23,7 @@ from ...ops.masks.mask import Mask
 from ...ops.native.gradient import Training, leaves_of
 from ...ops.native.library import error_for
 from ...ops.native.mask_arguments import lowered, trouble_with
+from ...ops.native.picked_keys import is_picked
 from ...ops.options import ScoreOptions
 from ...ops.sharding.heads import seed_of_part
 from ...plan.ranks.sharding import Stretch
@@ -61,9 +62,9 @@ class Gradient(NamedTuple):
 
 
 def is_native(query: Tensor, mask: Mask) -> bool:
-    """Return whether the native kernel supports calls with this mask."""
+    """Return whether the native kernel itself supports calls with this mask; picked keys are gathered before it."""
     serves = query.device.type == "cpu" and query.dtype != torch.float64 and type(query) is Tensor and len(query) > 0
-    return serves and error_for() is None and trouble_with(mask) is None
+    return serves and error_for() is None and trouble_with(mask) is None and not is_picked(mask)
 
 
 def options_of(call: ContextCall, at: Block, sinks: Tensor | None = None) -> ScoreOptions:

@@ -152,6 +152,20 @@ def _forward(call: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor 
     return merged.result(query.dtype)
 
 
+def _gradient_of(sums: GradientSums, received: ReceivedKeys, spans: list[QueryBlock]) -> KVTensors:
+    """Return the gradients of all received keys.
+
+    A mask that is evaluated for these keys alone may allow fewer of them than for the whole stretch, or none.
+    """
+    low, some = sums.of_keys(received, spans) if spans else (received.first, [])
+    if some and some[0].shape[2] == received.keys[0].shape[2]:
+        return some
+    whole = [torch.zeros_like(x, dtype=sums.wide) for x in received.keys]
+    for to, grad in zip(whole, some, strict=False):
+        to[:, :, low - received.first : low - received.first + grad.shape[2]] = grad
+    return whole
+
+
 def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     traffic = RingMessages(sums.call, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
@@ -173,7 +187,7 @@ def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     for turn, piece, keys in traffic.receive_all():
         grads: list[KVTensors] = []
         for received, spans in _received(sums.call, piece, keys):
-            grads.append(sums.of_keys(received, spans)[1])
+            grads.append(_gradient_of(sums, received, spans))
             received.keys.clear()
         if turn is None:
             assert piece is not None
