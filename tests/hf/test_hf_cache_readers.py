@@ -108,7 +108,7 @@ def test_a_model_that_attends_a_cached_image_again() -> None:
     assert not close(theirs[:, 5:], without[:, 5:]), "or the image would prove nothing"
     for how in EXACT:
         assert close(steps(make_cache(model, max_length=20, **how)), theirs)
-    assert (steps(make_cache(model, dtype=torch.int8)) - theirs).abs().max() < 0.1 * theirs.abs().max()
+    assert (steps(make_cache(model, bits=8)) - theirs).abs().max() < 0.1 * theirs.abs().max()
 
 
 def test_values_that_the_model_joins_anew() -> None:
@@ -119,7 +119,7 @@ def test_values_that_the_model_joins_anew() -> None:
     for how in EXACT:
         assert torch.equal(greedy(model, arguments, make_cache(model, **how)), theirs)
     for kind in ("static", "paged"):
-        assert greedy(model, arguments, make_cache(model, kind, dtype=torch.int8)).shape == theirs.shape
+        assert greedy(model, arguments, make_cache(model, kind, bits=8)).shape == theirs.shape
 
 
 @pytest.mark.parametrize("plan", [(6, 1, 1, 1, 3, 1), (PAGE + 9, 1, PAGE + 5, 1, 2)])

@@ -171,7 +171,7 @@ def test_int8_is_attention_on_the_dequantised_numbers(row: Row) -> None:
     exact = fed(eager, DynamicCache(config=eager.config), plan, "left")
     model, real = model_of(row), padding("left", sum(plan)).bool()
     for kind in KINDS:
-        ours = fed(model, make_cache(model, kind, max_length=20, dtype=torch.int8), plan, "left")
+        ours = fed(model, make_cache(model, kind, max_length=20, bits=8), plan, "left")
         assert close(ours[real], theirs[real])
         assert not close(ours[real], exact[real])
 
@@ -180,7 +180,7 @@ def test_int8_generates_and_takes_less_memory() -> None:
     model = model_of(BY_NAME["Llama GQA"])
     arguments = {"input_ids": token_ids(7)}
     for kind in KINDS:
-        plain, small = make_cache(model, kind, max_length=20), make_cache(model, kind, max_length=20, dtype=torch.int8)
+        plain, small = make_cache(model, kind, max_length=20), make_cache(model, kind, max_length=20, bits=8)
         for cache in (plain, small):
             assert generated(model, arguments, cache, num_beams=2, do_sample=False).shape == (B, 15)
         assert small.nbytes * 24 == plain.nbytes * 10  # 6 numbers of 4 bytes; of 1 byte and a scale
@@ -309,7 +309,7 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
         (ValueError, "at least 1; got 0", lambda: make_cache(llama, max_length=0)),
         (ValueError, "T5.*give make_cache a max_length", lambda: make_cache(t5)),
         (ModelError, r"pages.*'eager'.*set_attn_implementation\(\"headwise\"\)", lambda: make_cache(llama, "paged")),
-        (ModelError, "int8.*set_attn_implementation", lambda: make_cache(llama, dtype=torch.int8)),
+        (ModelError, "int8.*set_attn_implementation", lambda: make_cache(llama, bits=8)),
         (ModelError, "sliding window.*set_attn_implementation", lambda: make_cache(windowed)),
         (ModelError, "Mamba.*layer 0 keeps a LinearAttentionLayer.*DynamicCache", lambda: make_cache(mamba)),
     ]
