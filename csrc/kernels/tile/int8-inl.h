@@ -71,7 +71,7 @@ static inline void copy_bytes(int8_t* out, const char* row, int64_t stride, int6
 static inline void copy_codes(int8_t* out, const char* row, const Tensor4& x, int64_t n, int64_t padded) {
   if (x.dtype == Dtype::i8) return copy_bytes(out, row, x.stride[3], n, padded);
   unpack(out, row, x.dtype, n);
-  memset(out + n, 0, static_cast<size_t>(padded - n));
+  if (padded > n) memset(out + n, 0, static_cast<size_t>(padded - n));
 }
 
 // The scales of n keys, contiguous and padded with zeros to whole vectors; 0 for `bad` keys.
