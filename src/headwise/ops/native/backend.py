@@ -136,7 +136,7 @@ def fast_path(
     if type(T) is not int:  # torch.jit.trace uses tensors as sizes and would record their values
         return None
     if layout is not None:
-        if layout.bits < 8 or type(layout.length) is not int or not all(
+        if type(layout.length) is not int or not all(
             x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]
         ):
             return None  # with a tensor on meta the call is traced, and its numbers have no meaning
@@ -158,7 +158,14 @@ def fast_path(
                 return None
     if learning:
         return None
-    return _with_rules(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
+    packed = layout is not None and layout.bits < 8
+    if packed and gate is not None:  # the gate multiplies the output as it is rotated back
+        return None
+    q = rotated(query) if packed else query
+    result = _with_rules(q, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
+    if not packed or result is None:
+        return result
+    return (rotated(result[0], back=True), result[1]) if return_lse else rotated(result, back=True)
 
 
 _NO_BAND = (None, None, False)
