@@ -40,8 +40,7 @@ The [report](look.md#the-report) is a page about the attention heads of one mode
 - **The buttons above the matrix** have the number of heads. A head may have several roles, and states beside them, so
   the numbers add up to more than all heads. *no role or state* counts the heads that have neither.
 - **A large model** has the same screen. Here 198 of 270 heads of SmolLM2-135M rest on the first token, each with a dot,
-  and the nine induction heads stand out; one of them is open. (The picture is older: *no role* in it is today's *no
-  role or state*.)
+  and the nine induction heads stand out; one of them is open.
 
 ![The report of SmolLM2-135M: 270 heads, most with a dot, induction heads in colour](images/report-smollm2.png)
 

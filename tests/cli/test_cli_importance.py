@@ -88,6 +88,10 @@ def test_circuits_name_heads_by_the_roles_of_a_look(tiny: Any, tmp_path: Path) -
     assert re.search(row, shown), shown
     drawn = (tmp_path / "graph.svg").read_text()
     assert reader in drawn and expected.roles[writer] in drawn and "through keys" in drawn
+    page = tmp_path / "circuits.html"
+    done = runner.invoke(cli.app, [*command, *files[:2], "--out", str(page)], terminal_width=200)
+    assert done.exit_code == 0 and page.read_text() == report.render_circuits(expected)
+    assert "circuits.html" in done.stdout and "open it in a browser" in done.stdout
 
 
 @pytest.mark.parametrize("positions", [[], ["--positions"]])
@@ -179,7 +183,7 @@ def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.Monke
         ("ablate", "Missing option '--heads'"),
         ("circuits --roles nothing.json", "nothing.json"),
         ("circuits --roles ''", "--roles: the name is empty; give a look as .json, or none"),
-        ("circuits --out graph.txt", "ends in none of .svg .png .json"),
+        ("circuits --out graph.txt", "ends in none of .html .svg .png .json"),
         ("redundancy --threshold 1.7", "threshold is a distance from 0 to 1; got 1.7"),
         ("redundancy --text x", "heads are compared on one text of at least 4 tokens; got ["),
         (f"patch {PATCH} --corrupt 'a b c d'", "both have as many tokens; got "),

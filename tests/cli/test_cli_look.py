@@ -48,7 +48,7 @@ def test_look_against_another(here: Path) -> None:
     result = run("model", "--against", "after.json", "--out", "c.csv")
     assert result.exit_code == 0, result.output
     assert "before against after: 1 of 8 heads changed role" in result.stdout
-    assert "self -> first-token sink" in result.stdout and "c.csv (" in result.stdout
+    assert "lost self; gained first-token sink" in result.stdout and "c.csv (" in result.stdout
     assert run("model", "--against", "after.json").exit_code == 0
     assert [path.name for path in here.glob("*.html")] == ["headwise-report.html"]
     result = run("before.json", "--against", "after.json", "--json")

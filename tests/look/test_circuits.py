@@ -304,6 +304,9 @@ def test_heads_are_named_by_the_roles_of_a_look() -> None:
     seen = headwise.look.at(model, ids)
     found = circuits(model, ids).with_roles(seen)
     assert {head: found.roles["{}.{}".format(*head)] for head in jobs} == jobs
+    reader = "{}.{}".format(*found.compositions[0].reader)
+    columns = [list(column.cells) for column in replace(found, roles={reader: "head to obj"}).table().columns]
+    assert columns[1][columns[0].index(reader)] == "verb -> object"
     with pytest.raises(ValueError, match="give a look of the same model"):
         found.with_roles(replace(seen, heads=seen.heads[1:], maps=(), moved=()))
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import headwise
 from headwise.look import HeadImportance, Importance, ablate, importance
-from headwise.look.interventions.rank_correlation import ranks, spearman
+from headwise.look.interventions.gradients import ranks, spearman
 from headwise.nn import MultiHeadAttention, output_projections, probe
 from headwise.testing.constructed import constructed
 

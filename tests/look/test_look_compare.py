@@ -70,8 +70,27 @@ def test_only_the_head_that_changed_did(before: Look, after: Look) -> None:
     assert change.largest is not None and change.largest[0] in ("self", "first-token sink")
     assert {head.distance for head in comparison.heads if head.head != 2} == {0.0}
     assert comparison.summary() == ["before against after: 1 of 8 heads changed role", "7 of them did not move"]
-    assert re.search(r"^0\.2 +0\.2 .* self -> first-token sink ", str(comparison), re.MULTILINE)
+    assert re.search(r"^0\.2 +0\.2 .* lost self; gained first-token sink ", str(comparison), re.MULTILINE)
     assert len(str(comparison).splitlines()) == 4, "heads that did not move have no line"
+
+
+def test_a_role_that_one_look_did_not_measure_is_neither_lost_nor_gained(before: Look) -> None:
+    less = replace(before, heads=tuple(replace(one, scores=_without(one, "self")) for one in before.heads))
+    assert before.with_role("self")
+    for comparison in (look.compare(before, less), look.compare(less, before)):
+        assert not comparison.changed and comparison.unshared == ("self",)
+        assert "not compared, because only one of the looks measured it: self" in comparison.summary()
+
+
+def test_relations_have_the_names_of_the_report() -> None:
+    scores = {"head to obj": (0.9, 0.1), "induction": (0.8, 0.8)}
+    change = look.HeadChange(3, 1, 3, 1, ("head to obj", "induction"), ("induction",), 0.1, 0.1, 0.1, scores)
+    shown = str(look.Comparison("a", "b", True, (change,)))
+    assert re.search(r"lost verb -> object +verb -> object 0\.90 -> 0\.10$", shown, re.MULTILINE)
+
+
+def _without(head: HeadRecord, role: str) -> dict[str, Any]:
+    return {name: score for name, score in head.scores.items() if name != role}
 
 
 def test_near_sees_what_pooling_hides() -> None:

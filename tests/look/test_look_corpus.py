@@ -17,7 +17,7 @@ import headwise
 from headwise import look
 from headwise.look import Look, Vocabulary
 from headwise.look.collect import corpus
-from headwise.look.collect import fingerprint as identity
+from headwise.look.collect import resume as identity
 from headwise.look.collect.corpus import cut, documents
 from headwise.look.collect.forward import batches
 from headwise.look.collect.resume import load
@@ -227,7 +227,7 @@ def test_a_role_needs_its_interval_above_chance() -> None:
     for n in range(40):
         sums.add([n], [[6.0, 10.0 * (n % 2)]], [[10, 10]], [[4.9, 0.0]])
     low, high = sums.interval() or pytest.fail("no interval")
-    value, null, count = sums.means()
+    value, null, _, count = sums.means()
     assert value.tolist() == [0.6, 0.5] and null[0] == pytest.approx(0.49) and count.tolist() == [400, 400]
     assert low[0] == high[0] == pytest.approx(0.6) and low[1] == pytest.approx(0.35, abs=0.05)
 

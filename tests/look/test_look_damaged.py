@@ -193,13 +193,13 @@ PLACES: list[tuple[tuple[Any, ...], Any, str]] = [
     ((*HEAD, "extras"), {"a": None}, "heads[0].extras.a is a finite number; got None"),
     ((*HEAD, "scores", "self", 1), "x", "heads[0].scores.self.null is a finite number or null; got 'x'"),
     ((*HEAD, "scores", "first-token sink", 6), 1, "heads[0].scores['first-token sink'].plays is true or false; got 1"),
-    ((*HEAD, "scores", "self"), [1], "heads[0].scores.self does not fit: not enough values to unpack"),
-    ((*HEAD, "scores", "self", 7), [[0, 1]], "heads[0].scores.self.evidence[0] is of another kind; got [0, 1]"),
+    ((*HEAD, "scores", "self"), [1], "heads[0].scores.self.null is missing"),
+    ((*HEAD, "scores", "self", 7), [[0, 1]], "heads[0].scores.self.evidence[0].key is missing"),
     ((*HEAD, "scores", "self", 7), [[0, 1, -2, 0]], "heads[0].scores.self.evidence[0].key is at least 0; got -2"),
     (MAP, [[0.5], [0.5, 0.25]], "heads[0].map has rows of one length; got [1, 2]"),
     ((*MAP, 0), 3, "heads[0].map[0] is of another kind; got 3"),
     ((*MAP, 1, 0), -0.5, "heads[0].map[1][0] is at least 0; got -0.5"),
-    (("maps", 1, "data"), "?", "maps[1] does not fit: "),
+    (("maps", 1, "data"), "?", "maps[1].data does not fit: "),
     (("maps", 0), {}, "maps[0].rows is missing"),
     (("maps", 0, "columns"), 2, "maps[0] does not fit: a map of "),
     (("neurons", 0, "query", "shape"), [1, 2], "neurons[0].query.shape is a list of 3; got (1, 2)"),
@@ -210,7 +210,7 @@ PLACES: list[tuple[tuple[Any, ...], Any, str]] = [
         [[0, 3]],
         "axes[0] does not fit: an axis's grids have a row and a column at least; got (0, 3)",
     ),
-    (("excerpts", "copies 0"), {"a": "b"}, "excerpts does not fit: invalid literal for int()"),
+    (("excerpts", "copies 0"), {"a": "b"}, "excerpts['copies 0'] does not fit: invalid literal for int()"),
     (("tokens", 2), 5, "tokens[2] is a string; got 5"),
     (("num_heads",), None, "num_heads is a whole number; got None"),
 ]
@@ -236,7 +236,7 @@ def test_the_place_and_what_stands_there() -> None:
     with pytest.raises(ValueError, match=r"^a head's record is read from what .* wrote; it is of another kind; got 3$"):
         HeadRecord.from_dict(3)  # type: ignore[arg-type]
     plain = json.loads(LOOK) | {"maps": json.loads(LOOK)["maps"][:1]}
-    with pytest.raises(ValueError, match=r"wrote; maps does not fit: maps run parallel to heads: got 1 maps for 2"):
+    with pytest.raises(ValueError, match=r"wrote; maps run parallel to heads: got 1 maps for 2"):
         Look.from_dict(plain)
 
 

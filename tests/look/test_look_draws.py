@@ -14,7 +14,7 @@ from torch import Tensor
 import headwise
 from headwise import look
 from headwise.look import Passage, Vocabulary
-from headwise.look.collect.reduce import Uniform, add_roles, measure
+from headwise.look.collect.reduce import add_roles, measure
 from headwise.look.collect.sums import LayerTally
 from headwise.look.records.axes import MIXED, NOWHERE, Axis
 from headwise.look.roles.call_tokens import CallTokens
@@ -135,7 +135,7 @@ def test_of_text_among_pictures_each_role_counts_the_text_that_may_attend(reach:
         ids, ids, False, Vocabulary(frozenset({7})), (Passage(ids[0].tolist()),), axes=(axis, axis), among=among
     )
     names = ["previous-token", *(f"offset-{k}" for k in range(2, 9)), "self", "local band", "delimiter"]
-    _, got = measure(call, here, [BY_NAME[name] for name in names], 1, Uniform())
+    _, got = measure(call, here, [BY_NAME[name] for name in names], 1)
     p = headwise.weights(query, key, mask=mask)[0].double()
     kept = torch.tensor([[j <= i and (reach is None or i - j < reach) for j in range(T)] for i in range(T)])
     even = (kept / kept.sum(-1, keepdim=True)).double()
@@ -177,7 +177,7 @@ def test_the_control_of_links_is_a_mean_over_the_queries_that_may_attend_them(re
     here = CallTokens(torch.arange(T)[None], torch.arange(T)[None], False, Vocabulary(), (passage,))
     one = OnLinks(lambda scene: scene.links("name mover"))
     role = replace(BY_NAME["name mover"], name="linked", measure=one)
-    _, got = measure(AttentionCall("a", 0, query, key, mask=mask), here, [role], 1, Uniform())
+    _, got = measure(AttentionCall("a", 0, query, key, mask=mask), here, [role], 1)
     sums, links = one.read("linked", got), here.links("name mover")
     assert sums is not None and sums.against is not None and links is not None
     drawn = shuffled(links, here)[0].tolist()

@@ -19,7 +19,7 @@ import headwise
 from headwise import look
 from headwise.look import Repeats
 from headwise.look.inputs.ids import IdFacts, check_heads, vocabulary
-from headwise.look.inputs.repeated_tokens import as_tensors, draw
+from headwise.look.inputs.repeated_tokens import draw, targets
 from headwise.nn import AttentionCall
 
 
@@ -114,7 +114,7 @@ class Configured(Tiny):
         (Configured(), [1, 47], {}, ValueError, "ids of this model are 0 to 46; got 47 at place 1"),
         (Configured(), [1] * 20, {}, ValueError, "20 tokens, but the model takes 19 positions; give a shorter"),
         (Tiny(), [1, 2], {"tokens": ["a"]}, ValueError, "got 1 tokens for 2 ids; give one each"),
-        (Tiny(), [1, 2], {"map_size": 0}, ValueError, "cells a side of a map, at least 1; got 0"),
+        (Tiny(), [1, 2], {"map_size": 0}, ValueError, "map_size is at least 1; got 0"),
         (Tiny(), [1, 2], {"repeats": Repeats(vocabulary=[4, 61])}, ValueError, "0 to 60; got 61 at place 1"),
         (nn.Linear(2, 2), [1], {}, TypeError, "Linear holds no headwise.MultiHeadAttention"),
         (Overflowing(), [1, 2], {}, ValueError, "layer 0 ('layers.0') has scores that are NaN or infinite in float32"),
@@ -348,8 +348,8 @@ def test_few_positions_and_few_ids() -> None:
 
 def test_what_opens_and_ends_a_text_is_no_copy() -> None:
     [sequence] = draw(Repeats(sequences=1), range(9, 99), 31, before=[7], after=[7])
-    copies = as_tensors([sequence], ahead=True)["duplicate"][0]
-    assert sequence.ids[0] == sequence.ids[30] == 7 and copies[[0, 30]].eq(-1).all() and copies[1:30, 0].ne(-1).all()
+    copies = targets(sequence, ahead=True)["duplicate"]
+    assert sequence.ids[0] == sequence.ids[30] == 7 and copies[0] == copies[30] == [] and all(copies[1:30])
 
 
 @pytest.mark.parametrize(("positions", "passes"), [(8, 1), (9, 2)])
@@ -366,14 +366,14 @@ def test_a_model_too_short_for_copies_reads_none(positions: int, passes: int) ->
 def test_targets_by_their_definition(ahead: bool) -> None:
     [sequence] = draw(Repeats(sequences=1, seed=2), [5, 6, 7, 8, 9], 41, before=[1])
     ids = sequence.ids
-    tensors = as_tensors([sequence], ahead=ahead)
-    assert tensors["duplicate"].shape[:2] == tensors["induction"].shape[:2] == (1, 41)
+    linked = targets(sequence, ahead=ahead)
+    assert len(linked["duplicate"]) == len(linked["induction"]) == 41
     for i in range(41):
         same = {j for j in range(1, 41) if ids[j] == ids[i] and (j < i or (ahead and j != i))}
         after = {j for j in range(2, i) if ids[j - 1] == ids[i]}
         after = set() if ahead or ids[i] == sequence.opener else after
-        assert set(tensors["duplicate"][0, i].tolist()) - {-1} == (same if i else set())
-        assert set(tensors["induction"][0, i].tolist()) - {-1} == (after if i else set())
+        assert set(linked["duplicate"][i]) == (same if i else set())
+        assert set(linked["induction"][i]) == (after if i else set())
 
 
 def test_a_mark_behind_a_blank_is_a_delimiter_however_the_tokenizer_writes_blanks() -> None:

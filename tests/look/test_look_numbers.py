@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import headwise
 from headwise import look
 from headwise.look import Repeats, Vocabulary
-from headwise.look.collect.reduce import Uniform, looks_ahead
+from headwise.look.collect.reduce import looks_ahead, uniform
 from headwise.look.inputs.repeated_tokens import draw, targets
 from headwise.look.roles.call_tokens import CallTokens
+from headwise.look.roles.measures import NOTHING
 from headwise.look.views.tables import rows as rows_of
 from headwise.nn import AttentionCall, probe
 from headwise.ops.reference import reference_weights
@@ -111,22 +112,21 @@ def test_rows_that_see_nothing_count_nowhere() -> None:
 
 
 def test_uniform_attention_is_measured_once_a_mask() -> None:
-    uniform = Uniform()
     ids = torch.zeros(1, 5, dtype=torch.long)
     scene = CallTokens(ids, ids, False, Vocabulary(), ())
     q = torch.zeros(1, 2, 5, 3)
     biased = headwise.causal() & headwise.bias(torch.randn(5, 5))  # forbids nothing more
     first, same, again, other = (
-        uniform.of(AttentionCall("a", 0, q, q, mask=mask), scene, {}, {})
+        uniform(AttentionCall("a", 0, q, q, mask=mask), scene, NOTHING)
         for mask in (headwise.causal(), headwise.causal() & headwise.alibi(torch.ones(2)), biased, headwise.window(2))
     )
     assert first is same is again and first is not other
     lengths = [headwise.lengths(torch.tensor([n])) for n in (3, 4)]  # their repr may be cut short, so never kept
-    rows = [uniform.of(AttentionCall("a", 0, q, q, mask=mask), scene, {}, {}).keys[0, 0, 0].item() for mask in lengths]
-    assert rows == [3, 4] and len(uniform.made) == 2
+    rows = [uniform(AttentionCall("a", 0, q, q, mask=mask), scene, NOTHING).keys[0, 0, 0].item() for mask in lengths]
+    assert rows == [3, 4] and len(scene.kept) == 2
     for B, T, S in ((1, 5, 9), (1, 5, 4), (1, 3, 9), (2, 5, 9)):  # cross-attention to memories of two lengths
         query, memory = torch.zeros(B, 2, T, 3), torch.zeros(B, 2, S, 3)
-        assert uniform.of(AttentionCall("a", 0, query, memory), scene, {}, {}).keys.tolist() == [[[S] * T]] * B
+        assert uniform(AttentionCall("a", 0, query, memory), scene, NOTHING).keys.tolist() == [[[S] * T]] * B
 
 
 def test_a_first_token_that_sees_only_itself_does_not_make_a_decoder() -> None:

@@ -117,7 +117,7 @@ def got(keys: list[int], largest: list[float], **scene: Any) -> CallStatistics:
 
 def shows(pairs: Any, one: CallStatistics) -> Any:
     """Whether the largest weight of each query is on a key that the score counts."""
-    return pairs(one, one.largest_key)
+    return pairs(one, one.rows.largest_key)
 
 
 def test_evidence_of_a_far_offset_lies_at_that_offset() -> None:

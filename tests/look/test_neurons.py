@@ -73,8 +73,6 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
             replace(kept, **change)
     with pytest.raises(ValueError, match="neurons are read from what to_dict"):
         Neurons.from_dict({"layer": 0})
-    with pytest.raises(ValueError, match="tokens is at least 1; got 0"):
-        vectors_of(calls(1, 4, 5)[0], 0)
 
 
 # --- in the page ------------------------------------------------------------------------------------------------------

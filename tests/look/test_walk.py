@@ -54,7 +54,7 @@ def test_every_stage_is_that_of_the_definition(head: int, query: int) -> None:
     assert [one.masked is None for one in found.keys] == [j > i for j in range(T)]
     assert found.keys[2].key == pytest.approx(k[2].tolist(), **close)
     assert found.keys[2].value == pytest.approx(v[2].tolist(), **close)
-    assert "written" in str(found) and f"head 1.{head}" in str(found)
+    assert "written" in str(found) and f"head 1.{head}" in str(found) and "more keys" not in str(found)
 
 
 def test_what_does_not_exist_is_refused() -> None:

@@ -73,6 +73,18 @@ def test_heads_that_one_look_lacks_are_crossed(browser: Any, tmp_path: Path) -> 
     page.context.close()
 
 
+def test_a_role_that_one_look_did_not_measure_has_no_count_there(browser: Any, tmp_path: Path) -> None:
+    before = make_look(layers=3, heads=5)
+    left = (replace(one, scores={n: s for n, s in one.scores.items() if n != "induction"}) for one in before.heads)
+    report.write_comparison(before, replace(before, heads=tuple(left)), tmp_path / "c.html")
+    page = opened(browser, tmp_path / "c.html")
+    cells = page.page.locator("#roles tbody tr", has_text="induction").locator("td").all_text_contents()
+    assert cells == [str(len(before.with_role("induction"))), "\u2013", "", ""]
+    assert page.page.locator(".cell.changed").count() == 0
+    page.check_calm()
+    page.context.close()
+
+
 def test_hostile_text_does_nothing(browser: Any, tmp_path: Path) -> None:
     look = make_look(layers=4, heads=26, model="".join(PAYLOADS[:6]))
     heads = tuple(

@@ -122,7 +122,9 @@ def circuits(
         str | None,
         typer.Option(help="A look as .json that names the heads, or none.", show_default="a look at the text"),
     ] = None,
-    out: Annotated[str | None, typer.Option(help="Write the graph (.svg, .png) or the record (.json).")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Write a page (.html), the graph (.svg, .png) or the record (.json).")
+    ] = None,
     text: Text = None,
     file: File = None,
     device: Device = "cpu",
@@ -131,7 +133,7 @@ def circuits(
 ) -> None:
     """Show which heads of a model read what earlier heads wrote, and what each head writes for the next token."""
     content = read_text(text, file)
-    check_out(out, (".svg", ".png", ".json"))
+    check_out(out, (PAGE, ".svg", ".png", ".json"))
     named = None
     if roles is not None and roles != "none":
         check_named("--roles", roles, give="a look as .json, or none")
@@ -184,7 +186,9 @@ def write_out(result: Any, out: str | None, as_json: bool) -> None:
     if out.lower().endswith(PAGE):
         from headwise import report
 
-        size, then = report.write_effects(result, out), ": open it in a browser"
+        of_circuits = hasattr(result, "compositions")
+        write: Callable[[Any, str], int] = report.write_circuits if of_circuits else report.write_effects
+        size, then = write(result, out), ": open it in a browser"
     else:
         from headwise.look import files
 

@@ -12,22 +12,18 @@ from ..nn.hooks.eval_mode import in_eval_mode_without_grad
 from ..nn.hooks.probe import AttentionCall, probe
 from ..shapes.arguments import shown
 from .collect.reduce import looks_ahead
-from .interventions.losses import IGNORED, TEXTS, Loss, Reading, readings, texts_of
+from .inputs.ids import checked_model, device_of
+from .interventions.losses import IGNORED, TEXTS, Loss, Reading, logits_in, readings, texts_of
 from .interventions.outputs import as_classes
 
 
 def all_readings(
     model: nn.Module, read: Any, *, loss: Loss | None, mask_id: int | None, seed: int, labels: bool = True
 ) -> list[Reading]:
-    """Return the readings of texts, or the one reading of a processor's output.
-
-    Raises:
-        TypeError, ValueError: as `readings` and `reading_of` do.
-    """
+    """Return the readings of texts, or the one reading of a processor's output; raise as these do."""
     if not isinstance(read, Mapping):
         return readings(model, texts_of(read), loss=loss, mask_id=mask_id, seed=seed)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
+    checked_model(model)
     if loss is not None and labels:
         raise ValueError("loss is of texts, (output, ids) -> (B,); leave it out where a processor made what is read")
     return [reading_of(model, read, labels=labels)]
@@ -48,8 +44,7 @@ def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = Tr
     rows = {values[name].shape[0] for name in (*TEXTS, "input_features", "input_values") if name in values}
     if rows - {1}:
         raise ValueError(f"importance is measured on one text or sound at a time; got {shown(sorted(rows))} rows")
-    weight = next(model.parameters(), None)
-    call = {name: x if weight is None else x.to(weight.device) for name, x in values.items()}
+    call = {name: x.to(device_of(model)) for name, x in values.items()}
     reading = Reading((), torch.zeros(1, 0, dtype=torch.long, device="cpu"), call=call)
     return _labelled(model, reading) if labels else reading
 
@@ -63,13 +58,13 @@ def _labelled(model: nn.Module, reading: Reading) -> Reading:
 
     with in_eval_mode_without_grad(model), probe(model, each):
         output = reading.output(model)
-    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    logits = logits_in(output)
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or not logits.is_floating_point():
         raise ValueError(
             f"what {type(model).__name__} gives has no logits (B, T, vocabulary) or (B, classes) to measure a loss on; "
             "load it with its head"
         )
-    logits = as_classes(logits[:, None] if logits.ndim == 2 else logits)
+    logits = as_classes(logits)
     text = reading.call.get(TEXTS[1], reading.call.get(TEXTS[0]))
     decodes = TEXTS[1] in reading.call or not any(ahead)
     if text is None or not decodes or text.shape[1] != logits.shape[1] or text.shape[1] < 2:

@@ -16,6 +16,7 @@ from ..files.text import visible
 from ..shapes.arguments import shown, whole_numbers
 from .records.head import HeadRecord
 from .result import Look
+from .views.palette import label
 
 if TYPE_CHECKING:
     import rich.table
@@ -40,16 +41,15 @@ class HeadChange:
     Attributes:
         layer, head: its place in the first look.
         other_layer, other_head: its place in the second look.
-        before: its roles in the first look, the most specific first.
-        after: its roles in the second look.
+        before: its roles in the first look, the most specific first; only roles that both looks measured.
+        after: its roles in the second look, likewise.
         moved: the total variation between its two patterns: the mean over rows of ``1/2 sum_j |A_ij - B_ij|``, from 0
             (equal) to 1 (no key in common). Rows and columns are those of the records' maps: texts longer than a map
             are pooled, and pooling never increases the distance. None if the two looks did not read the same tokens
             or their maps differ in size.
         divergence: the Jensen-Shannon divergence of the same rows, mean over rows, in bits: from 0 to 1.
-        near: the total variation between its mean masses by offset: 8 back to 8 ahead, and one class for the rest. It
-            shows changes that pooling hides, such as from the previous token to the current one. None if the two
-            looks did not read the same tokens, or a record has no offsets, as in cross-attention.
+        near: the total variation between its mean masses by offset, 8 back to 8 ahead, and one class for the rest: it
+            shows changes that pooling hides. None without the same tokens, or without offsets, as in cross-attention.
         scores: by role, both values; only roles that both looks measured.
     """
 
@@ -94,6 +94,7 @@ class Comparison:
         gone: (layer, head) of the heads that only the first look has.
         new: (layer, head) of the heads that only the second look has.
         guessed: layers of the first look whose heads were paired by their patterns, because `kept` was missing.
+        unshared: the roles that only one of the looks measured, such as those of annotated sentences; not compared.
     """
 
     model: str
@@ -103,6 +104,7 @@ class Comparison:
     gone: tuple[tuple[int, int], ...] = ()
     new: tuple[tuple[int, int], ...] = ()
     guessed: tuple[int, ...] = ()
+    unshared: tuple[str, ...] = ()
 
     @property
     def changed(self) -> tuple[HeadChange, ...]:
@@ -153,14 +155,14 @@ class Comparison:
 
     def summary(self) -> list[str]:
         """Return the lines above the table."""
-        lines = [f"{visible(self.model)} against {visible(self.other)}: {len(self.changed)} of {len(self.heads)} heads"]
-        lines[0] += " changed role"
-        if self.gone:
-            lines.append(f"gone: {_places(self.gone)}")
-        if self.new:
-            lines.append(f"new: {_places(self.new)}")
+        counts = f"{len(self.changed)} of {len(self.heads)} heads changed role"
+        lines = [f"{visible(self.model)} against {visible(self.other)}: {counts}"]
+        lines += [f"{what}: {_places(heads)}" for what, heads in (("gone", self.gone), ("new", self.new)) if heads]
         if self.guessed:
             lines.append(f"paired by their patterns in layers {', '.join(map(str, self.guessed))}")
+        if self.unshared:
+            named = ", ".join(visible(label(name)) for name in self.unshared[:4]) + ", ..." * (len(self.unshared) > 4)
+            lines.append(f"not compared, because only one of the looks measured it: {named}")
         if self.same_text:
             known = [head for head in self.heads if (head.moved, head.near) != (None, None)]
             lines.append(f"{sum(head.distance == 0 for head in known)} of them did not move")
@@ -181,12 +183,14 @@ _COLUMNS = ("head", "after", "moved", "JS", "near", "roles", "score that moved m
 
 def _cells(head: HeadChange) -> tuple[str, ...]:
     numbers = ("-" if x is None else f"{x:.3f}" for x in (head.moved, head.divergence, head.near))
-    before, after = (", ".join(map(visible, names)) or "-" for names in (head.before, head.after))
+    ways = (("lost", head.before, head.after), ("gained", head.after, head.before))
+    parts = ((what, [visible(label(name)) for name in one if name not in other]) for what, one, other in ways)
+    changes = [f"{what} {', '.join(names)}" for what, names in parts if names]
     largest = head.largest
     most = "-"
     if largest is not None and f"{largest[1]:.2f}" != f"{largest[2]:.2f}":
-        most = f"{visible(largest[0])} {largest[1]:.2f} -> {largest[2]:.2f}"
-    roles = before if before == after else f"{before} -> {after}"
+        most = f"{visible(label(largest[0]))} {largest[1]:.2f} -> {largest[2]:.2f}"
+    roles = "; ".join(changes) or ", ".join(map(visible, map(label, head.before))) or "-"
     return f"{head.layer}.{head.head}", f"{head.other_layer}.{head.other_head}", *numbers, roles, most
 
 
@@ -239,7 +243,9 @@ def compare(a: Look, b: Look, *, kept: KeptRecords | None = None) -> Comparison:
         heads += [_change(ours[i], theirs[j], same) for i, j in chosen]
         gone += [(layer, ours[i].head) for i in range(len(ours)) if i not in {i for i, _ in chosen}]
         new += [(other, theirs[j].head) for j in range(len(theirs)) if j not in {j for _, j in chosen}]
-    return Comparison(a.model, b.model, same, tuple(heads), tuple(gone), tuple(new), tuple(guessed))
+    measured = [dict.fromkeys(name for head in one.heads for name in head.scores) for one in (a, b)]
+    unshared = tuple(name for name in measured[0] | measured[1] if not (name in measured[0] and name in measured[1]))
+    return Comparison(a.model, b.model, same, tuple(heads), tuple(gone), tuple(new), tuple(guessed), unshared)
 
 
 # --- pairing of heads -------------------------------------------------------------------------------------------------
@@ -275,9 +281,8 @@ def _names(look: Look) -> dict[str, int]:
     names, counts = {}, Counter[str]()
     for layer, part in sorted(parts.items()):
         apart = look.kind == "encoder-decoder" and part != "decoder"
-        names[f"{part}.{counts[part]}" if apart else str(counts[part] if look.kind == "encoder-decoder" else layer)] = (
-            layer
-        )
+        key = f"{part}.{counts[part]}" if apart else str(counts[part] if look.kind == "encoder-decoder" else layer)
+        names[key] = layer
         counts[part] += 1
     return names
 
@@ -347,7 +352,7 @@ def _change(a: HeadRecord, b: HeadRecord, same: bool) -> HeadChange:
     if same and a.offsets and b.offsets:
         near = round(_near(a, b), 5)
     scores = {name: (one.value, b.scores[name].value) for name, one in a.scores.items() if name in b.scores}
-    before, after = (tuple(score.name for score in one.roles) for one in (a, b))
+    before, after = (tuple(score.name for score in one.roles if score.name in scores) for one in (a, b))
     return HeadChange(a.layer, a.head, b.layer, b.head, before, after, moved, divergence, near, scores)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..files.atomic_file import check_destination, get, put
 from ..files.text import visible
 from ..shapes.arguments import check_texts, shown
-from .records.schema import Damaged, Inside, check_fields, each, listed, one_error, under
+from .records.schema import Damaged, plain, record
 from .result import Look
 from .views import figures
 
@@ -73,23 +73,20 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, strings and numbers."""
-        return {name: getattr(self, name) for name in ("step", "seconds", "numbers", "scores", "plays")}
+        return dict(plain(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Point:
         """Return the point from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        with one_error("a point of a curve is", data):
-            values = {name: data[name] for name in ("step", "seconds", "numbers")}
-            for name in ("scores", "plays"):
-                with Inside(data[name], name):
-                    values[name] = {role: each(role, rows, listed) for role, rows in data[name].items()}
-            check_fields(cls, values)
-            for role, heads in values["plays"].items():
-                widest = max(map(len, values["scores"].get(role, ())), default=0)
-                for n, (_, head) in enumerate(heads):
-                    if head >= widest:  # layer numbers are not checked: some layers may not attend
-                        raise Damaged(f"plays{under(role)}[{n}]", f"names a head without a score; got head {head}")
-            return cls(**values)
+        return record(cls, data, "a point of a curve is")
+
+    def check(self) -> None:
+        """Raise ValueError if a role is played by a head without a score."""
+        for role, heads in self.plays.items():
+            widest = max(map(len, self.scores.get(role, ())), default=0)
+            for n, (_, head) in enumerate(heads):
+                if head >= widest:  # layer numbers are not checked: some layers may not attend
+                    raise Damaged(f"names a head without a score; got head {head}", "plays", role, n)
 
 
 @dataclass(frozen=True)
@@ -157,10 +154,7 @@ class Curve:
         number = data.get("format") if isinstance(data, dict) else data
         if type(number) is not int or number != FORMAT:
             raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
-        with one_error("a curve is", data):
-            about = {name: data[name] for name in ("model", "thresholds")}
-            check_fields(cls, about)
-            return cls(**about, points=each("points", data["points"], Point.from_dict))
+        return record(cls, data, "a curve is", needs=("thresholds", "points"))
 
     def plot_formation(self) -> Figure:
         """Return a Matplotlib figure: the best score of each role by step."""

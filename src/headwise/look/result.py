@@ -9,8 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..shapes.arguments import check_numbers, shown
-from .records.look_data import FORMAT, LookData, values_of
-from .records.schema import Inside, one_error
+from .records.look_data import FORMAT, LookData
+from .records.schema import record
 from .views import figures, notebook, tables
 from .views import model_card as card
 
@@ -96,10 +96,7 @@ class Look(LookData):
             raise ValueError(
                 f"a look is read from format {FORMAT}, got {shown(number)}; write it again with this version"
             )
-        with one_error("a look is", data):
-            values = values_of(data)
-            with Inside(data.get("maps"), "maps"):  # as many as heads
-                return cls(**values)
+        return record(cls, data, "a look is")
 
     def to_frame(self) -> pandas.DataFrame:
         """Return a pandas frame with one row per head and one column per number, as in `rows`.

@@ -119,8 +119,9 @@ class Walk:
             cells = (str(one.position), repr(visible(one.token)), _short(one.key), score, f"{one.weight:.4f}")
             named.add_row(*map(Text, (*cells, _short(one.value))))
         yield named
-        left = sum(one.weight for one in self.keys) - sum(one.weight for one in best)
-        yield Text(f"{len(self.keys) - len(best)} more keys with a weight of {left:.4f} together")
+        if len(self.keys) > len(best):
+            left = sum(one.weight for one in self.keys) - sum(one.weight for one in best)
+            yield Text(f"{len(self.keys) - len(best)} more keys with a weight of {left:.4f} together")
         stages = Table("stage", "formula", "size", "numbers", "length", title_justify="left")
         for stage in self.stages:
             length = sum(x * x for x in stage.values) ** 0.5

@@ -7,7 +7,8 @@
 - `escape` is the security boundary: every string of a look (tokens, names, paths) is untrusted. Strings enter the page
   once, as JSON that cannot close its element; the script adds them to the document only as text nodes; and the
   content security policy allows only the two scripts with the listed hashes, and no network requests.
-- `comparison` is the page of two looks side by side, `effects_page` that of a patching or an attribution.
+- `comparison` is the page of two looks side by side, `effects_page` that of a patching or an attribution,
+  `circuits` that of the heads that read each other.
 - `page` joins template, style and scripts; `save` writes the file atomically.
 
 The maps are drawn on a plain canvas: that takes a screen of script, while any plotting library would be larger than
@@ -16,6 +17,7 @@ the data. Axes and charts are drawn by a 51 KB part of D3; see ``vendor/README.m
 
 from headwise.files.atomic_file import check_destination, put
 
+from .circuits.circuits_page import render_circuits, write_circuits
 from .comparison import render_comparison, write_comparison
 from .effects_page import render_effects, write_effects
 from .page import check_engine, render
@@ -26,9 +28,11 @@ __all__ = [
     "check_engine",
     "put",
     "render",
+    "render_circuits",
     "render_comparison",
     "render_effects",
     "write",
+    "write_circuits",
     "write_comparison",
     "write_effects",
 ]

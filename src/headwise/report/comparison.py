@@ -35,8 +35,8 @@ def render_comparison(before: Look, after: Look, *, kept: Mapping[Any, Any] | No
 
     changes = compare(before, after, kept=kept)
     names = list(dict.fromkeys(s.name for look in (before, after) for head in look.heads for s in head.roles))
-    counts = {name: [len(look.with_role(name)) for look in (before, after)] for name in names}
-    names.sort(key=lambda name: (bool(palette.mark(name)), -max(counts[name]), name))
+    counts = {name: [_count(look, name) for look in (before, after)] for name in names}
+    names.sort(key=lambda name: (bool(palette.mark(name)), -max(count or 0 for count in counts[name]), name))
     index = {name: i for i, name in enumerate(names)}
     data = {
         "sides": [_side(look, index) for look in (before, after)],
@@ -88,7 +88,12 @@ def _side(look: Look, index: Mapping[str, int]) -> dict[str, Any]:
     return {"model": cut(look.model), "width": look.num_heads, "heads": heads}
 
 
-def _role(name: str, counts: list[int]) -> dict[str, Any]:
+def _count(look: Look, name: str) -> int | None:
+    """Return the number of heads that play a role; None if the look did not measure it."""
+    return len(look.with_role(name)) if any(name in head.scores for head in look.heads) else None
+
+
+def _role(name: str, counts: list[int | None]) -> dict[str, Any]:
     from headwise.look.views import palette
 
     letter, colour = palette.letter_and_colour(name)

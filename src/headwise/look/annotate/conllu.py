@@ -5,15 +5,15 @@ The format: https://universaldependencies.org/format.html.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...extras import missing_extra
 from ...shapes.arguments import check_texts, shown
-from .coreference import Order, mentions_of
+from .coreference import Order, Wrong, mentions_of, order_of
 from .words import Document, Sentence, Word
 
 MAX_SIZE = 64_000_000
@@ -89,84 +89,69 @@ def parse(text: str, *, name: str = "CoNLL-U") -> tuple[Document, ...]:
     check_texts(text=text, name=name)
     if len(text) > MAX_SIZE:
         raise ValueError(f"{name}: annotation is read up to {MAX_SIZE // 10**6} MB, and this is longer; split it")
+    try:
+        return _documents(text)
+    except Wrong as error:
+        raise ValueError(f"{name}, {error}") from None
+
+
+def _documents(text: str) -> tuple[Document, ...]:
+    """Return the documents of a text; raise Wrong with the line number for what is no CoNLL-U."""
     documents: list[tuple[str, list[Sentence]]] = []
-    order = Order()
-    for block in _blocks(text, name):
-        notes = block.parsed()
-        if not documents or "newdoc" in notes or "newdoc id" in notes:
-            documents.append((notes.get("newdoc id") or notes.get("newdoc") or "", []))
-        if "global.Entity" in notes:
-            order = Order.of(notes["global.Entity"])
-        documents[-1][1].append(_sentence(block, notes, order))
-    return tuple(Document(tuple(sentences), of) for of, sentences in documents)
-
-
-@dataclass
-class _Block:
-    """The lines of one sentence, the number of the first, and after `parsed` the library's token of each line."""
-
-    name: str
-    first: int
-    lines: list[str]
-    tokens: list[tuple[int, Any]] = field(default_factory=list)
-
-    def wrong(self, line: int, what: str) -> ValueError:
-        """Return a ValueError with the line number and a description of the problem."""
-        return ValueError(f"{self.name}, line {line}: {what}")
-
-    def parsed(self) -> dict[str, str]:
-        """Fill `tokens` and return the comments by name."""
+    order = (0, 1)
+    for lines in _blocks(text):
         notes: dict[str, str] = {}
-        for number, line in enumerate(self.lines, self.first):
+        tokens: list[Any] = []
+        for number, line in lines:
             if line.strip().startswith("#"):
                 key, equals, value = line.strip()[1:].partition("=")
                 if equals or key.strip() == "newdoc":
                     notes[key.strip()] = value.strip()
             else:
-                self.tokens.append((number, self._token(number, line)))
-        if not self.tokens:
-            raise self.wrong(
-                self.first, "a sentence has a line for each word, and these are comments alone; delete them"
-            )
-        if len(self.tokens) > MAX_WORDS:
-            raise self.wrong(self.first, f"a sentence has at most {MAX_WORDS} words, got {len(self.tokens)}; split it")
-        return notes
-
-    def _token(self, number: int, line: str) -> Any:
-        """Parse one line with the library and return its token."""
-        try:
-            import conllu
-            from conllu.exceptions import ParseException
-        except ImportError as error:
-            raise missing_extra("reading CoNLL-U", "look", error) from None
-        columns = line.split("\t")
-        if len(columns) != 10:
-            rule = "a word has 10 columns with tabs between them"
-            raise self.wrong(number, f"{rule}, got {len(columns)}; write _ for a column without a value")
-        if not all(column.strip() for column in columns) or "  " in line:
-            raise self.wrong(number, "a column is neither empty nor holds two spaces in a row; write _ or one space")
-        try:
-            [[token]] = conllu.parse(line, field_parsers={"misc": _misc})
-        except (ParseException, ValueError) as error:
-            said = repr(" ".join(str(error).split())[:120])[1:-1].rstrip(".")
-            raise self.wrong(number, f"{said}; {_FORMAT}") from None
-        if token["id"] is None:
-            raise self.wrong(
-                number, f"ID is 1, 2, ..., a range such as 1-2, or 1.1 for an empty node; got _; {_FORMAT}"
-            )
-        return token
+                tokens.append(_token(number, line))
+        first = lines[0][0]
+        if not tokens:
+            raise Wrong(first, "a sentence has a line for each word, and these are comments alone; delete them")
+        if len(tokens) > MAX_WORDS:
+            raise Wrong(first, f"a sentence has at most {MAX_WORDS} words, got {len(tokens)}; split it")
+        if not documents or "newdoc" in notes or "newdoc id" in notes:
+            documents.append((notes.get("newdoc id") or notes.get("newdoc") or "", []))
+        if "global.Entity" in notes:
+            order = order_of(notes["global.Entity"])
+        documents[-1][1].append(_sentence(tokens, notes, order))
+    return tuple(Document(tuple(sentences), of) for of, sentences in documents)
 
 
-def _blocks(text: str, name: str) -> Iterator[_Block]:
-    """Yield the lines of each sentence; empty lines separate the sentences."""
-    lines: list[str] = []
-    for number, line in enumerate([*text.removeprefix("\ufeff").split("\n"), ""], 1):
-        line = line.rstrip("\r")
-        if line.strip():
-            lines.append(line)
-        elif lines:
-            yield _Block(name, number - len(lines), lines)
-            lines = []
+def _blocks(text: str) -> Iterator[list[tuple[int, str]]]:
+    """Yield the lines of each sentence with their numbers; empty lines separate the sentences."""
+    numbered = enumerate(text.removeprefix("\ufeff").split("\n"), 1)
+    for filled, lines in itertools.groupby(numbered, key=lambda one: bool(one[1].strip())):
+        if filled:
+            yield [(number, line.rstrip("\r")) for number, line in lines]
+
+
+def _token(number: int, line: str) -> Any:
+    """Return the library's token of one line, with the number of the line."""
+    try:
+        import conllu
+        from conllu.exceptions import ParseException
+    except ImportError as error:
+        raise missing_extra("reading CoNLL-U", "look", error) from None
+    columns = line.split("\t")
+    if len(columns) != 10:
+        rule = "a word has 10 columns with tabs between them"
+        raise Wrong(number, f"{rule}, got {len(columns)}; write _ for a column without a value")
+    if not all(column.strip() for column in columns) or "  " in line:
+        raise Wrong(number, "a column is neither empty nor holds two spaces in a row; write _ or one space")
+    try:
+        [[token]] = conllu.parse(line, field_parsers={"misc": _misc})
+    except (ParseException, ValueError) as error:
+        said = repr(" ".join(str(error).split())[:120])[1:-1].rstrip(".")
+        raise Wrong(number, f"{said}; {_FORMAT}") from None
+    if token["id"] is None:
+        raise Wrong(number, f"ID is 1, 2, ..., a range such as 1-2, or 1.1 for an empty node; got _; {_FORMAT}")
+    token["line"] = number
+    return token
 
 
 def _misc(line: list[str], column: int) -> dict[str, str]:
@@ -175,17 +160,17 @@ def _misc(line: list[str], column: int) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def _sentence(block: _Block, notes: Mapping[str, str], order: Order) -> Sentence:
+def _sentence(tokens: Sequence[Any], notes: Mapping[str, str], order: Order) -> Sentence:
     """Return a sentence made from the library's tokens."""
-    words = [(number, token) for number, token in block.tokens if isinstance(token["id"], int)]
-    for i, (number, token) in enumerate(words, 1):
+    words = [token for token in tokens if isinstance(token["id"], int)]
+    for i, token in enumerate(words, 1):
         if token["id"] != i:
-            raise block.wrong(number, f"words are counted 1, 2, 3, ...; got {token['id']} where {i} is due")
+            raise Wrong(token["line"], f"words are counted 1, 2, 3, ...; got {token['id']} where {i} is due")
         head = token["head"]
         if head is not None and (not 0 <= head <= len(words) or head == i):
             rule = f"HEAD is 0 for the root, or another of the {len(words)} words"
-            raise block.wrong(number, f"{rule}; got {head} for word {i}; write _ where there is none")
-    text, spans, spaced = _spans(block, notes)
+            raise Wrong(token["line"], f"{rule}; got {head} for word {i}; write _ where there is none")
+    text, spans, spaced = _spans(tokens, notes)
     made = tuple(
         Word(
             token["form"],
@@ -194,9 +179,9 @@ def _sentence(block: _Block, notes: Mapping[str, str], order: Order) -> Sentence
             token["head"] - 1 if token["head"] else None,
             _held(token["deprel"]),
         )
-        for (_, token), span in zip(words, spans, strict=True)
+        for token, span in zip(words, spans, strict=True)
     )
-    return Sentence(text, made, mentions_of(block.tokens, order, block.wrong), dict(notes), " " if spaced else "")
+    return Sentence(text, made, mentions_of(tokens, order), dict(notes), " " if spaced else "")
 
 
 def _held(value: str) -> str:
@@ -204,42 +189,40 @@ def _held(value: str) -> str:
     return "" if value == "_" else value
 
 
-def _spans(block: _Block, notes: Mapping[str, str]) -> tuple[str, list[tuple[int, int]], bool]:
+def _spans(tokens: Sequence[Any], notes: Mapping[str, str]) -> tuple[str, list[tuple[int, int]], bool]:
     """Return the text, the span of each word in it, and whether a space follows.
 
     The written forms come from the lines of words, or of ranges of words ("don't", 1-2). If the words of a range
     concatenate to its form, each gets its own part of the span; otherwise each gets the whole span.
     """
-    written: list[tuple[int, Any, list[str]]] = []
+    written: list[tuple[Any, list[str]]] = []
     until = 0
-    for number, token in block.tokens:
+    for token in tokens:
         at = token["id"]
         if isinstance(at, int) and at <= until:
-            written[-1][2].append(token["form"])
+            written[-1][1].append(token["form"])
         elif isinstance(at, int):
-            written.append((number, token, [token["form"]]))
+            written.append((token, [token["form"]]))
         elif at[1] == "-":
-            written.append((number, token, []))
+            written.append((token, []))
             until = at[2]
-    spaces = [token["misc"].get("SpaceAfter") != "No" for _, token, _ in written]
-    joined = "".join(token["form"] + " " * space for (_, token, _), space in zip(written, spaces, strict=True))
+    spaces = [token["misc"].get("SpaceAfter") != "No" for token, _ in written]
+    joined = "".join(token["form"] + " " * space for (token, _), space in zip(written, spaces, strict=True))
     text = notes.get("text") or joined.rstrip()
     spans: list[tuple[int, int]] = []
     place = 0
-    for number, token, forms in written:
+    for token, forms in written:
+        form = token["form"]
         while place < len(text) and text[place].isspace():
             place += 1
-        if not text.startswith(token["form"], place):
-            follows = shown(text[place : place + 20])
-            rule = "the words make up '# text', in order"
-            raise block.wrong(
-                number, f"{rule}; got {shown(token['form'])} where it goes on with {follows}; correct one"
-            )
+        if not text.startswith(form, place):
+            rule, follows = "the words make up '# text', in order", shown(text[place : place + 20])
+            raise Wrong(token["line"], f"{rule}; got {shown(form)} where it goes on with {follows}; correct one")
         if not forms:
-            raise block.wrong(number, f"a range of words stands before its words; {shown(token['form'])} has none")
-        end, whole = place + len(token["form"]), "".join(forms) == token["form"]
-        for form in forms:
-            spans.append((place, place + len(form)) if whole else (place, end))
-            place += len(form) if whole else 0
+            raise Wrong(token["line"], f"a range of words stands before its words; {shown(form)} has none")
+        end, whole = place + len(form), "".join(forms) == form
+        for part in forms:
+            spans.append((place, place + len(part)) if whole else (place, end))
+            place += len(part) if whole else 0
         place = end
     return text, spans, bool(spaces) and spaces[-1]

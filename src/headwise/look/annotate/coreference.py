@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,49 +16,38 @@ MAX_MENTIONED = 1_000_000
 _BRACKET = re.compile(r"(\(?)([^()]+)(\)?)")
 _PART = re.compile(r"(.+)\[(\d{1,4})/(\d{1,4})\]")
 
-Wrong = Callable[[int, str], ValueError]
+
+class Wrong(ValueError):
+    """What is wrong in a line of CoNLL-U."""
+
+    def __init__(self, line: int, what: str) -> None:
+        super().__init__(f"line {line}: {what}")
 
 
-@dataclass(frozen=True)
-class Order:
-    """The positions of the entity's name and kind among the hyphen-separated fields of an opening bracket."""
+Order = tuple[int, int]
+"""The positions of the entity's name and kind among the hyphen-separated fields of an opening bracket."""
 
-    entity: int = 0
-    kind: int = 1
 
-    @classmethod
-    def of(cls, declared: str) -> Order:
-        """Read the order from ``# global.Entity``: eid-etype-head-..., or GRP and entity in the older form."""
-        names = declared.split("-")
-        entity = next((n for n, name in enumerate(names) if name.lower() in ("eid", "grp")), 0)
-        return cls(entity, next((n for n, name in enumerate(names) if name in ("etype", "entity", "type")), len(names)))
-
-    def read(self, fields: Sequence[str]) -> tuple[str, str]:
-        """Return the name and the kind from the fields of an opening bracket."""
-        return (
-            fields[self.entity] if self.entity < len(fields) else fields[0],
-            fields[self.kind] if self.kind < len(fields) else "",
-        )
+def order_of(declared: str) -> Order:
+    """Return the order that ``# global.Entity`` gives: eid-etype-head-..., or GRP and entity in the older form."""
+    names = declared.split("-")
+    entity = next((n for n, name in enumerate(names) if name.lower() in ("eid", "grp")), 0)
+    return entity, next((n for n, name in enumerate(names) if name in ("etype", "entity", "type")), len(names))
 
 
 @dataclass
 class _Open:
     """The open brackets and the complete mentions of a sentence."""
 
-    wrong: Wrong
     opened: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)  # by label: line, first word, kind
     parts: dict[str, tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)  # by entity: line, parts, words
     mentions: list[Mention] = field(default_factory=list)
     size: int = 0
 
-    def open(self, label: str, kind: str, number: int, first: int) -> None:
-        """Begin a mention, or a part of one."""
-        self.opened.setdefault(label, []).append((number, first, kind))
-
     def close(self, label: str, number: int, last: int) -> None:
         """End a mention, or a part of one."""
         if not self.opened.get(label):
-            raise self.wrong(number, f"a bracket of Entity closes {shown(label)}, which is not open; open it before")
+            raise Wrong(number, f"a bracket of Entity closes {shown(label)}, which is not open; open it before")
         _, first, kind = self.opened[label].pop()
         words, entity = tuple(range(first, last + 1)), label
         cut = _PART.fullmatch(label)
@@ -66,13 +55,13 @@ class _Open:
             entity, part, parts = cut[1], int(cut[2]), int(cut[3])
             _, before, earlier = self.parts.pop(entity, (0, 0, ()))
             if part != before + 1:
-                raise self.wrong(number, f"parts of a mention come in order; got {shown(label)} behind {before} parts")
+                raise Wrong(number, f"parts of a mention come in order; got {shown(label)} behind {before} parts")
             words = earlier + words
             if part < parts:
                 self.parts[entity] = number, part, words
         self.size += len(words)
         if self.size > MAX_MENTIONED:
-            raise self.wrong(number, f"the mentions of a sentence hold at most {MAX_MENTIONED} words; split it")
+            raise Wrong(number, f"the mentions of a sentence hold at most {MAX_MENTIONED} words; split it")
         if words and (cut is None or part >= parts):
             self.mentions.append(Mention(entity, words, kind))
 
@@ -82,33 +71,29 @@ class _Open:
         left += [(number, f"{entity}[...]") for entity, (number, *_) in self.parts.items()]
         if left:
             number, label = min(left)
-            raise self.wrong(number, f"a mention of {shown(label)} does not end in its sentence; close its bracket")
+            raise Wrong(number, f"a mention of {shown(label)} does not end in its sentence; close its bracket")
 
 
-def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -> tuple[Mention, ...]:
-    """Return the mentions of a sentence, sorted by first word, longer ones first.
-
-    Args:
-        tokens: the line number and the library's token of each line.
-        order: the order of the fields in an opening bracket.
-        wrong: creates the error for a line.
-    """
-    brackets = _Open(wrong)
+def mentions_of(tokens: Sequence[Any], order: Order) -> tuple[Mention, ...]:
+    """Return the mentions of a sentence, sorted by first word, longer ones first, from its tokens."""
+    brackets = _Open()
     done = 0  # words so far: an empty node begins at the next word and ends at the last one
-    for number, token in tokens:
-        real = isinstance(token["id"], int)
+    for token in tokens:
+        number, real = token["line"], isinstance(token["id"], int)
         if not real and token["id"][1] == "-":
             continue
         value = token["misc"].get("Entity", "")
         matches = list(_BRACKET.finditer(value))
         if "".join(match[0] for match in matches) != value or not all(match[1] or match[3] for match in matches):
-            raise wrong(number, f"Entity is brackets such as (e1-person-2, e1) or (e1-person-1); got {shown(value)}")
+            raise Wrong(number, f"Entity is brackets such as (e1-person-2, e1) or (e1-person-1); got {shown(value)}")
         for opens, label, closes in (match.groups() for match in matches):
             kind = ""
             if opens or label not in brackets.opened:  # some corpora repeat all fields in the closing bracket
-                label, kind = order.read(label.split("-"))
+                fields = label.split("-")
+                label = fields[order[0]] if order[0] < len(fields) else fields[0]
+                kind = fields[order[1]] if order[1] < len(fields) else ""
             if opens:
-                brackets.open(label, kind, number, done)
+                brackets.opened.setdefault(label, []).append((number, done, kind))
             if closes:
                 brackets.close(label, number, done if real else done - 1)
         done += real

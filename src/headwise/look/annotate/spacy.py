@@ -38,21 +38,16 @@ def from_spacy(doc: Any, *, name: str = "") -> Document:
         ) from None
     sentences = [kept for tokens in sentences if (kept := [token for token in tokens if not token.is_space])]
     starts = [tokens[0].idx for tokens in sentences] + [len(doc.text)]
-    clusters = _clusters(doc)
+    groups = (getattr(doc, "spans", None) or {}).items()
+    clusters = [(str(key), span) for key, spans in groups if str(key).startswith(CLUSTERS) for span in spans]
     return Document(
         tuple(_sentence(doc, tokens, after, clusters) for tokens, after in zip(sentences, starts[1:], strict=True)),
         name,
     )
 
 
-def _clusters(doc: Any) -> list[tuple[str, Any]]:
-    """Return (entity, span) for every mention."""
-    groups = getattr(doc, "spans", None) or {}
-    return [(str(key), span) for key, spans in groups.items() if str(key).startswith(CLUSTERS) for span in spans]
-
-
 def _sentence(doc: Any, tokens: list[Any], after: int, clusters: list[tuple[str, Any]]) -> Sentence:
-    """Return one sentence; `after` is the start of the next one in the text."""
+    """Return one sentence; `after` is the start of the next one, `clusters` are (entity, span) of every mention."""
     start, end = tokens[0].idx, tokens[-1].idx + len(tokens[-1].text)
     index = {token.i: n for n, token in enumerate(tokens)}
     words = tuple(

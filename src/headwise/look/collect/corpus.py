@@ -21,9 +21,8 @@ from ..inputs.repeated_tokens import Repeats
 from ..result import Look
 from ..roles.call_tokens import Passage, Vocabulary
 from ..roles.catalog import ROLES
-from .fingerprint import fingerprint, of_model
-from .forward import OnProgress, Reader, Steps
-from .reduce import MapSizes
+from .forward import OnProgress, Reader
+from .resume import fingerprint, of_model
 from .text import BATCH, REPEATS, Ids, look_of, read_more
 from .workers import Shared, check_whole
 
@@ -75,16 +74,12 @@ def over(
         ConnectionError: a process of the group has ended, or does not answer within the group's timeout.
 
     Example:
-        >>> import torch, headwise
-        >>> class Model(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal())
-        >>> seen = headwise.look.over(Model(), [[1, 2, 3, 5], [8, 13, 21], [34, 55, 89, 1]])
-        >>> seen.texts, seen.length, seen.heads[0].scores["previous-token"].count
-        (3, 11, 8)
+        >>> import headwise
+        >>> from headwise.testing.constructed import constructed
+        >>> model, _ = constructed([["previous-token"]])
+        >>> seen = headwise.look.over(model, [[1, 2, 3, 5], [1, 13, 21], [1, 34, 55, 8]])
+        >>> seen.texts, seen.length, seen.heads[0].role, seen.heads[0].scores["previous-token"].count
+        (3, 11, 'previous-token', 8)
     """
     started = time.perf_counter()
     model = unwrap(model)
@@ -93,10 +88,22 @@ def over(
     def begin() -> tuple[Reader, Iterator[Ids], Mapping[str, Sequence[Passage]], str]:
         inputs.check_reads_text(model)
         inputs.check_options(name, 1, False, repeats, progress)
-        _check_sums(model, processes, batch, words, state)
-        first, stream = _first_of(texts)
+        check_counts(1, batch=batch)
+        check_whole(model, processes)
+        if words is not None and not isinstance(words, Vocabulary):
+            raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
+        if state is not None:
+            check_paths(state=state)
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
+            raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
+        stream = iter(texts)
+        first = next(stream, None)
+        if first is None:
+            raise ValueError("look.over needs at least one text; got none")
         row = inputs.as_row(first)
-        reader = _reader_of(model, row, words)
+        facts = inputs.IdFacts.of(model, row)
+        known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
+        reader = Reader(model, facts, known, ROLES, (32, 0))
         others = inputs.checked_readings(readings, reader.facts)
         weights = of_model(model) if state is not None or processes.size > 1 else ""  # else not compared
         about = fingerprint(name or inputs.model_name(model), repeats, reader.words, others, row, weights)
@@ -111,34 +118,6 @@ def over(
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
     return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
-
-
-def _reader_of(model: nn.Module, row: Sequence[int], words: Vocabulary | None) -> Reader:
-    """Return a reader of the texts; the first text gives the facts about the model's ids."""
-    facts = inputs.IdFacts.of(model, row)
-    known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
-    return Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
-
-
-def _check_sums(model: nn.Module, processes: Processes, batch: object, words: object, state: object) -> None:
-    """Check the batch size, the model, the words and the state file."""
-    check_counts(1, batch=batch)
-    check_whole(model, processes)
-    if words is not None and not isinstance(words, Vocabulary):
-        raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
-    if state is not None:
-        check_paths(state=state)
-
-
-def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
-    """Return the first text and an iterator over all later ones."""
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
-        raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
-    stream = iter(texts)
-    first = next(stream, None)
-    if first is None:
-        raise ValueError("look.over needs at least one text; got none")
-    return first, stream
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:
@@ -175,18 +154,12 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
     try:
         if where.suffix == ".jsonl":
             with where.open(encoding="utf-8-sig") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield from _nonempty(_text_of(line, f"{where}:{number}"))
-        else:
-            yield from _nonempty(where.read_text(encoding="utf-8-sig"))
+                some = (_text_of(line, f"{where}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+                yield from (text for text in some if text.strip())
+        elif (text := where.read_text(encoding="utf-8-sig")).strip():
+            yield text
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
-
-
-def _nonempty(text: str) -> Iterator[str]:
-    if text.strip():
-        yield text
 
 
 def _text_of(line: str, where: str) -> str:

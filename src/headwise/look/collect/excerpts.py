@@ -20,13 +20,7 @@ Excerpts = dict[str, dict[int, str]]
 def around(
     heads: Iterable[HeadRecord], readings: Mapping[str, Sequence[Passage]], name: Callable[[int], str]
 ) -> Excerpts:
-    """Return the tokens around each piece of evidence from the readings.
-
-    Args:
-        heads: the records.
-        readings: the passages by kind.
-        name: returns the token of an id.
-    """
+    """Return the tokens around each piece of evidence from the readings; `name` returns the token of an id."""
     reads = {role.name: role.reads for role in ROLES}
     excerpts: Excerpts = {}
     for head in heads:
@@ -44,11 +38,5 @@ def around(
 
 
 def with_excerpts(look: Look, readings: Mapping[str, Sequence[Passage]], name: Callable[[int], str]) -> Look:
-    """Return the look with the tokens around each piece of evidence from the readings.
-
-    Args:
-        look: the result of `at` or `over` with these readings.
-        readings: the passages by kind.
-        name: returns the token of an id.
-    """
+    """Return a look of these readings with the tokens around its evidence; `name` returns the token of an id."""
     return replace(look, excerpts={**look.excerpts, **around(look.heads, readings, name)})

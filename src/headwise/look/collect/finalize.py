@@ -33,7 +33,7 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
     numbers = {name: rounded(values, 6) for name, values in means.items()}
     if cross:
         numbers["distance"] = [None] * tally.heads
-    share = _first_moved(tally)
+    moved, on_picture = _mean(tally, "first moved"), _mean(tally, ON_PICTURE)
     scores: list[dict[str, Score]] = [{} for _ in range(tally.heads)]
     for role in roles:
         for h, score in _scores(role, tally):
@@ -53,11 +53,11 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
             map=tuple(map(tuple, maps[h])),
             queries=queries,
             keys=keys,
-            extras=_extras(tally, h),
+            extras={} if (mass := on_picture[h]) is None else {ON_PICTURE: mass},
             over=() if tally.over is None or not axes else tally.over,
             role=next((name for name in played[h] if name not in states), NO_ROLE),
             states=tuple(name for name in played[h] if name in states),
-            first_moved=share[h],
+            first_moved=moved[h],
         )
         for h in range(tally.heads)
     ]
@@ -84,43 +84,30 @@ def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
     sums = tally.roles.get(role.name)
     if sums is None:
         return
-    values, nulls, counts = sums.means()
+    values, nulls, weights, counts = sums.means()
     ends = sums.interval()
     tops = rounded(values, 6)
     chance = rounded(nulls, 6) if sums.has_null else [None] * tally.heads
-    masses = [None] * tally.heads if role.mass is None else rounded(sums.masses(), 6)
+    masses = [None] * tally.heads if role.mass is None else rounded(weights, 6)
     lows, highs = ([None] * tally.heads, [None] * tally.heads) if ends is None else (rounded(end, 6) for end in ends)
     for h, count in enumerate(counts.tolist()):
         if count == 0:
             continue
-        value, null, low, high = tops[h], chance[h], lows[h], highs[h]
-        mass = masses[h]
+        value, null, low, high, mass = tops[h], chance[h], lows[h], highs[h], masses[h]
         plays = role.plays(value, null, count, low, mass)
         evidence = [Evidence(t, i, j, -w) for w, t, i, j in tally.shown.get((role.name, h), ())] if plays else []
-        detail = _detail(role, tally, h, mass) if plays else ""
+        free = tally.detail(role.name, h) if mass is None else f"{mass:.2f} of the weight"
+        detail = free if plays else ""
         yield h, Score(role.name, value, null, role.threshold, count, low, high, plays, tuple(evidence), detail, mass)
 
 
-def _detail(role: Role, tally: LayerTally, h: int, mass: float | None) -> str:
-    """Return the free part of a role that a head plays: of a role of a choice, its weight."""
-    return tally.detail(role.name, h) if mass is None else f"{mass:.2f} of the weight"
-
-
-def _extras(tally: LayerTally, h: int) -> dict[str, float]:
-    """Return the numbers that only some calls have."""
-    if ON_PICTURE not in tally.numbers:
-        return {}
-    rows = tally.numbers[f"{ON_PICTURE}, rows"]
-    return {ON_PICTURE: round(float(tally.numbers[ON_PICTURE][h] / max(int(rows[h]), 1)), 6)}
-
-
-def _first_moved(tally: LayerTally) -> list[float | None]:
-    """Return the share of the first key in what each head moves; None if it was not measured."""
-    if "first moved" not in tally.numbers:
+def _mean(tally: LayerTally, name: str) -> list[float | None]:
+    """Return the mean of a number that only some calls have, for each head; None where it was not measured."""
+    if name not in tally.numbers:
         return [None] * tally.heads
-    count = tally.numbers["first moved, rows"]
-    shares = rounded(tally.numbers["first moved"] / np.maximum(count, 1), 6)
-    return [one if rows else None for one, rows in zip(shares, count.tolist(), strict=True)]
+    count = tally.numbers[f"{name}, rows"]
+    means = rounded(tally.numbers[name] / np.maximum(count, 1), 6)
+    return [one if rows else None for one, rows in zip(means, count.tolist(), strict=True)]
 
 
 def _maps(tally: LayerTally) -> Floats:

@@ -26,64 +26,30 @@ from ..roles.catalog import TEXT
 from ..roles.role import Role
 from ..roles.spatial_measures import only
 from .moved import SHORT, MovedByLayer
-from .reduce import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
+from .reduce import add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
 from .sums import ON_PICTURE, LayerTally
 
 OnProgress = Callable[[int, int], object]
 
 
 @dataclass
-class Steps:
-    """The progress of the passes, reported to the user's callback."""
-
-    tell: OnProgress | None
-    passes: int
-    total: int = 0
-    done: int = 0
-
-    def expect(self, modules: int) -> None:
-        """Set the total for a pass that calls `modules` modules once each (more often if layers are shared)."""
-        self.total = modules * self.passes
-
-    def step(self) -> None:
-        """Count one measured attention call and report it."""
-        self.done += 1
-        self.total = max(self.total, self.done)
-        if self.tell is not None:
-            self.tell(self.done, self.total)
-
-
-@dataclass
 class Reader:
-    """A model, measured passage by passage.
-
-    Attributes:
-        model: the model in eval mode.
-        facts: the facts about its token ids.
-        words: the classes of ids.
-        roles: the roles to score.
-        sizes: the sizes of the maps; a large size of 0 makes none.
-        steps: the progress.
-        tallies: the sums so far, by attention call.
-        maps: the large maps of the last text.
-        neurons: the queries, keys and values of its first tokens, kept with the large maps if the text is short.
-        moved: the large maps by what the weights move, parallel to `maps`; without cells where that is not known.
-        source: the input of the main pass, if that is more than one text.
-        copying: what heads do to the logits of the names in the annotated sentences, if that is known.
-    """
+    """A model in eval mode, measured passage by passage."""
 
     model: nn.Module
     facts: IdFacts
     words: Vocabulary
     roles: Sequence[Role]
-    sizes: MapSizes
-    steps: Steps
-    tallies: list[LayerTally] = field(default_factory=list)
-    maps: list[HeadMap] = field(default_factory=list)
-    neurons: list[Neurons] = field(default_factory=list)
-    moved: list[HeadMap] = field(default_factory=list)
-    source: Source | None = None
-    copying: NameSigns | None = None
+    sizes: tuple[int, int]  # the cells per side of a record's map, and of the large maps (a multiple of it, or 0: none)
+    tell: OnProgress | None = None
+    passes: int = 1  # the number of passes that are planned, for the progress
+    source: Source | None = None  # the input of the main pass, if that is more than one text
+    tallies: list[LayerTally] = field(default_factory=list)  # the sums so far, by attention call
+    maps: list[HeadMap] = field(default_factory=list)  # of the last text
+    neurons: list[Neurons] = field(default_factory=list)  # kept with the maps if the text is short
+    moved: list[HeadMap] = field(default_factory=list)  # by what weights move; without cells where that is not known
+    copying: NameSigns | None = None  # what heads do to the logits of the names in the annotated sentences
+    done: int = 0  # the attention calls measured so far
 
     @property
     def kind(self) -> str:
@@ -109,8 +75,9 @@ class Reader:
         """Run one forward pass over the input of a source."""
         roles = [role for role in self.roles if role.reads == reads]
         scenes: dict[object, CallTokens] = {}
-        uniform, again, pair = Uniform(), Counter[str](), inputs.is_pair(self.model)
-        pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
+        again, pair = Counter[str](), inputs.is_pair(self.model)
+        (small, large), total = self.sizes, 0
+        pool = max(small, large) if reads == TEXT else 1
         self.maps, self.neurons, moving = [], [], MovedByLayer(self.model, pool)
         self.moved = moving.maps
 
@@ -120,35 +87,36 @@ class Reader:
             view = source.view(call, part, again[call.module])
             again[call.module] += 1
             ahead = None if part == "cross" else looks_ahead(call)
-            about = (view.over, ahead, view.moved, len(view.passages), view.passages[0].text)
+            tokens, passages = view.tokens, view.tokens.passages
+            about = (view.over, ahead, tokens.moved, len(passages), passages[0].text)
             if about not in scenes:
-                scenes[about] = _scene(view, ahead, self.words, usual or {}, self.copying)
+                scenes[about] = replace(tokens, ahead=ahead, words=self.words, usual=usual or {}, copying=self.copying)
             scene = scenes[about]
-            here = [role for role in roles if scene.kinds & role.over]
+            mixed = MIXED in scene.kinds
+            here = [role for role in roles if (MIXED in role.over if mixed else scene.kinds <= role.over)]
             tally, first = self._tally(call, view, part, reads)
-            if MIXED in scene.kinds:
-                here = [role for role in here if MIXED in role.over]
+            if mixed:
                 self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
-            else:
-                here = [role for role in here if scene.kinds <= role.over]
-            out, got = measure(call, scene, here, pool, uniform)
+            out, got = measure(call, scene, here, pool)
             check_finite(got, self.model)
             add_roles(got, here, tally)
             if reads == TEXT:
-                add_numbers(got, tally, self.sizes.small)
-                if self.sizes.large and first:
+                add_numbers(got, tally, small)
+                if large and first:
                     self.maps += quantised(got.rows.pooled[0])
                     moving.add(call, tally)
                     if call.query.shape[2] <= SHORT:
                         self.neurons.append(vectors_of(call))
-            self.steps.step()
+            self.done += 1
+            if self.tell is not None:
+                self.tell(self.done, max(total, self.done))  # shared layers make more calls than modules
             if search is not None and out is not None:
                 search.next(call.module, out)
             return out
 
-        with_moved = reads == TEXT and self.sizes.large
+        with_moved = reads == TEXT and large
         with probe(self.model, each) as seen, moving.search() if with_moved else nullcontext() as search:
-            self.steps.expect(len(seen.expected))
+            total = len(seen.expected) * self.passes
             try:
                 source.run()
             except Exception as error:
@@ -167,7 +135,7 @@ class Reader:
         among = keep(words[:, None, :, None].to(call.query.device))
         alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
         roles = [role for role in roles if axes.TEXT in role.over]
-        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform())
+        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1)
         check_finite(got, self.model)
         add_roles(got, roles, tally)
         mass, count = only(got, words.expand(call.query.shape[0], -1), ~words.expand(call.query.shape[0], -1))
@@ -186,13 +154,6 @@ class Reader:
         if reads == TEXT and first:
             tally.over = view.over
         return tally, first
-
-
-def _scene(
-    view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str, int], copying: NameSigns | None
-) -> CallTokens:
-    about = (view.passages, view.moved, view.known, usual, view.axes)
-    return CallTokens(view.queries, view.keys, ahead, words, *about, copying=copying)
 
 
 def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:
@@ -228,8 +189,3 @@ def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
             count -= len(waiting[fullest])
             yield waiting.pop(fullest)
     yield from waiting.values()
-
-
-def numbered(passages: Iterable[Passage]) -> Iterator[Passage]:
-    """Yield the passages, each with its number."""
-    return (replace(passage, text=n) for n, passage in enumerate(passages))

@@ -28,15 +28,11 @@ SHORT = 1024
 
 
 class MovedByLayer:
-    """Measures what the weights move, each call right before its output projection runs.
-
-    Attributes:
-        maps: The map of each head, in the order of the calls; empty ones where it is not measured.
-    """
+    """Measures what the weights move, each call right before its output projection runs."""
 
     def __init__(self, model: nn.Module, pool: int) -> None:
         self.model, self.pool = model, pool
-        self.maps: list[HeadMap] = []
+        self.maps: list[HeadMap] = []  # of each head, in the order of the calls; empty where it is not measured
         self._last: tuple[AttentionCall, LayerTally, int] | None = None
 
     def search(self) -> AbstractContextManager[ProjectionSearch | None]:
@@ -56,7 +52,9 @@ class MovedByLayer:
             return
         call, tally, at = last
         rows = on_host(moved(call, self.model.get_submodule(projection), self.pool))
-        add_moved(rows, tally)
+        count = (rows.keys[:, :, 1:] > 0).sum(-1)
+        for share, number in zip(rows.targets["first"] * count, count, strict=True):  # text by text
+            tally.add({"first moved": share, "first moved, rows": number})
         self.maps[at : at + tally.heads] = quantised(rows.pooled[0])
 
 
@@ -97,10 +95,3 @@ def moved(call: AttentionCall, projection: nn.Module, pool: int) -> RowStatistic
         targets={"first": first},
         pool=pool,
     )
-
-
-def add_moved(rows: RowStatistics, tally: LayerTally) -> None:
-    """Add the share of the first key, text by text; the statistics are on the CPU."""
-    count = (rows.keys[:, :, 1:] > 0).sum(-1)
-    for share, number in zip(rows.targets["first"] * count, count, strict=True):
-        tally.add({"first moved": share, "first moved, rows": number})

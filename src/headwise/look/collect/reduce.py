@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -20,42 +20,19 @@ from ..roles.role import Role
 from .sums import MOST_SHOWN, LayerTally
 
 
-@dataclass(frozen=True)
-class MapSizes:
-    """The cells per side of the two maps; the large size is a multiple of the small one, to pool it."""
+def uniform(call: AttentionCall, scene: CallTokens, asks: StatisticsRequest) -> RowStatistics:
+    """Return the statistics of uniform attention, one head: once for each mask of the pass that holds no tensor."""
+    (B, _, T, _), S = call.query.shape, call.key.shape[2]
+    mask = forbidden(call)
 
-    small: int
-    large: int
-
-
-@dataclass
-class Uniform:
-    """The statistics of uniform attention under a mask, computed once for each mask that holds no tensor.
-
-    One instance serves one pass; features and targets are those of a scene.
-    """
-
-    made: dict[tuple[int, str, int, int, int], RowStatistics] = field(default_factory=dict)
-
-    def of(
-        self, call: AttentionCall, scene: CallTokens, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]
-    ) -> RowStatistics:
-        """Return the statistics of zero queries and keys, one head, under the mask of the call."""
-        (B, _, T, _), S = call.query.shape, call.key.shape[2]
-        mask = forbidden(call)
-        constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
-        about = (id(scene), repr(mask), B, T, S)
-        if about in self.made:
-            return self.made[about]
+    def make() -> RowStatistics:
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
-        statistics = on_host(
-            row_statistics(
-                zero[:, :, :T], zero[:, :, :S], mask=mask, offsets=OFFSETS, features=features, targets=targets, pool=1
-            )
-        )
-        if constant:
-            self.made[about] = statistics
-        return statistics
+        options: StatisticsOptions = {"mask": mask, "offsets": OFFSETS, "pool": 1}
+        options |= {"features": asks.features, "targets": asks.targets}
+        return on_host(row_statistics(zero[:, :, :T], zero[:, :, :S], **options))
+
+    constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
+    return scene.once(("uniform", repr(mask), B, T, S), make) if constant else make()
 
 
 def looks_ahead(call: AttentionCall) -> bool | None:
@@ -73,24 +50,19 @@ def looks_ahead(call: AttentionCall) -> bool | None:
 
 
 def measure(
-    call: AttentionCall, scene: CallTokens, roles: Sequence[Role], pool: int, uniform: Uniform
+    call: AttentionCall, scene: CallTokens, roles: Sequence[Role], pool: int
 ) -> tuple[Tensor | None, CallStatistics]:
     """Return the attention output, if the call has values, and the row statistics for the roles, from one pass."""
-    features, targets = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
-    options: StatisticsOptions = {
-        **call.scoring,
-        "offsets": OFFSETS,
-        "features": features,
-        "targets": targets,
-        "pool": pool,
-    }
+    asks = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
+    options: StatisticsOptions = {**call.scoring, "offsets": OFFSETS, "pool": pool}
+    options |= {"features": asks.features, "targets": asks.targets}
     out: Tensor | None = None
     if call.value is None:
         rows = row_statistics(call.query, call.key, **options)
     else:
         out, rows = attention_statistics(call.query, call.key, call.value, **options)
         out = out if call.gate is None else out * check_gate(call.gate, out.shape, out.device).to(out.dtype)
-    return out, CallStatistics(call, scene, on_host(rows), uniform.of(call, scene, features, targets))
+    return out, CallStatistics(call, scene, on_host(rows), uniform(call, scene, asks))
 
 
 def on_host(rows: RowStatistics) -> RowStatistics:
@@ -158,22 +130,20 @@ def add_numbers(got: CallStatistics, tally: LayerTally, size: int) -> None:
     rows = got.rows
     (B, T), S = got.scene.queries.shape, got.scene.keys.shape[1]
     ahead = bool((got.uniform.offsets[..., FAR + 1 :] > 0).any())
-    able = (got.uniform.offsets > 0).double().cpu() * T if got.scene.cross else got.able[:, None].expand(B, -1, -1)
+    able = (got.uniform.offsets > 0).double() * T if got.scene.cross else got.able[:, None].expand(B, -1, -1)
     for b in range(len(got.scene.passages)):
         sums = {
             "entropy": rows.entropy[b].double().sum(-1),
             "largest": rows.largest[b].double().sum(-1),
             "distance": rows.distance[b].double().sum(-1),
             "rows": rows.rows[b],
-            "offsets": rows.offsets[b].double().cpu() * able[b],
+            "offsets": rows.offsets[b].double() * able[b],
             "offset rows": able[b, 0],
             "ahead": float(ahead),
         }
-        for name, values in sums.items():
-            tally.add({name: values.cpu() if isinstance(values, Tensor) else values})
         X, Y = min(T, size), min(S, size)
         cells, weight = pooled(rows, b, size)
-        tally.add({f"map {X} {Y}": cells.cpu(), f"map rows {X} {Y}": weight.cpu()})
+        tally.add({**sums, f"map {X} {Y}": cells, f"map rows {X} {Y}": weight})
     tally.widest = max(tally.widest, (T, S))
 
 

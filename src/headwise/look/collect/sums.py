@@ -67,17 +67,11 @@ class RoleSums:
         self.ints += other.ints
         self.has_null &= other.has_null
 
-    def means(self) -> tuple[Floats, Floats, Ints]:
-        """Return value, null (the larger control) and count of each head, over all texts; 0 if nothing was counted."""
-        total, count, null, against, _ = self.ints.sum(1)
+    def means(self) -> tuple[Floats, Floats, Floats, Ints]:
+        """Return value, null (the larger control), weight on right choices and count of each head, over all texts."""
+        total, count, null, against, mass = self.ints.sum(1)
         least = np.maximum(count, 1)
-        return total / least, np.maximum(null, against) / least, count // UNIT
-
-    def masses(self) -> Floats:
-        """Return the mean weight of each head on right choices, over all texts; 0 if nothing was counted."""
-        _, count, *_, mass = self.ints.sum(1)
-        masses: Floats = mass / np.maximum(count, 1)
-        return masses
+        return total / least, np.maximum(null, against) / least, mass / least, count // UNIT
 
     def interval(self) -> tuple[Floats, Floats] | None:
         """Return the 95 % interval of each head's value, by a percentile bootstrap over groups; None for one group."""
@@ -106,32 +100,23 @@ looks ahead, equal lengths of queries and keys): so the last part that any text 
 
 @dataclass
 class LayerTally:
-    """The sums of one attention call over all texts.
+    """The sums of one attention call over all texts."""
 
-    Attributes:
-        place: the location of the call, as in `HeadRecord`: module, call, part.
-        heads: the number of query heads.
-        roles: the sums by role.
-        numbers: integer sums over queries by name, (..., H), and the row counts that divide them.
-        shown: by role and head, the best evidence so far.
-        details: by role and head, the details found, each with its number of queries.
-        widest: the numbers of queries and keys of the longest text.
-        over: the axes of its queries and keys, by number, in the pass over the main text.
-    """
-
-    place: dict[str, Any]
-    heads: int
+    place: dict[str, Any]  # as in `HeadRecord`: module, call, part
+    heads: int  # the number of query heads
     roles: dict[str, RoleSums] = field(default_factory=dict)
-    numbers: dict[str, Ints] = field(default_factory=dict)
-    shown: dict[tuple[str, int], list[Shown]] = field(default_factory=dict)
-    details: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
-    widest: tuple[int, int] = (0, 0)
-    over: tuple[int, int] | None = None
+    numbers: dict[str, Ints] = field(default_factory=dict)  # sums over queries, (..., H), and the counts of their rows
+    shown: dict[tuple[str, int], list[Shown]] = field(default_factory=dict)  # by role and head: the best evidence
+    details: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # the same: the queries of each detail
+    widest: tuple[int, int] = (0, 0)  # the numbers of queries and keys of the longest text
+    over: tuple[int, int] | None = None  # the axes of queries and keys, by number, in the pass over the main text
 
     def add(self, sums: Mapping[str, Any]) -> None:
         """Add the sums of one text, by name."""
-        for name, values in sums.items():
-            whole = units(values)
+        self._add({name: units(values) for name, values in sums.items()})
+
+    def _add(self, sums: Mapping[str, Ints]) -> None:
+        for name, whole in sums.items():
             self.numbers[name] = np.asarray(self.numbers[name] + whole) if name in self.numbers else whole
 
     def role(self, name: str) -> RoleSums:
@@ -171,8 +156,7 @@ class LayerTally:
         self.widest = max(self.widest, other.widest)
         for name, sums in other.roles.items():
             self.role(name).merge(sums)
-        for name, whole in other.numbers.items():
-            self.numbers[name] = np.asarray(self.numbers[name] + whole) if name in self.numbers else whole
+        self._add(other.numbers)
         for (role, head), evidence in other.shown.items():
             self.show(role, head, evidence)
         for (role, head), said in other.details.items():

@@ -18,20 +18,18 @@ from ..inputs.model_input import Source
 from ..inputs.processor import source_of
 from ..inputs.repeated_tokens import Repeats
 from ..result import Look
-from ..roles.call_tokens import Passage, usual_distances
+from ..roles.call_tokens import NameSigns, Passage, usual_distances
 from ..roles.catalog import COPIES, ROLES, TEXT
 from ..weights.copying import Copying
 from .excerpts import around
 from .finalize import records
-from .forward import OnProgress, Reader, Steps, batches, numbered, random_copies
-from .reduce import MapSizes
+from .forward import OnProgress, Reader, batches, random_copies
 
 LARGE_MAP = 128
 """The most cells per side of the large maps."""
 
 LARGE_PICTURE = 320
 """The same limit for pictures and sound, where each of 16 x 16 patches and some tokens has its own cell."""
-
 
 BATCH = 4096
 """The most tokens of one forward pass over several passages."""
@@ -90,16 +88,14 @@ def at(
             not take, layers that attend within windows of a picture, or scores that are not finite.
 
     Example:
-        >>> import torch, headwise
-        >>> class Reader(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal())
-        >>> look = headwise.look.at(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> import headwise
+        >>> from headwise.testing.constructed import constructed
+        >>> model, _ = constructed([["previous-token", "self"], ["induction"]])
+        >>> look = headwise.look.at(model, [1, 2, 3, 5, 8, 13, 21, 34])
         >>> look.kind, look.num_layers, look.num_heads, len(look.heads[0].map)
-        ('decoder', 1, 3, 8)
+        ('decoder', 2, 2, 8)
+        >>> [head.role for head in look.heads]
+        ['previous-token', 'self', 'induction']
     """
     started = time.perf_counter()
     model = unwrap(model)
@@ -110,9 +106,9 @@ def at(
     others = inputs.checked_readings(readings, facts)
     repeats = repeats if rows[0] else None  # only pictures or sound: no ids to repeat
     passes = 1 + (repeats is not None) + len(others)
-    reader = Reader(
-        model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
-    )
+    large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
+    sizes = map_size, map_size * max(1, large // map_size) if full_maps else 0
+    reader = Reader(model, facts, words, ROLES, sizes, progress, passes, source)
     with in_eval_mode_without_grad(model):
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         kept = reader.kept()
@@ -150,12 +146,6 @@ def _read(
     return None, (row, []), inputs.as_tokens(row, tokens), facts
 
 
-def _sizes(source: Source | None, map_size: int, full_maps: bool) -> MapSizes:
-    """Return the sizes of the maps; maps over patches have a cell for each patch, up to a limit."""
-    large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
-    return MapSizes(map_size, map_size * max(1, large // map_size) if full_maps else 0)
-
-
 def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:
     """Return the sums of a reader as a look; `rest` are the fields that depend on the input."""
     return Look(
@@ -177,42 +167,35 @@ def read_more(
     readings: Mapping[str, Sequence[Passage]],
     mine: Callable[[Sequence[Passage]], bool] = bool,
 ) -> Sequence[Passage]:
-    """Run the additional passes: repeated random tokens (returned), and passages by the kind of reading.
-
-    Each of several processes runs only the batches for which `mine` is true.
-    """
+    """Run the passes over repeated random tokens (returned), and over `readings`; only the batches that are `mine`."""
     drawn: Sequence[Passage] = ()
     if repeats is not None:
         drawn = random_copies(repeats, reader.facts, reader.words, ahead=reader.kind == "encoder")
         if drawn and mine(drawn):
-            _read_copies(reader, drawn)
+            try:
+                reader.read(drawn, COPIES)
+            except IndexError as error:  # a model whose config has no number of positions
+                raise ValueError(
+                    f"{type(reader.model).__name__} failed on the {len(drawn[0].ids)} random tokens, repeated, that "
+                    f"look reads beside the text ({error}); if it takes fewer positions, give "
+                    "repeats=headwise.look.Repeats(length=...) or repeats=None"
+                ) from error
     for reads, passages in readings.items():
         usual, reader.copying = usual_distances(passages), _copying(reader.model, passages)
-        for batch in batches(numbered(passages), BATCH):
+        for batch in batches((replace(one, text=n) for n, one in enumerate(passages)), BATCH):
             if mine(batch):
                 reader.read(batch, reads, usual)
     return drawn
 
 
-def _copying(model: nn.Module, passages: Sequence[Passage]) -> Copying | None:
+def _copying(model: nn.Module, passages: Sequence[Passage]) -> NameSigns | None:
     """Return what heads do to the logits of all names that passages link; None without such links."""
     named = [one for one in passages if "name mover" in one.links]
     links = [(one, one.links.get(link, ())) for one in named for link in ("name mover", "other name")]
     names = {int(one.ids[key]) for one, rows in links for keys in rows for key in keys}
     among = {int(i) for one in passages for i in one.ids}
-    return Copying.of(model, [int(i) for i in named[0].ids], names, among) if names else None
-
-
-def _read_copies(reader: Reader, drawn: Sequence[Passage]) -> None:
-    """Run the pass over random tokens; a model whose config has no number of positions may fail here."""
-    try:
-        reader.read(drawn, COPIES)
-    except IndexError as error:
-        raise ValueError(
-            f"{type(reader.model).__name__} failed on the {len(drawn[0].ids)} random tokens, repeated, that look reads "
-            f"beside the text ({error}); if it takes fewer positions, give repeats=headwise.look.Repeats(length=...) "
-            "or repeats=None"
-        ) from error
+    copying = Copying.of(model, [int(i) for i in named[0].ids], names, among) if names else None
+    return None if copying is None else copying.signs
 
 
 def version() -> str:

@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -19,13 +19,13 @@ from torch import nn
 
 from ...extras import MissingExtra
 from ...files.atomic_file import check_destination
-from ...shapes.arguments import check_counts, shown, whole_numbers
+from ...shapes.arguments import check_counts, shown
 from .. import curve
 from ..curve import Curve, Point
 from ..inputs import ids as inputs
 from ..inputs.repeated_tokens import Repeats
 from ..result import Look
-from ..roles.call_tokens import Passage
+from ..roles.call_tokens import Passage, id_set
 from .text import REPEATS, Ids, at
 
 SHARE = 0.02
@@ -64,14 +64,9 @@ class Watch:
         MissingExtra: a folder for TensorBoard is given, and tensorboard is not installed.
 
     Example:
-        >>> import torch, headwise
-        >>> class Reader(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal())
-        >>> model = Reader()
+        >>> import headwise
+        >>> from headwise.testing.constructed import constructed
+        >>> model, _ = constructed([["previous-token"]])
         >>> with headwise.look.Watch(model, [1, 2, 3, 5, 8, 13, 21, 34], every=2) as watch:
         ...     for step in range(5):
         ...         point = watch.step(step, loss=1.0)  # after the update
@@ -101,7 +96,7 @@ class Watch:
         self.model, self.ids, self.every, self.share = model, inputs.as_row(ids), every, float(share)
         inputs.check_options(None, 1, False, repeats, None)
         if delimiters is not None:
-            whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters)
+            id_set("delimiters", delimiters)
         self.options: dict[str, Any] = {"delimiters": delimiters, "repeats": repeats, "readings": readings}
         self.path = None if path is None else os.fspath(check_destination(path))
         self.curve = _continued(self.path)
@@ -197,24 +192,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     In torch 2.10 weights that autocast casts without gradients would otherwise stay in its cache and get no gradient
     from the next forward pass in the same block.
     """
-    weight = next(model.parameters(), None)
-    device = torch.device("cpu") if weight is None else weight.device
-    if device.type == "cuda":
+    device = inputs.device_of(model)
+    kind = device.type
+    if kind == "cuda":
         torch.cuda.synchronize(device)  # else pending training kernels would count as measurement time
     states = random.getstate(), np.random.get_state()
-    kind = device.type
+    forked: tuple[list[Any], str] = ([], "cuda") if kind == "cpu" else ([device], kind)
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    cast = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
     try:
-        with (
-            torch.random.fork_rng(
-                devices=[] if kind == "cpu" else [device], device_type="cuda" if kind == "cpu" else kind
-            ),
-            torch.autocast(
-                kind,
-                dtype=torch.get_autocast_dtype(kind),
-                enabled=torch.is_autocast_enabled(kind),
-                cache_enabled=False,
-            ),
-        ):
+        with torch.random.fork_rng(forked[0], device_type=forked[1]), cast:
             yield
     finally:
         random.setstate(states[0])

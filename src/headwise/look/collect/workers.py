@@ -34,38 +34,24 @@ DIGEST = 32
 class Shared:
     """One process's reader and the shared progress of all processes.
 
-    Attributes:
-        reader: the reader of this process; if a state is kept, only the first process has sums between two blocks.
-        processes: the group, and the rank of this process.
-        about: the fingerprint of the run, which is the same in all processes.
-        state: the file in which the first process saves the sums, if any.
-        progress: called by the first process.
-        done: the number of texts read by all processes.
-        length: the number of tokens in them.
-        saves: whether the first process saves a state and so needs all sums after each block.
-        loads: the number of tokens that each process has passed through the model.
+    If a state is kept, only the reader of the first process has sums between two blocks.
     """
 
     reader: Reader
     processes: Processes
-    about: str
-    state: str | os.PathLike[str] | None = None
-    progress: OnProgress | None = None
-    done: int = 0
-    length: int = 0
-    saves: bool = False
-    loads: list[int] = field(init=False)
+    about: str  # the fingerprint of the run, which is the same in all processes
+    state: str | os.PathLike[str] | None = None  # the file in which the first process saves the sums
+    progress: OnProgress | None = None  # called by the first process
+    done: int = 0  # the number of texts read by all processes
+    length: int = 0  # the number of tokens in them
+    saves: bool = False  # whether the first process saves a state and so needs all sums after each block
+    loads: list[int] = field(init=False)  # the number of tokens that each process has passed through the model
 
     def __post_init__(self) -> None:
         self.loads = [0] * self.processes.size
 
     def begin(self) -> None:
-        """Continue from a saved state, which may come from another number of processes.
-
-        Raises:
-            ValueError: the processes measure different things, or the file is not a state of this run.
-            OSError: the state cannot be written.
-        """
+        """Continue from a saved state of this run, which may come from another number of processes."""
 
         def join(abouts: Iterator[bytes]) -> bytes:
             for rank, about in enumerate(abouts):
@@ -159,10 +145,7 @@ class Shared:
 
 
 def check_whole(model: nn.Module, processes: Processes) -> None:
-    """Raise ValueError if the processes that share texts each hold only a part of the model's weights.
-
-    Their forward passes wait for each other, so all of them must read the same texts.
-    """
+    """Raise ValueError if the processes that share texts each hold a part of the weights: they read texts together."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")  # not imported: nothing is split
     if processes.size == 1 or distributed is None:
         return

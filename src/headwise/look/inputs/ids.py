@@ -7,8 +7,8 @@ The module reads attribute names that most models share: ``config.vocab_size``, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...nn.hooks.probe import AttentionCall
 from ...shapes.arguments import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
-from ..roles.call_tokens import BLANKS, MARKS, Passage, Vocabulary, is_punctuation
+from ..roles.call_tokens import Passage, Vocabulary, classes_of
 from .repeated_tokens import Repeats
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
@@ -24,17 +24,22 @@ EXTRA_READINGS = ("sentences", "needles")
 
 
 def check_reads_text(model: object) -> None:
-    """Raise an error if this is not a model, or its main input is not text.
-
-    Raises:
-        TypeError: not a module.
-        ValueError: a model of images or sound.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
-    takes = getattr(model, "main_input_name", "input_ids")
+    """Raise TypeError if this is not a model, ValueError if its main input is a picture or a sound."""
+    takes = getattr(checked_model(model), "main_input_name", "input_ids")
     if takes != "input_ids":
         raise ValueError(_no_text(model, f"takes {takes!r}"))
+
+
+def checked_model(model: object) -> nn.Module:
+    """Return a model; raise TypeError if it is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
+    return model
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first weight; the CPU if it has none."""
+    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
 
 
 def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
@@ -45,7 +50,7 @@ def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
         raise ValueError(_no_text(model, what)) from error
 
 
-def _no_text(model: nn.Module, what: str) -> str:
+def _no_text(model: object, what: str) -> str:
     return (
         f"ids are a text, and {type(model).__name__} {what}; give look.at what its processor gives, such as "
         "processor(images=image, return_tensors='pt'), or look at its text part"
@@ -55,8 +60,8 @@ def _no_text(model: nn.Module, what: str) -> str:
 def check_heads(module: object, call: AttentionCall) -> None:
     """Raise ValueError if a module ran a number of query heads that differs from its own or its config's."""
     config = getattr(module, "config", None)
-    words = [_whole(module, "num_heads"), _whole(module, "num_attention_heads"), _whole(config, "num_attention_heads")]
-    counts, heads = [word for word in words if word is not None], call.query.shape[1]
+    said = [(module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads")]
+    counts, heads = [n for owner, name in said if (n := whole_of(owner, name)) is not None], call.query.shape[1]
     if counts and heads not in counts:
         raise ValueError(
             f"module {call.module!r} ran {heads} query heads and has {counts[0]}: the model is split over processes "
@@ -64,7 +69,7 @@ def check_heads(module: object, call: AttentionCall) -> None:
         )
 
 
-def _whole(owner: object, name: str) -> int | None:
+def whole_of(owner: object, name: str) -> int | None:
     """Return an attribute that is an int; None for other types, and if reading it fails."""
     try:
         value = getattr(owner, name, None)
@@ -74,12 +79,7 @@ def _whole(owner: object, name: str) -> int | None:
 
 
 def as_row(ids: object) -> list[int]:
-    """Return the ids of one text from a tensor (T,) or (1, T), an array, or a list of ints.
-
-    Raises:
-        TypeError: the ids are not integers.
-        ValueError: there is no token, or more than one text.
-    """
+    """Return the ids of one text from a tensor (T,) or (1, T), an array, or a list of ints; raise if it is none."""
     try:
         row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -119,9 +119,7 @@ def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None
 def check_options(name: object, map_size: object, full_maps: object, repeats: object, progress: object) -> None:
     """Check the other arguments of `look.at`; raise TypeError or ValueError."""
     check_told(name, progress)
-    check_counts(0, map_size=map_size)
-    if map_size == 0:
-        raise ValueError(f"map_size is the number of cells a side of a map, at least 1; got {map_size}")
+    check_counts(1, map_size=map_size)
     check_flags(full_maps=full_maps)
     if repeats is not None and not isinstance(repeats, Repeats):
         raise TypeError(f"repeats is a headwise.look.Repeats or None; got {shown(repeats)}")
@@ -156,67 +154,43 @@ def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[
 
 def _check_places(reads: str, passage: Passage) -> None:
     """Raise TypeError if links or classes are not lists of positions, ValueError for positions out of range."""
-    T, places = len(passage.ids), dict[str, list[int]]()
-    for name, linked in _items(reads, "links", passage.links):
-        if isinstance(linked, (str, bytes)) or not isinstance(linked, Sequence):
-            raise TypeError(f"readings[{reads!r}]: {name} is a list of places for each token; got {shown(linked)}")
-        if len(linked) > T:
-            raise ValueError(
-                f"readings[{reads!r}]: {name} lists the places linked to each token, and the passage has {T} tokens; "
-                f"got {len(linked)} lists"
-            )
-        rows = [whole_numbers(f"readings[{reads!r}]: places in {name}", keys) for keys in linked]
-        places[name] = [place for row in rows for place in row]
-    for name, members in _items(reads, "classes", passage.classes):
-        places[name] = whole_numbers(f"readings[{reads!r}]: places in {name}", members)
-    for name, listed in places.items():
-        wrong = [place for place in listed if not 0 <= place < T]
-        if wrong:
-            raise ValueError(
-                f"readings[{reads!r}]: places of a passage of {T} tokens are 0 to {T - 1}; {name} names {wrong[0]}"
-            )
-
-
-def _items(reads: str, what: str, named: object) -> list[tuple[str, Any]]:
-    """Return a passage's links or classes, each with its name for errors; raise TypeError if not a dict."""
-    if not isinstance(named, Mapping):
-        raise TypeError(f"readings[{reads!r}]: {what} of a passage are a dict, name -> places; got {shown(named)}")
-    return [(f"{what}[{name!r}]", places) for name, places in named.items()]
-
-
-def text_config(model: nn.Module) -> Any:
-    """Return the config of the model's text part; None if the model has no config."""
-    config = getattr(model, "config", None)
-    nested = getattr(config, "get_text_config", None)
-    return nested() if callable(nested) else config
+    T, where = len(passage.ids), f"readings[{reads!r}]"
+    for what, named in (("links", passage.links), ("classes", passage.classes)):
+        if not isinstance(named, Mapping):
+            raise TypeError(f"{where}: {what} of a passage are a dict, name -> places; got {shown(named)}")
+        for key, listed in named.items():
+            name, rows = f"{what}[{key!r}]", listed if what == "links" else [listed]
+            if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
+                raise TypeError(f"{where}: {name} is a list of places for each token; got {shown(rows)}")
+            if len(rows) > T:
+                raise ValueError(
+                    f"{where}: {name} lists the places linked to each token, and the passage has {T} tokens; got "
+                    f"{len(rows)} lists"
+                )
+            places = [place for row in rows for place in whole_numbers(f"{where}: places in {name}", row)]
+            if wrong := [place for place in places if not 0 <= place < T]:
+                raise ValueError(
+                    f"{where}: places of a passage of {T} tokens are 0 to {T - 1}; {name} names {wrong[0]}"
+                )
 
 
 @dataclass(frozen=True)
 class IdFacts:
-    """The facts about a model's ids, and the first and last id of a text.
+    """The facts about a model's ids, and the first and last id of a text."""
 
-    Attributes:
-        vocabulary: the number of ids: from the config, else the rows of the first embedding; None without both.
-        positions: the most tokens of a text; None if the config does not have it.
-        special: the special ids in the config, by ``bos``, ``eos``, ``pad``, ...
-        first: the first id of the text.
-        last: the last id of the text.
-        apart: all token ids that the config names: placeholders of pictures and others; random text excludes them.
-    """
-
-    vocabulary: int | None
-    positions: int | None
-    special: dict[str, int]
+    vocabulary: int | None  # the number of ids: from the config, else the rows of the first embedding
+    positions: int | None  # the most tokens of a text, if the config has it
+    special: dict[str, int]  # the special ids in the config, by ``bos``, ``eos``, ``pad``, ...
     first: int
     last: int
-    apart: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()  # all ids that the config names, such as placeholders of pictures
 
     @classmethod
     def of(cls, model: nn.Module, ids: Sequence[int]) -> IdFacts:
         """Read the facts from the model's config and the text."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
-        config = text_config(model)
+        whole = getattr(model, "config", None)
+        nested = getattr(whole, "get_text_config", None)
+        config = nested() if callable(nested) else whole
         vocabulary = getattr(config, "vocab_size", None)
         if not isinstance(vocabulary, int):
             tables = (part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding))
@@ -229,7 +203,7 @@ class IdFacts:
             if isinstance(value, int) and 0 <= value < (vocabulary or value + 1):
                 special[name] = value
         limit = positions if isinstance(positions, int) and positions > 0 else None
-        named = getattr(getattr(model, "config", None), "__dict__", {}).items()
+        named = getattr(whole, "__dict__", {}).items()
         apart = [i for name, i in named if isinstance(i, int) and name.endswith(("_token_id", "_token_index"))]
         return cls(vocabulary, limit, special, ids[0], ids[-1], frozenset(apart))
 
@@ -264,23 +238,10 @@ def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
 def vocabulary(
     ids: Sequence[int], tokens: Sequence[str], delimiters: Collection[int] | None, facts: IdFacts
 ) -> Vocabulary:
-    """Return the classes of the ids: delimiters are those of the caller, or punctuation marks and newlines."""
-    pairs = list(zip(ids, tokens, strict=True))
-    if delimiters is not None:
-        chosen = frozenset(whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters))
-    else:
-        chosen = frozenset(i for i, token in pairs if token.strip(BLANKS) in MARKS)
-    special = frozenset(facts.special.values())
-    marks = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
-    closers = {facts.special.get("sep")} | (chosen & special) | {i for i, token in pairs if token == "[SEP]"}
-    return Vocabulary(
-        chosen,
-        marks,
-        special,
-        stops=frozenset(i for i, token in pairs if token.strip(BLANKS) == "."),
-        commas=frozenset(i for i, token in pairs if token.strip(BLANKS) == ","),
-        separators=frozenset(i for i in closers if i is not None),
-    )
+    """Return the classes of a text's ids; `classes_of` describes the delimiters."""
+    words = classes_of([*zip(ids, tokens, strict=True)], delimiters, frozenset(facts.special.values()))
+    closers = {i for name, i in facts.special.items() if name == "sep"}
+    return replace(words, separators=words.separators | closers)
 
 
 def is_pair(model: nn.Module) -> bool:
@@ -288,13 +249,13 @@ def is_pair(model: nn.Module) -> bool:
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
-def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:
-    """Return the inputs of the model: the ids, and for an encoder-decoder those of its decoder.
+def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, Tensor | None]:
+    """Return the ids, and for an encoder-decoder those of its decoder: its start id, then the ids without the last two.
 
-    The decoder reads the start id and then the same ids, one fewer in total than the encoder: the length identifies it.
+    It reads one fewer in total than the encoder, so the length identifies it.
     """
     if not is_pair(model):
-        return (ids_BT,)
+        return ids_BT, None
     start = torch.full_like(ids_BT[:, :1], facts.start)
     return ids_BT, torch.cat([start, ids_BT[:, : max(ids_BT.shape[1] - 2, 0)]], dim=1)
 
@@ -308,16 +269,18 @@ def by_name(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     return {own if name == "pixel_values" else name: value for name, value in values.items()}
 
 
-def lean(model: nn.Module) -> dict[str, Any]:
-    """Return options for a cheaper forward pass, if the model has them: no cache, and only the last logits."""
-    wanted: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
+def forward(
+    model: nn.Module, ids: Tensor | None, target: Tensor | None, call: Mapping[str, Any], *, last: bool = True
+) -> Any:
+    """Return the model's output for the ids of its text and of its decoder's, and other arguments by name.
+
+    The pass is cheap where the model has the options: no cache, and with `last` only the last logits.
+    """
+    wanted = {"use_cache": False} | ({"logits_to_keep": 1} if last else {})
     named = inspect.signature(model.forward).parameters
-    return {name: value for name, value in wanted.items() if name in named}
-
-
-def run(model: nn.Module, rows: tuple[Tensor, ...]) -> None:
-    """Run one cheap forward pass over texts."""
-    options = lean(model)
-    if len(rows) > 1:
-        options["decoder_input_ids"] = rows[1]
-    model(rows[0], **options)
+    options = {name: value for name, value in wanted.items() if name in named} | by_name(model, call)
+    if target is not None:
+        options["decoder_input_ids"] = target
+    if ids is not None and call:
+        options["input_ids"] = ids
+    return model(*[ids] * (ids is not None and not call), **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..collect.reduce import looks_ahead
 from ..records import axes
 from ..records.axes import Axis
 from ..records.images import Picture, patched, picture_of, sound_of
-from ..roles.call_tokens import Passage
+from ..roles.call_tokens import CallTokens, Passage, Vocabulary
 from . import ids as inputs
 from .ids import IdFacts
 
@@ -28,14 +28,14 @@ GRIDS = "image_grid_thw"
 
 
 def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
-    """Return the part of a call: ``"encoder"``, ``"decoder"`` or ``"cross"``.
+    """Return the part of a call, ``"encoder"``, ``"decoder"`` or ``"cross"``: by the names of its module, or its mask.
 
-    In an encoder-decoder (`pair`) the last two names of the module identify cross-attention, and "decoder" or "encoder"
-    in its path the other parts. In other models the mask decides. In torch's own decoder layers ``multihead_attn`` is
-    the cross-attention.
+    The last two names identify cross-attention (in torch's own decoder layers ``multihead_attn``); in an
+    encoder-decoder (`pair`), "decoder" or "encoder" in the path the other parts.
     """
     path = call.module.split(".")
-    of_torch = path[-1] == "multihead_attn" and isinstance(_around(model, call.module), nn.TransformerDecoderLayer)
+    parent = model.get_submodule(".".join(path[:-1]))
+    of_torch = path[-1] == "multihead_attn" and isinstance(parent, nn.TransformerDecoderLayer)
     if of_torch or CROSS.search(".".join(path[-2:])) or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     if pair:
@@ -45,75 +45,46 @@ def part_of(call: AttentionCall, model: nn.Module, *, pair: bool) -> str:
     return "encoder" if looks_ahead(call) else "decoder"
 
 
-@dataclass(frozen=True)
-class View:
-    """The input of a call: ids (B, T) and (B, S), -1 if unknown; its two axes, by number; and its passages."""
+class View(NamedTuple):
+    """The tokens of a call, with -1 for unknown ids, its two axes by number, and the earlier calls of its module."""
 
-    queries: Tensor
-    keys: Tensor
+    tokens: CallTokens
     over: tuple[int, int]
-    axes: tuple[Axis, Axis]
-    passages: tuple[Passage, ...]
-    moved: tuple[int, int]
-    known: bool
     again: int
 
 
 @dataclass
 class Source:
-    """The input of one forward pass.
-
-    Attributes:
-        model: the model that runs.
-        texts: ids (B, T) of its text part, and those of its decoder; None without such a part.
-        passages: one for each row of the texts; without texts, one for each picture or sound.
-        call: the other arguments of the model, by name.
-        names: the tokens of the two texts.
-        own: whether the decoder's text differs from the encoder's.
-        axes: the axes of the calls so far.
-    """
+    """The input of one forward pass."""
 
     model: nn.Module
-    texts: tuple[Tensor | None, Tensor | None]
-    passages: Sequence[Passage]
-    call: Mapping[str, Any] = field(default_factory=dict)
-    names: tuple[Sequence[str], Sequence[str]] = ((), ())
-    own: bool = False
-    axes: list[Axis] = field(default_factory=list)
+    texts: tuple[Tensor | None, Tensor | None]  # ids (B, T) of its text part, and those of its decoder
+    passages: Sequence[Passage]  # one for each row of the texts; without texts, one for each picture or sound
+    call: Mapping[str, Any] = field(default_factory=dict)  # the other arguments of the model
+    names: tuple[Sequence[str], Sequence[str]] = ((), ())  # the tokens of the two texts
+    own: bool = False  # whether the decoder's text differs from the encoder's
+    axes: list[Axis] = field(default_factory=list)  # of the calls so far
     numbers: dict[object, int] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, model: nn.Module, passages: Sequence[Passage], facts: IdFacts, like: Source | None) -> Source:
         """Return the source of texts of equal length; a two-tower model also gets the media of `like`."""
-        rows = inputs.rows(model, _as_ids(model, [passage.ids for passage in passages]), facts)
+        ids = torch.tensor([[*one.ids] for one in passages], dtype=torch.long, device=inputs.device_of(model))
         call = {} if like is None or like.image_id() is not None else like.beside()
-        return cls(model, (rows[0], rows[1] if len(rows) > 1 else None), passages, call)
+        return cls(model, inputs.rows(model, ids, facts), passages, call)
 
     def beside(self) -> dict[str, Any]:
         """Return the inputs that are not text: pictures and sound."""
         return {name: self.call[name] for name in (PIXELS, GRIDS, *SOUNDS) if name in self.call}
 
     def run(self) -> None:
-        """Run one cheap forward pass with the options of `inputs.lean`."""
-        ids, target = self.texts
-        rows = tuple(row for row in (ids, target) if row is not None)
-        if not self.call:
-            return inputs.run(self.model, rows)
-        options = {**inputs.lean(self.model), **inputs.by_name(self.model, self.call)}
-        if ids is not None:
-            options["input_ids"] = ids
-        if target is not None:
-            options["decoder_input_ids"] = target
-        self.model(**options)
+        """Run one cheap forward pass."""
+        inputs.forward(self.model, *self.texts, self.call)
 
     # -- views of calls ------------------------------------------------------------------------------------------------
 
     def view(self, call: AttentionCall, part: str, again: int) -> View:
-        """Return the tokens or patches at the queries and keys of a call.
-
-        Raises:
-            ValueError: the model does not keep each text, or each picture, in one row.
-        """
+        """Return the tokens or patches at the queries and keys of a call; raise ValueError if a text has many rows."""
         T, S = call.query.shape[2], call.key.shape[2]
         config = _config(self.model, call.module)
         if PIXELS in self.call and _sees(config) and part != "cross":
@@ -140,13 +111,13 @@ class Source:
         over = (queries, queries if keys is None else keys)
         moved = (0, 0) if self.own else (text, before)
         there = (self.axes[over[0]], self.axes[over[1]])
-        return View(ids[0], ids[1], over, there, tuple(self.passages), moved, known, again)
+        about = (tuple(self.passages), moved, known)
+        return View(CallTokens(ids[0], ids[1], None, Vocabulary(), *about, axes=there), over, again)
 
     def _of_pictures(self, call: AttentionCall, config: Any, again: int) -> View:
         """Return the view of a call in the part for pictures: one row per picture, or one call per picture."""
         (B, _, T, _), pixels = call.query.shape, self.call[PIXELS]
-        side = _side(config)
-        count = pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1] if pixels.ndim == 5 else 1
+        side, count = _side(config), _count(pixels)
         if pixels.ndim >= 4:
             grid = (pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])
             axis, texts = axes.over_patches(grid, T, _whole(config, "num_register_tokens")), range(B)
@@ -157,8 +128,7 @@ class Source:
             merged = _whole(config, "spatial_merge_size") or 1
             now = grids if whole else grids[again : again + 1]
             fits = B == 1 and sum(t * r * c for t, r, c in now) == T
-            cells = axes.cells_of_grids(now, merged) if fits else ()
-            shapes = tuple((r, c) for t, r, c in now for _ in range(t))
+            cells, shapes = axes.cells_of_grids(now, merged) if fits else ((), ())
             axis, texts, again = Axis(axes.PICTURE, T, cells=cells, grids=shapes), range(again, again + 1), 0
         if not fits:
             raise ValueError(
@@ -168,7 +138,8 @@ class Source:
         number = self._number((axes.PICTURE, T, axis.grids), axis)
         blank = torch.full((B, T), -1, device="cpu")
         passages = tuple(Passage((), text=n) for n in texts)
-        return View(blank, blank, (number, number), (axis, axis), passages, (0, 0), False, again)
+        tokens = CallTokens(blank, blank, None, Vocabulary(), passages, known=False, axes=(axis, axis))
+        return View(tokens, (number, number), again)
 
     def _hears(self, config: Any, part: str) -> bool:
         """Return whether a call belongs to the part for sound."""
@@ -215,12 +186,16 @@ class Source:
         if GRIDS in self.call:
             return [tuple(int(n) for n in row) for row in self.call[GRIDS].tolist()]
         pixels = self.call.get(PIXELS)
-        config = next((c for c in (*map(_own_config, self.model.modules()), self.model) if _sees(c)), None)
+        config = self._of_patches()
         if pixels is None or pixels.ndim < 4 or config is None:
             return []
         side = _side(config)
-        one = (1, pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])
-        return [one] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
+        return [(1, pixels.shape[-2] // side[0], pixels.shape[-1] // side[1])] * _count(pixels)
+
+    def _of_patches(self) -> Any:
+        """Return the config of the part for pictures, or the model itself; None if nothing has patches."""
+        configs = (getattr(part, "config", None) for part in self.model.modules())
+        return next((one for one in (*configs, self.model) if _sees(one)), None)
 
     def image_id(self) -> int | None:
         """Return the token id that stands for a patch of a picture."""
@@ -237,8 +212,7 @@ class Source:
         if pixels is not None and pixels.ndim in (4, 5):
             made = [picture_of(one) for one in pixels.flatten(0, pixels.ndim - 4)]
         elif pixels is not None and self.grids():
-            config = next((c for c in map(_own_config, self.model.modules()) if _sees(c)), None)
-            start = 0
+            config, start = self._of_patches(), 0
             for grid in self.grids() if config is not None else ():
                 size = grid[0] * grid[1] * grid[2]
                 side = _whole(config, "spatial_merge_size") or 1
@@ -256,6 +230,11 @@ def _sees(config: Any) -> bool:
     return getattr(config, "patch_size", None) is not None and not isinstance(getattr(config, "vocab_size", None), int)
 
 
+def _count(pixels: Tensor) -> int:
+    """Return the number of pictures, (N, C, height, width) or (B, N, C, height, width); 1 for rows of patches."""
+    return pixels.shape[:-3].numel() if pixels.ndim in (4, 5) else 1
+
+
 def _side(config: Any) -> tuple[int, int]:
     """Return height and width of a patch."""
     size = config.patch_size
@@ -264,30 +243,13 @@ def _side(config: Any) -> tuple[int, int]:
 
 
 def _whole(config: Any, name: str) -> int:
-    """Return an int of a config; 0 if it is missing."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else 0
-
-
-def _around(model: nn.Module, name: str) -> nn.Module:
-    """Return the parent of a module."""
-    return model.get_submodule(name.rpartition(".")[0])
-
-
-def _own_config(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
+    return inputs.whole_of(config, name) or 0
 
 
 def _config(model: nn.Module, name: str) -> Any:
     """Return the config of a module or of its nearest parent that has one; without any, the model itself."""
     while True:
-        config = _own_config(model.get_submodule(name))
+        config = getattr(model.get_submodule(name), "config", None)
         if config is not None or not name:
             return model if config is None else config
         name = name.rpartition(".")[0]
-
-
-def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the ids as (B, T) long on the model's device."""
-    weight = next(model.parameters(), None)
-    return torch.tensor([list(row) for row in rows], dtype=torch.long, device=None if weight is None else weight.device)

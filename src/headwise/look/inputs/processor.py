@@ -22,34 +22,25 @@ Named = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 
 def source_of(model: nn.Module, read: Mapping[Any, Any], tokens: Named) -> tuple[Source, tuple[list[int], list[int]]]:
-    """Return the source of a model's input, and the ids of its text and of its decoder's text; empty if it has none.
-
-    Raises:
-        TypeError: a value is not numeric, or a name is not a string.
-        ValueError: no input, a name that the model does not take, padding, or numbers that are not finite.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
-    values = _checked(model, read)
+    """Return the source of a model's input, checked, and the ids of its text and its decoder's; empty without them."""
+    values = _checked(inputs.checked_model(model), read)
     ids = inputs.as_row(values.pop("input_ids")) if "input_ids" in values else []
     target = _target(model, values)
     names = _names(tokens, ids, target)
     segments = values.get("token_type_ids")
     if segments is not None and not bool(segments.any()) and not _beside(values):
         del values["token_type_ids"]
-    weight, takes = next(model.parameters(), None), inspect.signature(model.forward).parameters
-    call = {name: _moved(value, weight) for name, value in values.items()}
+    takes, device = inspect.signature(model.forward).parameters, inputs.device_of(model)
+    dtype = next((weight.dtype for weight in model.parameters()), None)
+    call = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in values.items()}
     for name in MASKS:
         if ids or name not in takes:
             call.pop(name, None)
     facts = IdFacts.of(model, ids or target or [0])
-    texts: list[Tensor | None] = [_row(ids, weight), _row(target, weight)]
-    own = bool(target) and bool(ids)
-    if ids and not target:
-        rows = inputs.rows(model, texts[0], facts)  # type: ignore[arg-type]
-        texts[1] = rows[1] if len(rows) > 1 else None
+    first, second = (torch.tensor([row], device=device) if row else None for row in (ids, target))
+    texts = (first, second) if first is None or target else inputs.rows(model, first, facts)
     passages = _passages(ids, target, segments, facts, call)
-    source = Source(model, (texts[0], texts[1]), passages, call, names, own)
+    source = Source(model, texts, passages, call, names, own=bool(target) and bool(ids))
     for row in (ids, target):
         image = source.image_id()
         inputs.check_fits([i for i in row if i != image], facts.vocabulary, None)
@@ -149,14 +140,3 @@ def _passages(
         for name, kind in ((FIRST, 0), (SECOND, 1)):
             classes[name] = [n for n, i in enumerate(ids) if kinds[n] == kind and i not in special]
     return [Passage(ids or target, classes=classes)]
-
-
-def _row(ids: Sequence[int], weight: Tensor | None) -> Tensor | None:
-    return torch.tensor([list(ids)], device=None if weight is None else weight.device) if ids else None
-
-
-def _moved(value: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the value on the model's device; floats also get its dtype."""
-    if weight is None:
-        return value
-    return value.to(weight.device, weight.dtype if value.is_floating_point() else None)

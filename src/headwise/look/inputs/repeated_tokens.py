@@ -11,9 +11,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ...shapes.arguments import check_counts, whole_numbers
 
 SHORTEST = 8
@@ -104,14 +101,3 @@ def targets(sequence: Repeated, *, ahead: bool) -> Mapping[str, list[list[int]]]
             if not ahead and token != sequence.opener:
                 induction[i] = [j + 1 for j in where if j + 1 < i]
     return {"duplicate": duplicate, "induction": induction}
-
-
-def as_tensors(sequences: Sequence[Repeated], *, ahead: bool) -> dict[str, Tensor]:
-    """Return the targets of a batch of sequences, (B, T, n) long each, padded with -1."""
-    lists = [targets(sequence, ahead=ahead) for sequence in sequences]
-    tensors = {}
-    for name in ("duplicate", "induction"):
-        widest = max(len(keys) for one in lists for keys in one[name])
-        rows = [[keys + [-1] * (widest - len(keys)) for keys in one[name]] for one in lists]
-        tensors[name] = torch.tensor(rows, dtype=torch.long, device="cpu").view(len(sequences), len(rows[0]), widest)
-    return tensors

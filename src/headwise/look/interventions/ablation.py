@@ -47,21 +47,13 @@ class TokenChange:
 
 @dataclass(frozen=True)
 class PlaceChange:
-    """A position at which the prediction changes without the heads.
+    """A position at which the prediction changes without the heads."""
 
-    Attributes:
-        text: the index of the text.
-        position: the index of the token after which the prediction changes.
-        token: that token.
-        kl: KL(before || after) of the distribution of the next token, in nats.
-        tokens: the tokens whose probability changed most.
-    """
-
-    text: int
-    position: int
-    token: str
-    kl: float
-    tokens: tuple[TokenChange, ...]
+    text: int  # the index of the text
+    position: int  # the index of the token after which the prediction changes
+    token: str  # that token
+    kl: float  # KL(before || after) of the distribution of the next token, in nats
+    tokens: tuple[TokenChange, ...]  # the tokens whose probability changed most
 
 
 @dataclass(frozen=True)
@@ -159,16 +151,11 @@ def ablate(
             without `mask_id` or `loss`; no logits.
 
     Example:
-        >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> lost = ablate(Reader(), [1, 2, 3, 5, 8, 13, 21, 34], [(0, 1), (0, 2)])
-        >>> [(head.layer, head.head) for head in lost.heads], len(lost.places)
-        ([(0, 1), (0, 2)], 5)
+        >>> from headwise.testing.constructed import constructed
+        >>> model, jobs = constructed([["previous-token", "self"], ["induction"]])
+        >>> lost = ablate(model, [1, 11, 13, 17, 11, 13, 17], [(0, 1), (1, 0)])  # self, induction
+        >>> [head.loss > lost.before for head in lost.heads], len(lost.places)
+        ([False, True], 5)
     """
     if not isinstance(by, str) or by not in WAYS:
         raise ValueError(f"by is {' or '.join(map(repr, WAYS))}; got {shown(by)}")

@@ -71,12 +71,7 @@ class Survey:
         return self.mean if by == "mean" else None
 
     def check(self, heads: Iterable[Sequence[int]]) -> list[LayerHead]:
-        """Return the pairs (layer, head), after checking that the model has each of them.
-
-        Raises:
-            TypeError: not pairs of whole numbers.
-            ValueError: no pair, a pair named twice, or a head that does not exist.
-        """
+        """Return the pairs (layer, head); raise TypeError or ValueError if the model has not each, or one is twice."""
         rule = "heads are pairs (layer, head)"
         try:
             rows = [whole_numbers("a head's layer and number", pair) for pair in heads]
@@ -138,10 +133,7 @@ def survey(
 
 
 def gates_of(base: Survey, groups: Sequence[Sequence[Place]]) -> dict[int, Tensor]:
-    """Return layer -> (rows, H) bool: one row per group, False for its heads; other layers are left out.
-
-    If the groups name positions, it is (rows, H, T), for the one text of the survey.
-    """
+    """Return layer -> (rows, H) bool, False for the heads of each row's group; (rows, H, T) if they name positions."""
     sizes = {site.layer: site.num_heads for site in base.sites}
     gates: dict[int, Tensor] = {}
     for row, group in enumerate(groups):
@@ -156,11 +148,9 @@ def gates_of(base: Survey, groups: Sequence[Sequence[Place]]) -> dict[int, Tenso
 def off(
     gates: Mapping[int, Tensor], instead: Callable[[int], Tensor] | None = None
 ) -> Callable[[AttentionCall], Tensor | None]:
-    """Return a probe function that replaces the outputs of heads.
+    """Return a probe function that replaces the outputs of heads, where `gates_of` gives False.
 
-    Args:
-        gates: The result of `gates_of`: False for a head that is replaced.
-        instead: Returns for a layer what its heads output instead, (H, 1, V) or (H, T, V); zero without it.
+    `instead` returns for a layer what its heads output, (H, 1, V) or (H, T, V); zero without it.
     """
 
     def each(call: AttentionCall) -> Tensor | None:

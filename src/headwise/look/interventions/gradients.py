@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ...nn.hooks.probe import AttentionCall, probe
 from .gates import Survey, learning
 from .losses import Reading
-from .rank_correlation import spearman
 
 
 def gradients(
@@ -66,3 +65,19 @@ def _mean(texts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _divided(layers: Sequence[Tensor]) -> list[Tensor]:
     """Return each layer divided by its l2 norm; a layer of norm 0 as it is."""
     return [layer / layer.norm() if layer.norm() > 0 else layer for layer in layers]
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Return Pearson's correlation of the ranks, ties at their mean rank; None if one side is constant."""
+    x, y = (ranks(values) for values in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    size = float(x.norm() * y.norm())
+    return float(x @ y) / size if size > 0 else None
+
+
+def ranks(values: Sequence[float]) -> Tensor:
+    """Return the ranks (n,) float64, from 0; equal values share their mean rank."""
+    column = torch.tensor(values, dtype=torch.float64, device="cpu")
+    ordered = column.sort().values
+    first, past = torch.searchsorted(ordered, column), torch.searchsorted(ordered, column, right=True)
+    return (first + past - 1).double() / 2

@@ -18,10 +18,9 @@ from ...shapes.arguments import check_counts, check_texts, shown
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
-from .gates import Survey, learning, rises, survey
-from .gradients import gradients
+from .gates import Survey, counter, learning, rises, survey
+from .gradients import gradients, spearman
 from .losses import Loss, Reading
-from .rank_correlation import spearman
 
 if TYPE_CHECKING:
     import rich.table
@@ -188,49 +187,39 @@ def importance(
             logits; or ``"contribution"`` if no module takes the concatenated heads as input.
 
     Example:
-        >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> found = importance(Reader(), [1, 2, 3, 5, 8, 13, 21, 34], by=("gradient", "zero"))
-        >>> len(found.heads), found.by, round(sum(head.gradient**2 for head in found.heads), 3)
-        (3, ('gradient', 'zero'), 1.0)
+        >>> from headwise.testing.constructed import constructed
+        >>> model, jobs = constructed([["previous-token", "self"], ["induction"]])
+        >>> found = importance(model, [1, 11, 13, 17, 11, 13, 17], by=("gradient", "zero"))
+        >>> [jobs[head.layer, head.head] for head in found.heads if head.zero > 0.1], found.by
+        (['previous-token', 'induction'], ('gradient', 'zero'))
     """
     started = time.perf_counter()
     names = _criteria(by)
     check_told(name, progress)
     model = unwrap(model)
     texts = all_readings(model, ids, loss=loss, mask_id=mask_id, seed=seed)
-    base, columns, stability = _measured(model, texts, names, progress or (lambda done, total: None))
+    base, columns, stability = _measured(model, texts, names, progress)
     return Importance(
         model=name or model_name(model),
         texts=len(texts),
         tokens=base.tokens,
         loss=base.loss,
         by=names,
-        heads=_records(base, columns),
+        heads=tuple(
+            HeadImportance(
+                site.module,
+                site.call,
+                site.layer,
+                head,
+                head * site.num_kv_heads // site.num_heads,
+                **{column: values[site.layer][head] for column, values in columns.items()},
+            )
+            for site in base.sites
+            for head in range(site.num_heads)
+        ),
         agreements=agreements({name: [x for row in columns[name] for x in row] for name in names}),
         seconds=round(time.perf_counter() - started, 3),
         stability=stability,
-    )
-
-
-def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
-    """Return a record for each head, layer by layer."""
-    return tuple(
-        HeadImportance(
-            site.module,
-            site.call,
-            site.layer,
-            head,
-            head * site.num_kv_heads // site.num_heads,
-            **{column: values[site.layer][head] for column, values in columns.items()},
-        )
-        for site in base.sites
-        for head in range(site.num_heads)
     )
 
 
@@ -247,7 +236,7 @@ Columns = dict[str, list[list[float]]]
 
 
 def _measured(
-    model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object]
+    model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object] | None
 ) -> tuple[Survey, Columns, float | None]:
     """Return the survey, for each criterion its values as ``[layer][head]``, and the stability of ``gradient``."""
     columns: Columns = {}
@@ -257,19 +246,12 @@ def _measured(
     if contributions is not None:
         columns["contribution"] = [contributions.mean(site.layer, site.num_heads, base) for site in base.sites]
     ablations = [name for name in names if name in ("zero", "mean")]
-    done, total = 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations) * len(texts)
-    progress(done, total)
+    step = counter(progress, 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations) * len(texts))
     if "gradient" in names:
         raw, normalised, stability = gradients(model, texts, base)
         columns |= {"gradient": normalised, "gradient_raw": raw}
-        progress(done := done + 1, total)
+        step(1)
     for name in ablations:
-
-        def step(heads: int) -> None:
-            nonlocal done
-            done += heads
-            progress(done, total)
-
         risen = iter(rises(model, texts, base, [[head] for head in base.heads], base.instead(name), step))
         columns[name] = [[next(risen) for _ in range(site.num_heads)] for site in base.sites]
     return base, columns, stability

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,40 +30,22 @@ MASKED = 0.15
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One text for one model, or one picture or sound.
+    """One text for one model, or one picture or sound."""
 
-    Attributes:
-        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder; empty if `call` has all.
-        labels: (1, T') long: the correct id for the logits at each position; -100 at positions without a loss.
-        vocabulary: the number of ids of the model, or 1 if unknown.
-        loss: the user's function, instead of cross entropy with the labels; or None.
-        call: the model's arguments by name, if they are more than a text.
-        classes: whether the logits are of classes, and the labels are the predictions of the unchanged model.
-        embedded: (1, M) the embedding of the unchanged model, from which the loss is the drift; or None.
-        last: whether only the logits of the last position are needed; models that can, compute no others.
-    """
-
-    inputs: tuple[Tensor, ...]
-    labels: Tensor
-    vocabulary: int = 1
-    loss: Loss | None = None
-    call: Mapping[str, Tensor] = field(default_factory=dict)
-    classes: bool = False
-    embedded: Tensor | None = None
-    last: bool = False
+    inputs: tuple[Tensor, ...]  # (1, T): the ids, and for an encoder-decoder those of its decoder; or all is in `call`
+    labels: Tensor  # (1, T') long: the correct id for the logits at each position; -100 at positions without a loss
+    vocabulary: int = 1  # the number of ids of the model, or 1 if unknown
+    loss: Loss | None = None  # the user's function, instead of cross entropy with the labels
+    call: Mapping[str, Tensor] = field(default_factory=dict)  # the model's arguments, if they are more than a text
+    classes: bool = False  # whether the logits are of classes, and the labels the predictions of the unchanged model
+    embedded: Tensor | None = None  # (1, M): the embedding of the unchanged model, from which the loss is the drift
+    last: bool = False  # whether only the logits of the last position are needed
 
     def output(self, model: nn.Module, rows: int = 1) -> Any:
         """Return the output of the model for the text, repeated in `rows` rows."""
-        named = inspect.signature(model.forward).parameters
-        options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
-        if self.last and "logits_to_keep" in named:
-            options["logits_to_keep"] = 1
-        call = inputs.by_name(model, self.call)
-        options |= {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in call.items()}
-        read = [ids.expand(rows, -1) for ids in self.inputs]
-        if len(read) > 1:
-            options["decoder_input_ids"] = read[1]
-        return model(*read[:1], **options)
+        call = {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in self.call.items()}
+        ids, target = (*(ids.expand(rows, -1) for ids in self.inputs), None, None)[:2]
+        return inputs.forward(model, ids, target, call, last=self.last)
 
     def losses(self, model: nn.Module, rows: int = 1) -> Tensor:
         """Return the mean loss of each row, (rows,) float32, with gradients."""
@@ -114,10 +95,7 @@ class Reading:
 
     @property
     def many(self) -> bool:
-        """True if copies of it can run in one batch.
-
-        Classifiers find the last token of each row by the padding id; without one they take only one row.
-        """
+        """True if copies can run in one batch; classifiers need a padding id for that, to find the last token."""
         return not self.classes and all(x.shape[0] == 1 for x in self.call.values())
 
     @property
@@ -127,23 +105,17 @@ class Reading:
 
 
 def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
-    """Return the logits (B, T, vocabulary) of an output: itself, its ``logits``, or the first of a tuple.
-
-    With `classes` they may be (B, number of classes): one position for a whole text, picture or sound.
-
-    Raises:
-        ValueError: there are no logits.
-    """
+    """Return the logits (B, T, vocabulary) of an output, with `classes` also (B, classes), or raise ValueError."""
     logits = logits_in(output)
-    if classes and isinstance(logits, Tensor) and logits.ndim == 2:
-        logits = logits[:, None]
+    if classes and isinstance(logits, Tensor) and logits.ndim in (2, 3):
+        logits = as_classes(logits)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != length:
         got = describe(logits) if isinstance(logits, Tensor) else type(output).__name__
         raise ValueError(
             f"a loss on the next token needs logits (B, T, vocabulary) with T = {length}; the model gave {got}; load "
             "it with its language-modelling head, or give loss=, a function (output, ids) -> (B,)"
         )
-    return as_classes(logits) if classes else logits
+    return logits
 
 
 def logits_in(output: Any) -> Any:
@@ -153,11 +125,7 @@ def logits_in(output: Any) -> Any:
 
 
 def checked_losses(losses: object, rows: int) -> Tensor:
-    """Return the result of the user's loss, if it is one float for each row.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return the result of the user's loss; raise ValueError if it is not one float for each row."""
     if not isinstance(losses, Tensor) or losses.shape != (rows,) or not losses.is_floating_point():
         raise ValueError(
             f"a loss or metric gives a float for each row of the batch, ({rows},), as several run side by side; got "
@@ -167,12 +135,7 @@ def checked_losses(losses: object, rows: int) -> Tensor:
 
 
 def texts_of(ids: object) -> list[list[int]]:
-    """Return one text or several as lists of ids: ids (T,) or (N, T), or a list of texts.
-
-    Raises:
-        TypeError: the ids are not integers.
-        ValueError: there is no text, or an empty one.
-    """
+    """Return one text or several as lists of ids: ids (T,) or (N, T), or a list of texts; raise as `as_row` does."""
     rows: Any = [*ids] if getattr(ids, "ndim", 0) == 2 else ids  # type: ignore[misc]
     first = rows[0] if isinstance(rows, Sequence) and not isinstance(rows, str) and rows else None
     if getattr(first, "ndim", isinstance(first, Sequence)):
@@ -183,15 +146,11 @@ def texts_of(ids: object) -> list[list[int]]:
 def readings(
     model: nn.Module, texts: Sequence[Sequence[int]], *, loss: Loss | None, mask_id: int | None, seed: int
 ) -> list[Reading]:
-    """Return a reading of each text.
+    """Return a reading of each text; raise TypeError or ValueError for what does not fit the model.
 
     The decoder of an encoder-decoder repeats the text; a decoder predicts the next token; for an encoder with a
     `mask_id`, 15 % of the words (at least one, never the first or last token) are masked and predicted. A classifier
     must predict the same classes as with all heads, an encoder without a head must give the same embedding.
-
-    Raises:
-        TypeError: not a module, a loss that is not callable, or a `mask_id` or `seed` that is not an integer.
-        ValueError: ids or lengths that do not fit the model; a text too short; an encoder without `mask_id` or `loss`.
     """
     inputs.check_reads_text(model)
     if loss is not None and not callable(loss):
@@ -208,8 +167,7 @@ def readings(
         inputs.check_fits(row, facts.vocabulary, facts.positions)
         if len(row) < 3 and loss is None:
             raise ValueError(f"a loss needs a text of at least 3 tokens; got {len(row)}; give a longer text")
-        weight = next(model.parameters(), None)
-        ids = torch.tensor([row], dtype=torch.long, device=None if weight is None else weight.device)
+        ids = torch.tensor([row], dtype=torch.long, device=inputs.device_of(model))
         if loss is None and not made:
             kind = _kind(model, ids, facts, mask_id)
         if kind == "words":
@@ -223,13 +181,13 @@ def _said(
     model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None, generator: random.Random
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the inputs of the model, and the labels of its logits."""
-    rows = inputs.rows(model, ids, facts)
-    if len(rows) > 1:  # the decoder reads its start id, then the text
-        return rows, ids[:, : rows[1].shape[1]]
+    _, target = inputs.rows(model, ids, facts)
+    if target is not None:  # the decoder reads its start id, then the text
+        return (ids, target), ids[:, : target.shape[1]]
     labels = torch.full_like(ids, IGNORED)
     if mask_id is None:
         labels[:, :-1] = ids[:, 1:]
-        return rows, labels
+        return (ids,), labels
     T = ids.shape[1]
     places = sorted(generator.sample(range(1, T - 1), max(1, round(MASKED * (T - 2)))))
     labels[:, places] = ids[:, places]
@@ -239,12 +197,7 @@ def _said(
 
 
 def _kind(model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None) -> Kind:
-    """Return the kind of the model's output for a text.
-
-    Raises:
-        ValueError: the model predicts words, tokens attend to later ones (so the next token is no valid label), and
-            there is no `mask_id`.
-    """
+    """Return the kind of the model's output for a text; raise ValueError for an encoder of words without `mask_id`."""
     if inputs.is_pair(model):
         return "words"
     ahead: list[str] = []
@@ -273,8 +226,7 @@ def _as_whole(model: nn.Module, ids: Tensor, kind: Kind) -> Reading:
         output = text.output(model)
     if kind == "embedding":
         return replace(text, embedded=embedding(output))
-    logits = logits_in(output)
-    logits = as_classes(logits[:, None] if logits.ndim == 2 else logits)
+    logits = as_classes(logits_in(output))
     return replace(text, labels=logits.argmax(-1), vocabulary=logits.shape[-1], classes=True)
 
 

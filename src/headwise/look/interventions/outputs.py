@@ -13,13 +13,9 @@ DIRECTIONS = 16
 
 
 def kind_of(output: Any, tokens: int, vocabulary: int | None, *, is_encoder: bool) -> Kind:
-    """Return the kind of output of a model on one text; ``"words"`` also for an output of no known kind.
+    """Return the kind of output of a model on one text of `tokens`; ``"words"`` also for an output of no known kind.
 
-    Args:
-        output: The output of the model on one text.
-        tokens: The number of tokens of the text.
-        vocabulary: The number of ids of the model; None if unknown.
-        is_encoder: Whether tokens attend to later ones. The last states of a decoder are no embedding of a text.
+    The last states of a model in which no token attends to later ones, `is_encoder`, are no embedding of a text.
     """
     logits, states = part_of(output, "logits"), part_of(output, "last_hidden_state")
     if isinstance(logits, Tensor) and logits.is_floating_point():
@@ -37,7 +33,11 @@ def part_of(output: Any, name: str) -> Any:
 
 
 def as_classes(logits: Tensor) -> Tensor:
-    """Return logits (..., C) of at least two classes; a single z, as of rerankers, becomes the pair 0 and z."""
+    """Return logits (B, T, C) of at least two classes, from (B, T, C) or (B, C), where one position is for all.
+
+    A single z, as of rerankers, becomes the pair 0 and z.
+    """
+    logits = logits[:, None] if logits.ndim == 2 else logits
     return nn.functional.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
 
 

@@ -121,7 +121,6 @@ class Patching(Tabled):
         from rich.table import Table
         from rich.text import Text
 
-        check_counts(most=most)
         top = self.best(most)
         rest = f", {len(top)} of {len(self.heads):,} patches" if len(top) < len(self.heads) else ""
         title = f"{self.model}: {self.metric}{rest}"
@@ -209,28 +208,34 @@ def patch(
             metric that gives both texts the same number, or not one number for each row.
 
     Example:
-        >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> found = patch(Reader(), [1, 2, 3, 5], [1, 7, 3, 5], LogitDifference(11, 13))
-        >>> len(found.heads), round(sum(head.effect for head in found.heads), 3)  # one layer, so the effects add up
-        (3, 1.0)
+        >>> from headwise.testing.constructed import constructed
+        >>> model, jobs = constructed([["previous-token", "self"], ["induction"]])
+        >>> clean, corrupted = [1, 11, 13, 17, 11], [1, 11, 19, 17, 11]  # after 11 comes 13, or 19
+        >>> found = patch(model, clean, corrupted, LogitDifference(13, 19))
+        >>> {jobs[head.layer, head.head]: round(head.effect, 2) for head in found.heads}
+        {'previous-token': 0.0, 'self': 0.0, 'induction': 1.0}
     """
     check_functions(metric=metric, decode=decode)
     check_flags(positions=positions)
     check_told(name, progress)
     model = unwrap(model)
-    rows = _rows_of_one_length(clean, corrupted)
+    rows = [as_row(clean), as_row(corrupted)]
+    if len(rows[0]) != len(rows[1]):
+        raise ValueError(
+            "patching puts each position of the clean text into the same position of the corrupted one, so both have "
+            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; replace words by words with the same token count"
+        )
     last = isinstance(metric, LogitDifference) and metric.position == -1
     texts = [replace(text, last=last) for text in readings(model, rows, loss=metric, mask_id=None, seed=0)]
     outputs: dict[int, Tensor] = {}
     healthy = survey(model, [texts[0]], lambda call, out: outputs.update({call.order: out[0]}))
     base = survey(model, [texts[1]])
-    gap = _gap(healthy.loss, base.loss)
+    gap = healthy.loss - base.loss
+    if gap == 0:
+        raise ValueError(
+            f"the metric is {base.loss:.6g} on both texts, so there is no difference to restore; give texts that "
+            "differ in what it measures"
+        )
     chosen: list[Place] = [*(base.heads if heads is None else base.check(heads))]
     if positions:
         chosen = [(*head, position) for head in chosen for position in range(base.rows[head[0]])]
@@ -243,32 +248,6 @@ def patch(
     tokens = [tuple(map(decode, row)) for row in rows]
     told = name or model_name(model), _words(metric, decode)
     return Patching(*told, healthy.loss, base.loss, tokens[0], tokens[1], tuple(heads_patched))
-
-
-def _gap(clean: float, corrupted: float) -> float:
-    """Return the difference that patching may restore; raise ValueError if there is none."""
-    gap = clean - corrupted
-    if gap == 0:
-        raise ValueError(
-            f"the metric is {corrupted:.6g} on both texts, so there is no difference to restore; give texts that "
-            "differ in what it measures"
-        )
-    return gap
-
-
-def _rows_of_one_length(clean: Any, corrupted: Any) -> list[list[int]]:
-    """Return the ids of both texts.
-
-    Raises:
-        ValueError: the texts have different lengths.
-    """
-    rows = [as_row(clean), as_row(corrupted)]
-    if len(rows[0]) != len(rows[1]):
-        raise ValueError(
-            "patching puts each position of the clean text into the same position of the corrupted one, so both have "
-            f"as many tokens; got {len(rows[0])} and {len(rows[1])}; replace words by words with the same token count"
-        )
-    return rows
 
 
 def _words(metric: Loss, decode: Callable[[int], str]) -> str:

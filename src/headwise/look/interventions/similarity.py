@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ...shapes.arguments import check_counts, check_numbers
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
-from .losses import Reading, texts_of
+from .losses import Reading, no_loss, texts_of
 
 if TYPE_CHECKING:
     import rich.table
@@ -100,8 +101,8 @@ class Redundancy(Tabled):
         from rich.table import Table
 
         check_counts(most=most)
-        table = Table(title="closest heads: 0 = the same, 1 = unrelated", title_justify="left")
-        for name in ("by", "head", "nearest", "distance"):
+        table = Table(title="closest heads", title_justify="left")
+        for name in ("by", "head", "nearest", "distance, 0 to 1"):
             table.add_column(name, justify="left" if name == "by" else "right")
         for by in ("pattern", "output"):
             near: dict[frozenset[tuple[int, int]], float] = {}
@@ -169,25 +170,21 @@ def redundancy(
     if not isinstance(ids, Mapping) and (len(texts) != 1 or len(texts[0]) < LEAST):
         sizes = [len(text) for text in texts]
         raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
-    [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
-    twins: list[SimilarHead] = []
-    clusters: tuple[list[Any], list[Any]] = ([], [])
-    kinds = kinds_of(model, text)
-    tell = progress or (lambda done, total: None)
-    for number, calls in enumerate(kinds):
-        of_kind, *groups = _compared(calls, rows, threshold)
-        twins += of_kind
-        for kept, more in zip(clusters, groups, strict=True):
-            kept += more
-        tell(number + 1, len(kinds))
+    [text] = all_readings(model, ids, loss=no_loss, mask_id=None, seed=0, labels=False)
+    kinds, compared = kinds_of(model, text), []
+    for calls in kinds:
+        compared.append(_compared(calls, rows, threshold))
+        if progress is not None:
+            progress(len(compared), len(kinds))
+    twins, patterns, outputs = (itertools.chain(*parts) for parts in zip(*compared, strict=True))
     return Redundancy(
         model=name or model_name(model),
         tokens=text.tokens,
         rows=max(min(rows, calls[0][0].query.shape[2]) for calls in kinds),
         threshold=threshold,
         heads=tuple(sorted(twins, key=lambda twin: (twin.layer, twin.head))),
-        patterns=tuple(sorted(clusters[0], key=lambda group: (-len(group), group))),
-        outputs=tuple(sorted(clusters[1], key=lambda group: (-len(group), group))),
+        patterns=tuple(sorted(patterns, key=lambda group: (-len(group), group))),
+        outputs=tuple(sorted(outputs, key=lambda group: (-len(group), group))),
     )
 
 
@@ -196,22 +193,11 @@ def _compared(
 ) -> tuple[list[SimilarHead], list[Any], list[Any]]:
     """Return each head with its nearest heads, and both clusterings; all calls have equal query and key counts."""
     here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
-    outputs = [out for _, out in calls]
-    distances = (
-        pattern_distances([call for call, _ in calls], rows),
-        output_distances(outputs) if outputs[0].shape[1] >= LEAST else None,
-    )
-    patterns, outs = ([(None, None)] * len(here) if one is None else _nearest(one, here) for one in distances)
-    twins = [SimilarHead(*place, *patterns[n], *outs[n]) for n, place in enumerate(here)]
-    alike, same = (
-        [tuple(here[n] for n in group) for group in linked(one, threshold) if len(group) > 1] if one is not None else []
-        for one in distances
-    )
+    outs = [out for _, out in calls]
+    patterns, alike = _near(pattern_distances([call for call, _ in calls], rows), here, threshold)
+    outputs, same = _near(output_distances(outs) if outs[0].shape[1] >= LEAST else None, here, threshold)
+    twins = [SimilarHead(*place, *patterns[n], *outputs[n]) for n, place in enumerate(here)]
     return twins, alike, same
-
-
-def _no_loss(output: Any, ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids), device="cpu")
 
 
 def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, Tensor]]]:
@@ -238,10 +224,7 @@ def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Dista
     heads = sum(call.query.shape[1] for call in calls)
     places = torch.arange(min(rows, T), device="cpu") * T // min(rows, T)
     columns = S + any(call.sinks is not None for call in calls)
-    total, count = (
-        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
-        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
-    )
+    total, count = torch.zeros(2, heads, heads, dtype=torch.float64, device="cpu")
     for block in places.split(max(1, NUMBERS // (heads * columns))):
         P = torch.cat([_rows(call, block, columns) for call in calls])
         real = P.sum(-1) > 0.5  # a row without any allowed key has no distribution to compare
@@ -292,42 +275,26 @@ def output_distances(outs: Sequence[Tensor]) -> Distances:
     return np.asarray((1 - alike).fill_diagonal_(0).cpu())
 
 
-def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tuple[Any, Any]]:
-    """Return for each head the smallest distance, and the other head at that distance."""
-    if len(places) < 2:
-        return [(None, None)] * len(places)
+def _near(
+    distances: Distances | None, places: Sequence[tuple[int, int]], threshold: float
+) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Return for each head the smallest distance and the other head there, and the clusters of two heads or more."""
+    if distances is None or len(places) < 2:
+        return [(None, None)] * len(places), []
     others = distances + np.where(np.eye(len(places), dtype=bool), np.inf, 0.0)
-    return [(float(others[n].min()), places[int(others[n].argmin())]) for n in range(len(places))]
+    nearest = [(float(row.min()), places[int(row.argmin())]) for row in others]
+    groups = linked(distances, threshold)
+    return nearest, [tuple(places[n] for n in group) for group in groups if len(group) > 1]
 
 
 def linked(distances: Distances, threshold: float) -> list[list[int]]:
-    """Return clusters by average linkage up to a mean distance of `threshold`, sorted by their first members.
-
-    The nearest-neighbor chain algorithm takes O(n^2) and gives the same merges as merging the closest pair first.
-    """
+    """Return clusters by average linkage up to a mean distance of `threshold`, sorted by their first members."""
     gap = distances.astype(float) + np.where(np.eye(len(distances), dtype=bool), np.inf, 0.0)
-    members = {n: [n] for n in range(len(gap))}
-    groups = {n: n for n in members}  # a head -> the representative of its cluster
-    chain: list[int] = []
-    while len(members) > 1:
-        chain = chain or [next(iter(members))]
-        last = chain[-1]
-        near = int(gap[last].argmin())
-        if len(chain) > 1 and gap[last, chain[-2]] <= gap[last, near]:
-            near = chain[-2]
-        if len(chain) < 2 or near != chain[-2]:
-            chain.append(near)
-            continue
-        chain = chain[:-2]
-        if gap[last, near] <= threshold:
-            old, new = groups[last], groups[near]
-            groups = {n: new if group == old else group for n, group in groups.items()}
-        a, b = len(members[last]), len(members[near])
-        gap[near] = gap[:, near] = (a * gap[last] + b * gap[near]) / (a + b)
-        gap[near, near] = np.inf
-        gap[last] = gap[:, last] = np.inf
-        members[near] += members.pop(last)
-    groups_of: dict[int, list[int]] = {}
-    for n, group in groups.items():
-        groups_of.setdefault(group, []).append(n)
-    return [*groups_of.values()]
+    groups = {n: [n] for n in range(len(gap))}
+    while True:
+        a, b = sorted(divmod(int(gap.argmin()), len(gap)))
+        if gap[a, b] > threshold:
+            return [*groups.values()]
+        gap[a] = gap[:, a] = (len(groups[a]) * gap[a] + len(groups[b]) * gap[b]) / (len(groups[a]) + len(groups[b]))
+        gap[a, a] = gap[b] = gap[:, b] = np.inf
+        groups[a] = sorted(groups[a] + groups.pop(b))

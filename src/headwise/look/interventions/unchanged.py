@@ -23,19 +23,12 @@ KEPT = 1 << 26
 
 @dataclass
 class Unchanged:
-    """The outputs of a model's layers on one text.
-
-    Attributes:
-        model: the model.
-        outputs: by layer, the output of each layer that was called once, in the order of the calls.
-        calls: by layer, the numbers of its attention calls.
-        modules: the attention modules by the numbers of their calls.
-    """
+    """The outputs of a model's layers on one text."""
 
     model: nn.Module
-    outputs: dict[str, Any] = field(default_factory=dict)
-    calls: dict[str, list[int]] = field(default_factory=dict)
-    modules: dict[int, str] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)  # of each layer that was called once, in the order of calls
+    calls: dict[str, list[int]] = field(default_factory=dict)  # by layer, the numbers of its attention calls
+    modules: dict[int, str] = field(default_factory=dict)  # the attention modules by the numbers of their calls
 
     @classmethod
     def of(cls, model: nn.Module, text: Reading, modules: Mapping[int, str]) -> Unchanged:
@@ -92,10 +85,7 @@ def _layer_of(model: nn.Module, module: str) -> str | None:
 
 
 def _give(layer: nn.Module, output: Any, rows: int) -> Callable[[], object] | None:
-    """Let a layer return an output instead of computing it, in this thread; return the function that ends it.
-
-    None if another thread does the same.
-    """
+    """Let a layer return an output in this thread; return the function that ends it, None if another thread does so."""
     here, forward = threading.get_ident(), layer.forward
 
     def repeated(leaf: Any) -> Any:

@@ -7,11 +7,11 @@ The module reads config names that most models share (``patch_size``, ``num_regi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...shapes.arguments import check_counts, check_texts, shown
-from .schema import Inside, each, entries, fields_of, listed, one_error
+from ...shapes.arguments import shown
+from .schema import Damaged, plain, record, values
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """The kinds of axes. In the last kind, some positions are tokens and some are patches."""
@@ -49,26 +49,18 @@ class Axis:
     label: str = ""
 
     def __post_init__(self) -> None:
-        check_texts(kind=self.kind, label=self.label)
-        check_counts(length=self.length)
+        try:
+            for name, value in values(Axis, vars(self)).items():
+                object.__setattr__(self, name, value)
+        except Damaged as error:
+            raise ValueError(f"an axis's {error}") from None
         if self.kind not in KINDS:
             raise ValueError(f"an axis is one of {', '.join(KINDS)}; got {shown(self.kind)}")
-        for name, size in (("names", 0), ("cells", 3), ("grids", 2)):
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not all(_fits(one, size) for one in values):
-                wanted = "strings" if not size else f"tuples of {size} whole numbers"
-                raise TypeError(f"an axis's {name} are a tuple of {wanted}; got {shown(values)}")
-            if values and name != "grids" and len(values) != self.length:
+        for name, listed in (("names", self.names), ("cells", self.cells)):
+            if listed and len(listed) != self.length:
                 raise ValueError(
-                    f"an axis of {self.length} places has as many {name}, or none; got {len(values)}; give one each"
+                    f"an axis of {self.length} places has as many {name}, or none; got {len(listed)}; give one each"
                 )
-        apart = self.apart.items() if isinstance(self.apart, Mapping) else [(None, ())]
-        if not all(isinstance(name, str) and _fits(places, None) for name, places in apart):
-            raise TypeError(f"an axis's apart is a dict, names -> tuples of places; got {shown(self.apart)}")
-        self._check_places()
-
-    def _check_places(self) -> None:
-        """Raise ValueError if a grid is empty, or a cell or a position is out of range."""
         for grid in self.grids:
             if min(grid) < 1:
                 raise ValueError(f"an axis's grids have a row and a column at least; got {grid}")
@@ -92,34 +84,20 @@ class Axis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, strings and numbers."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return dict(plain(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
         """Return the axis from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        with one_error("an axis is", data):
-            values = fields_of(cls, data)
-            values["names"] = entries("names", data["names"])
-            values["cells"], values["grids"] = (each(name, data[name], listed) for name in ("cells", "grids"))
-            with Inside(data["apart"], "apart"):
-                values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
-            return cls(**values)
+        return record(cls, data, "an axis is")
 
 
-def _fits(value: object, size: int | None) -> bool:
-    """Return whether a value is a tuple of `size` ints (None: any number of them), or for size 0 a string."""
-    if size == 0:
-        return isinstance(value, str)
-    return isinstance(value, tuple) and len(value) == (size or len(value)) and all(type(n) is int for n in value)
+PatchCells = tuple[tuple[int, int, int], ...]
+PictureGrids = tuple[tuple[int, int], ...]
 
 
-def raster(rows: int, columns: int, picture: int = 0) -> list[tuple[int, int, int]]:
-    """Return the cells of a grid, row after row."""
-    return [(picture, r, c) for r in range(rows) for c in range(columns)]
-
-
-def in_blocks(rows: int, columns: int, side: int, picture: int = 0) -> list[tuple[int, int, int]]:
-    """Return the cells of a grid in blocks of `side` x `side`, each row after row.
+def in_blocks(rows: int, columns: int, side: int = 1, picture: int = 0) -> list[tuple[int, int, int]]:
+    """Return the cells of a grid row after row, in blocks of `side` x `side`.
 
     >>> [cell[1:] for cell in in_blocks(2, 4, 2)]
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
@@ -145,7 +123,7 @@ def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis
         apart[REGISTERS] = tuple(range(1, last))
     if last < before and before > 1:
         apart["further token"] = tuple(range(max(last, 1), before))
-    cells = (*[NOWHERE] * before, *raster(rows, columns))
+    cells = (*[NOWHERE] * before, *in_blocks(rows, columns))
     return Axis(PICTURE, length, cells=cells, grids=(grid,), apart=apart)
 
 
@@ -162,28 +140,24 @@ def in_text(ids: Sequence[int], names: Sequence[str], image: int | None, grids: 
     places = [place for place, i in enumerate(ids) if i == image]
     if not places:
         return Axis(TEXT, len(ids), names=tuple(names))
-    cells, shapes = [NOWHERE] * len(ids), []
-    laid = _laid(len(places), grids)
-    for place, cell in zip(places, laid[0] if laid else (), strict=False):
+    laid, shapes = _laid(len(places), grids)
+    cells = [NOWHERE] * len(ids)
+    for place, cell in zip(places, laid, strict=False):
         cells[place] = cell
-    shapes = laid[1] if laid else []
-    return Axis(MIXED, len(ids), names=tuple(names), cells=tuple(cells), grids=tuple(shapes))
+    return Axis(MIXED, len(ids), names=tuple(names), cells=tuple(cells), grids=shapes)
 
 
-def _laid(
-    places: int, grids: Sequence[tuple[int, ...]]
-) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]] | None:
-    """Return cells and grids of so many positions; all grids are divided by one integer. None if nothing fits."""
+def _laid(places: int, grids: Sequence[tuple[int, ...]]) -> tuple[PatchCells, PictureGrids]:
+    """Return cells and grids of so many positions; all grids are divided by one integer. Empty if nothing fits."""
     patches = sum(t * r * c for t, r, c in grids)
     for side in range(1, 17):
         fits = all(r % side == 0 and c % side == 0 for _, r, c in grids)
         if fits and patches == places * side * side:
-            small = [(r // side, c // side) for t, r, c in grids for _ in range(t)]
-            return [cell for n, grid in enumerate(small) for cell in raster(*grid, n)], small
-    return None
+            return cells_of_grids([(t, r // side, c // side) for t, r, c in grids])
+    return (), ()
 
 
-def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the cells of a picture's frames of (frames, rows, columns) patches, in blocks of `side` x `side`."""
-    frames = [(r, c) for t, r, c in grids for _ in range(t)]
-    return tuple(cell for n, (r, c) in enumerate(frames) for cell in in_blocks(r, c, side, n))
+def cells_of_grids(grids: Iterable[tuple[int, ...]], side: int = 1) -> tuple[PatchCells, PictureGrids]:
+    """Return the cells and grids of a picture's frames of (frames, rows, columns) patches, as `in_blocks` does."""
+    frames = tuple((r, c) for t, r, c in grids for _ in range(t))
+    return tuple(cell for n, (r, c) in enumerate(frames) for cell in in_blocks(r, c, side, n)), frames

@@ -6,13 +6,12 @@ None means "not measured", never "zero".
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...shapes.arguments import check_counts, check_texts, shown
-from .schema import Damaged, Inside, check_fields, each, entries, fields_of, listed, one_error
+from .schema import Damaged, plain, record
 from .scores import Score
 
 NO_ROLE = "-"
@@ -86,38 +85,23 @@ class HeadRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, strings and numbers."""
-        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "scores"}
-        return {**data, "scores": {name: score.to_list() for name, score in self.scores.items()}}
+        return dict(plain(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         """Return the record from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        with one_error("a head's record is", data):
-            return cls._from_dict(data)
+        return record(cls, data, "a head's record is")
 
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        values = fields_of(cls, data)
-        for name in ("offsets", "ahead", "over", "states"):
-            values[name] = entries(name, data.get(name, ()) if name == "over" else data[name])
-        values["role"] = data["role"]
-        with Inside(data["scores"], "scores"):
-            values["scores"] = {name: _score(name, row) for name, row in data["scores"].items()}
-        values["map"] = each("map", data["map"], listed)
-        check_fields(cls, values)
-        played = {name for name, score in values["scores"].items() if score.plays}
-        named = [(f"states[{n}]", name) for n, name in enumerate(values["states"])]
-        for place, name in [*named, ("role", values["role"])]:
-            if name not in played | ({NO_ROLE} if place == "role" else set()):
-                raise Damaged(place, f"is a role that the head plays; got {shown(name)}")
-        if len({*map(len, values["map"])}) > 1:
-            raise Damaged("map", f"has rows of one length; got {sorted({*map(len, values['map'])})}")
-        return cls(**values)
-
-
-def _score(name: str, row: list[Any]) -> Score:
-    with Inside(row, name):
-        return Score.from_list(name, row)
+    def check(self) -> None:
+        """Raise ValueError for a role or state that the head does not play, or rows of several lengths in the map."""
+        played = {name for name, score in self.scores.items() if score.plays}
+        for n, name in enumerate(self.states):
+            if name not in played:
+                raise Damaged(f"is a role that the head plays; got {shown(name)}", "states", n)
+        if self.role not in played | {NO_ROLE}:
+            raise Damaged(f"is a role that the head plays; got {shown(self.role)}", "role")
+        if len(widths := {*map(len, self.map)}) > 1:
+            raise Damaged(f"has rows of one length; got {sorted(widths)}", "map")
 
 
 @dataclass(frozen=True)
@@ -155,12 +139,3 @@ class HeadMap:
         """
         values = [(byte / 255) ** 2 for byte in self.data]
         return tuple(tuple(values[i * self.columns : (i + 1) * self.columns]) for i in range(self.rows))
-
-    def base64(self) -> str:
-        """Return the bytes as base64 text, for JSON and for a page."""
-        return base64.b64encode(self.data).decode("ascii")
-
-
-def map_from_dict(data: dict[str, Any]) -> HeadMap:
-    """Return the large map from the output of `Look.to_dict`."""
-    return HeadMap(data["rows"], data["columns"], base64.b64decode(data["data"], validate=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import struct
 import zlib
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...shapes.arguments import check_counts, check_numbers, check_texts, shown
-from .schema import fields_of, one_error
+from .schema import plain, record
 
 MOST_SIDE = 448
 """The most pixels per side that are kept."""
@@ -53,13 +52,12 @@ class Picture:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain strings and numbers."""
-        return {**vars(self), "data": base64.b64encode(self.data).decode("ascii")}
+        return dict(plain(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Picture:
         """Return the picture from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        with one_error("a picture is", data):
-            return cls(**{**fields_of(cls, data), "data": base64.b64decode(data["data"], validate=True)})
+        return record(cls, data, "a picture is")
 
 
 def picture_of(pixels_CHW: Tensor) -> Picture | None:

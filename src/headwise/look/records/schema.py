@@ -1,18 +1,18 @@
-"""Type checks of stored records: file values must match the types of a record's fields; errors have their place."""
+"""Records as plain data: what JSON holds, and back, each value checked by the type of its field."""
 
 from __future__ import annotations
 
+import base64
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from types import NoneType, UnionType
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ...shapes.arguments import shown
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 NUMBERS = {int, float}
 LARGEST = 10**15
@@ -28,24 +28,24 @@ ROUNDING = 1e-3
 """The largest rounding error below 0: an entropy is a difference, and the mean of many small ones may be below 0."""
 
 WORDS = {
-    ("LookData", "kind"): ("decoder", "encoder", "encoder-decoder", "encoder and decoder"),
+    ("Look", "kind"): ("decoder", "encoder", "encoder-decoder", "encoder and decoder"),
     ("HeadRecord", "part"): ("encoder", "decoder", "cross"),
 }
 """(record, field) -> its allowed values."""
 
-
-KINDS: dict[Any, str] = {
-    float: "a finite number", int: "a whole number", bool: "true or false", str: "a string", NoneType: "null",
-    tuple: "a list", Mapping: "an object",
-}  # fmt: skip
+KINDS: dict[Any, str] = {float: "a finite number", int: "a whole number", bool: "true or false", str: "a string"}
 """The names of the types of values in errors."""
+
+Read = Callable[[Any], Any]
+"""Returns the value of a field from plain data."""
 
 
 class Damaged(ValueError):
-    """An invalid value and its place: ``heads[3].entropy``, and a description of the problem."""
+    """An invalid value: a description of the problem, and the names that lead to its place, ``heads[3].entropy``."""
 
-    def __init__(self, place: str, what: str) -> None:
-        self.place, self.what = place.removeprefix("."), what
+    def __init__(self, what: str, *names: object) -> None:
+        self.what, self.names = what, names
+        self.place = "".join(map(under, names)).removeprefix(".")
         super().__init__(f"{self.place or 'it'} {what}")
 
 
@@ -58,154 +58,149 @@ def under(name: object) -> str:
     return f".{name}" if isinstance(name, str) and name.isidentifier() and len(name) < 40 else f"[{shown(name)}]"
 
 
-class Inside:
-    """A context manager that raises each error inside it as `Damaged` with its place.
-
-    `names` lead to the place, and `value` is the value there. It is a class instead of a generator for speed: files
-    have many places.
-    """
-
-    __slots__ = ("names", "value")
-
-    def __init__(self, value: object, *names: object) -> None:
-        self.names, self.value = names, value
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        place = "".join(map(under, self.names))
-        fault = error if isinstance(error, Damaged) else error.__context__
-        if isinstance(fault, Damaged):
-            inner = fault.place if fault.place[:1] in ("", "[") else f".{fault.place}"
-            raise Damaged(place + inner, fault.what) from None
-        if isinstance(error, KeyError):
-            raise Damaged(place + under(error.args[0]), "is missing") from None
-        if isinstance(error, ValueError):
-            raise Damaged(place, f"does not fit: {error}") from None
-        if isinstance(error, (TypeError, AttributeError, OverflowError)):
-            raise Damaged(place, f"is of another kind; got {shown(self.value)}") from None
+def plain(value: Any) -> Any:
+    """Return a record as a dictionary of its fields; bytes are base64, and a score is its list."""
+    if hasattr(value, "to_list"):
+        return value.to_list()
+    if is_dataclass(value):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return [*map(plain, value)] if isinstance(value, tuple) and value and is_dataclass(value[0]) else value
 
 
-@contextmanager
-def one_error(what: str, data: object, by: str = "to_dict") -> Iterator[None]:
-    """Raise one ValueError for any invalid value inside: what is read, the place, and the value there.
+def record(cls: type[R], data: Any, what: str, needs: Iterable[str] = ()) -> R:
+    """Return a record from its fields by name, as `plain` and JSON give them; `what` begins the error of a wrong one.
 
-    Its context is the `Damaged`, from which an outer `Inside` takes the place.
+    Fields with a default may be missing, but for those in `needs`. A method `check` finds what only files have wrong.
     """
     try:
-        with Inside(data):
-            yield
+        if isinstance(data, Mapping):
+            for name in needs:
+                if name not in data:
+                    raise Damaged("is missing", name)
+        made: R = _within(_record(cls), data)
+        return made
     except Damaged as error:
-        raise ValueError(f"{what} read from what {by}() wrote; {error}") from None
+        raise ValueError(f"{what} read from what to_dict() wrote; {error}") from None
 
 
-def entries(name: str, data: Any) -> tuple[Any, ...]:
-    """Return the entries of the list under a name."""
-    with Inside(data, name):
-        return listed(data)
+def values(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a record's fields, lists as tuples; raise Damaged for one that does not fit its field."""
+    return {name: _within(read, data[name], name) for name, (read, _) in _readers(cls).items() if name in data}
 
 
-def each(name: str, data: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
-    """Return the results of `read` for each entry of the list under a name."""
-    made = []
-    for number, one in enumerate(entries(name, data)):
-        with Inside(one, name, number):
-            made.append(read(one))
-    return tuple(made)
-
-
-def fields_of(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a record's fields; raise KeyError for a missing one without a default."""
-    if not isinstance(data, Mapping):
-        raise TypeError("no object")
-    names = (one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING)
-    return {name: data[name] for name in names} | {one.name: data[one.name] for one in fields(cls) if one.name in data}
+def _within(read: Read, value: Any, *names: object) -> Any:
+    """Return what `read` makes of a value; an error is raised as Damaged, with the names that lead there."""
+    try:
+        return read(value)
+    except Damaged as error:
+        raise Damaged(error.what, *names, *error.names) from None
+    except ValueError as error:
+        raise Damaged(f"does not fit: {error}", *names) from None
+    except (TypeError, AttributeError, OverflowError):
+        raise Damaged(f"is of another kind; got {shown(value)}", *names) from None
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+def _readers(cls: type) -> dict[str, tuple[Read, bool]]:
+    """Return by field what reads its value, and whether the field has no default."""
+    hints = get_type_hints(cls)
+    readers = {}
+    for one in fields(cls):
+        least = -ROUNDING if one.name in NOT_NEGATIVE else -LARGEST
+        read = _reader(hints[one.name], least, WORDS.get((cls.__name__, one.name), ()))
+        readers[one.name] = read, one.default is MISSING and one.default_factory is MISSING
+    return readers
 
 
-def check_fields(cls: type, values: Mapping[str, Any]) -> None:
-    """Raise Damaged if a value does not match the annotation of its field."""
-    for name, value in values.items():
-        hint = _hints(cls)[name]
-        if not _fits(value, hint):
-            place, value_there, kind_there = _where(value, hint, _fits)
-            raise Damaged(name + place, f"is {_called(kind_there)}; got {shown(value_there)}")
-        if name in NOT_NEGATIVE and not _not_negative(value):
-            place, value_there, _ = _where(value, hint, lambda one, _: _not_negative(one))
-            raise Damaged(name + place, f"is at least 0; got {shown(value_there)}")
-        words = WORDS.get((cls.__name__, name), (value,))
-        if value not in words:
-            raise Damaged(name, f"is one of {', '.join(words)}; got {shown(value)}")
+def _record(cls: type) -> Read:
+    def read(data: Any) -> Any:
+        readers = _readers(cls)
+        if isinstance(data, (list, tuple)) and len(data) <= len(readers):  # the fields in order
+            data = dict(zip(readers, data, strict=False))
+        if not isinstance(data, Mapping):
+            raise TypeError
+        for name, (_, needed) in readers.items():
+            if needed and name not in data:
+                raise Damaged("is missing", name)
+        made = cls(**values(cls, data))
+        if hasattr(made, "check"):
+            made.check()
+        return made
+
+    return read
 
 
-def _where(value: Any, hint: Any, fits: Callable[[Any, Any], bool]) -> tuple[str, Any, Any]:
-    """Return the place of the first wrong part of a value, the part, and its expected type."""
+@functools.cache
+def _reader(hint: Any, least: float, words: tuple[str, ...] = (), otherwise: str = "") -> Read:
+    """Return what reads a value of a type, whose numbers are not under `least`, and which is one of `words`, if any."""
     origin, inner = get_origin(hint), get_args(hint)
-    parts: list[tuple[object, Any]] = []
-    if origin is tuple and isinstance(value, tuple) and (Ellipsis in inner or len(value) == len(inner)):
-        parts = [*enumerate(value)]
-    elif origin is Mapping and isinstance(value, Mapping):
-        parts = [*value.items()]
-    kind = inner[-1] if origin is Mapping else inner[0] if inner else None
-    for name, one in parts:
-        if not fits(one, kind):
-            place, value_there, kind_there = _where(one, kind, fits)
-            return under(name) + place, value_there, kind_there
-    return "", value, hint
-
-
-def _called(hint: Any) -> str:
-    """Return the name of a field's type in errors."""
-    if get_origin(hint) is UnionType:
-        return " or ".join(map(_called, get_args(hint)))
-    count = len(get_args(hint)) if get_origin(hint) is tuple and Ellipsis not in get_args(hint) else 0
-    text = KINDS.get(get_origin(hint) or hint, "of another kind")
-    return f"{text} of {count}" if count else text
-
-
-def listed(value: Any) -> tuple[Any, ...]:
-    """Return a list as a tuple; raise TypeError for a string or a dict, which `tuple` would accept."""
-    if not isinstance(value, (list, tuple)):
-        raise TypeError("no list")
-    return tuple(value)
-
-
-def _not_negative(value: Any) -> bool:
-    if isinstance(value, (int, float)):
-        return value >= -ROUNDING
-    if isinstance(value, Mapping):
-        return all(map(_not_negative, value.values()))
-    if isinstance(value, tuple) and value and {*map(type, value)} <= NUMBERS:  # fast path for maps
-        return bool(min(value) >= -ROUNDING)
-    return not isinstance(value, tuple) or all(map(_not_negative, value))
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is float:
-        return type(value) in NUMBERS and abs(value) <= LARGEST  # NaN fails
-    if hint is int:
-        return type(value) is int and abs(value) <= LARGEST
-    if origin is tuple and inner[0] is float:  # fast path for maps, which have many numbers
-        return (
-            isinstance(value, tuple)
-            and {*map(type, value)} <= NUMBERS
-            and math.isfinite(math.fsum(value))
-            and (not value or (max(value) <= LARGEST and min(value) >= -LARGEST))
-        )
     if origin is tuple:
-        if isinstance(value, tuple) and Ellipsis not in inner and len(value) != len(inner):
-            return False
-        return isinstance(value, tuple) and all(_fits(one, inner[0]) for one in value)
-    if origin is UnionType:
-        return any(_fits(value, one) for one in inner)
+        return _tuple(inner, least)
     if origin is Mapping:
-        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
-    return isinstance(value, hint)
+        return _mapping(inner[0], inner[1], least)
+    if origin is UnionType:  # with None
+        some = _reader(inner[0], least, words, " or null")
+        return lambda value: None if value is None else some(value)
+    if is_dataclass(hint):
+        return _record(hint)  # type: ignore[arg-type]
+    if hint is bytes:
+        return lambda value: base64.b64decode(value, validate=True)
+    return _plain(hint, least, words, KINDS[hint] + otherwise)
+
+
+def _plain(hint: Any, least: float, words: tuple[str, ...], called: str) -> Read:
+    def number(value: Any) -> Any:
+        if type(value) not in (NUMBERS if hint is float else {int}) or not abs(value) <= LARGEST:  # NaN fails
+            raise Damaged(f"is {called}; got {shown(value)}")
+        if value < least:
+            raise Damaged(f"is at least 0; got {shown(value)}")
+        return value
+
+    def other(value: Any) -> Any:
+        if not isinstance(value, hint):
+            raise Damaged(f"is {called}; got {shown(value)}")
+        if words and value not in words:
+            raise Damaged(f"is one of {', '.join(words)}; got {shown(value)}")
+        return value
+
+    return number if hint in NUMBERS else other
+
+
+def _tuple(inner: tuple[Any, ...], least: float) -> Read:
+    one = _reader(inner[0], least)
+
+    def fit(numbers: Any) -> bool:
+        if not numbers or not {*map(type, numbers)} <= NUMBERS:
+            return not numbers
+        return least <= min(numbers) and max(numbers) <= LARGEST and math.isfinite(math.fsum(numbers))
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError
+        if inner[-1] is not Ellipsis and len(value) != len(inner):
+            raise Damaged(f"is a list of {len(inner)}; got {shown(tuple(value))}")
+        if inner[0] is float and fit(value):  # at once, because maps have many numbers
+            return tuple(value)
+        return tuple(_within(one, part, number) for number, part in enumerate(value))
+
+    return read
+
+
+def _mapping(key: Any, kind: Any, least: float) -> Read:
+    one = _reader(kind, least)
+    name_of: Read = int if key is int else _reader(key, least)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        made = {}
+        for name, part in value.items():
+            named = isinstance(part, list) and is_dataclass(kind)  # a record under its name lists its other fields
+            made[name_of(name)] = _within(one, [name, *part] if named else part, name)
+        return made
+
+    return read

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .schema import check_fields, each, listed, one_error
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -60,28 +58,12 @@ class Score:
         return f"{self.name}{f' ({self.detail})' if self.detail else ''} {self.value:.2f}"
 
     def to_list(self) -> list[Any]:
-        """Return the fields in order without the name, evidence as lists: short in JSON with thousands of scores."""
+        """Return the fields in order without the name, evidence as lists: short in JSON with thousands of scores.
+
+        `HeadRecord.from_dict` reads them.
+        """
         row: list[Any] = [self.value, self.null, self.threshold, self.count, self.low, self.high, self.plays]
         more: list[Any] = [[[e.text, e.query, e.key, e.weight] for e in self.evidence], self.detail, self.mass]
         while more and more[-1] in ([], "", None):
             more.pop()
         return row + more
-
-    @classmethod
-    def from_list(cls, name: str, row: list[Any]) -> Score:
-        """Return the score from the output of `to_list`; raise ValueError if it is invalid."""
-        with one_error("a score is", row, by="to_list"):
-            given = listed(row)
-            value, null, threshold, count, low, high, plays = given[:7]
-            more: list[Any] = [*given[7:10], *((), "", None)[len(given) - 7 :]]
-            evidence, detail, mass = more
-            items = each("evidence", evidence, _evidence)
-            score = cls(name, value, null, threshold, count, low, high, plays, items, detail, mass)
-            check_fields(cls, vars(score))
-            return score
-
-
-def _evidence(row: Any) -> Evidence:
-    one = Evidence(*listed(row))
-    check_fields(Evidence, vars(one))
-    return one

@@ -6,7 +6,6 @@ at 64 dimensions; the rounding errors (half of 1/127 of a row's largest number) 
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.statistics.weights import weights
-from ...shapes.arguments import check_counts
-from .schema import Inside, check_fields, entries, one_error
+from .schema import plain, record
 
 TOKENS = 64
 """The most tokens of a text whose vectors are kept."""
@@ -29,17 +27,11 @@ SCORES = 1 << 23
 
 @dataclass(frozen=True)
 class ByteVectors:
-    """Vectors, one byte per number.
+    """Vectors, one byte per number."""
 
-    Attributes:
-        shape: heads, tokens, dimensions.
-        data: signed bytes, by head, then token.
-        steps: for each vector the value of a byte of 1, float32, little-endian.
-    """
-
-    shape: tuple[int, int, int]
-    data: bytes
-    steps: bytes
+    shape: tuple[int, int, int]  # heads, tokens, dimensions
+    data: bytes  # signed, by head, then token
+    steps: bytes  # for each vector the value of a byte of 1, float32, little-endian
 
     def __post_init__(self) -> None:
         heads, tokens, dims = self.shape
@@ -55,48 +47,21 @@ class ByteVectors:
         steps = np.frombuffer(self.steps, "<f4").reshape(*self.shape[:2], 1)
         return np.frombuffer(self.data, np.int8).reshape(self.shape).astype(np.float32) * steps
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON, with the bytes as base64."""
-        data, steps = (base64.b64encode(part).decode("ascii") for part in (self.data, self.steps))
-        return {"shape": list(self.shape), "data": data, "steps": steps}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
-        """Return the vectors from the output of `to_dict`."""
-        with one_error("rows of bytes are", data):
-            shape = entries("shape", data["shape"])
-            check_fields(cls, {"shape": shape})
-            parts = [_decoded(data, part) for part in ("data", "steps")]
-            return cls((shape[0], shape[1], shape[2]), *parts)
-
 
 @dataclass(frozen=True)
 class Neurons:
-    """One attention call on the first tokens of a text.
+    """One attention call on the first tokens of a text."""
 
-    Attributes:
-        layer: index of the call in the forward pass, as `HeadRecord.layer`.
-        scale: the factor of the products of query and key.
-        softcap: the limit of the scores, or None.
-        biased: whether the mask adds to the scores, as in ALiBi.
-        gated: whether the output is multiplied by a gate.
-        sunk: whether sinks take a part of each row.
-        query: (H, T, D).
-        key: (K, S, D); query head h uses key-value head h // (H / K).
-        value: (K, S, V), or None if the call has no values.
-        weights: the weights, (H, T, S) bytes, each ``round(255 * sqrt(weight))`` as in `HeadMap`.
-    """
-
-    layer: int
-    scale: float
-    softcap: float | None
-    biased: bool
-    gated: bool
-    sunk: bool
-    query: ByteVectors
-    key: ByteVectors
-    value: ByteVectors | None
-    weights: bytes
+    layer: int  # index of the call in the forward pass, as `HeadRecord.layer`
+    scale: float  # the factor of the products of query and key
+    softcap: float | None  # the limit of the scores
+    biased: bool  # whether the mask adds to the scores, as in ALiBi
+    gated: bool  # whether the output is multiplied by a gate
+    sunk: bool  # whether sinks take a part of each row
+    query: ByteVectors  # (H, T, D)
+    key: ByteVectors  # (K, S, D); query head h uses key-value head h // (H / K)
+    value: ByteVectors | None  # (K, S, V), if the call has values
+    weights: bytes  # (H, T, S), each ``round(255 * sqrt(weight))`` as in `HeadMap`
 
     def __post_init__(self) -> None:
         (H, T, D), (K, S, E) = self.query.shape, self.key.shape
@@ -110,31 +75,12 @@ class Neurons:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, strings and numbers."""
-        plain = {name: getattr(self, name) for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
-        return {
-            **plain,
-            "query": self.query.to_dict(),
-            "key": self.key.to_dict(),
-            "value": None if self.value is None else self.value.to_dict(),
-            "weights": base64.b64encode(self.weights).decode("ascii"),
-        }
+        return dict(plain(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Neurons:
         """Return the record from the output of `to_dict`; raise ValueError if it is invalid."""
-        with one_error("neurons are", data):
-            parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
-            check_fields(cls, parts)
-            for name in ("query", "key", "value"):
-                with Inside(data[name], name):
-                    parts[name] = None if name == "value" and data[name] is None else ByteVectors.from_dict(data[name])
-            return cls(**parts, weights=_decoded(data, "weights"))
-
-
-def _decoded(data: dict[str, Any], name: str) -> bytes:
-    """Return the bytes from the base64 text under a name."""
-    with Inside(data[name], name):
-        return base64.b64decode(data[name], validate=True)
+        return record(cls, data, "neurons are")
 
 
 def rows(vectors: Tensor) -> ByteVectors:
@@ -154,16 +100,7 @@ def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     """Return the first tokens of a call's first text: at most `tokens` queries and keys.
 
     The weights are computed over whole rows: the mass on later keys is missing from them.
-
-    >>> import headwise
-    >>> mha = headwise.MultiHeadAttention(12, 3)
-    >>> with headwise.nn.probe(mha) as seen:
-    ...     out = mha(torch.randn(2, 5, 12), mask=headwise.causal())
-    >>> kept = vectors_of(seen.calls[0])
-    >>> kept.query.shape, len(kept.weights)
-    ((3, 5, 4), 75)
     """
-    check_counts(1, tokens=tokens)
     T, S = call.query.shape[2], call.key.shape[2]
     H, first = call.query.shape[1], range(min(T, tokens))
     some = max(1, SCORES // max(len(first) * S, 1))  # heads per step: limits memory for texts of 128k tokens

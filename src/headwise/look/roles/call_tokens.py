@@ -6,7 +6,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,17 +77,24 @@ class Vocabulary:
             raise TypeError(f"names are what a tokenizer calls its ids, a list of strings; got {shown(names)}")
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"names are strings, one an id; got {shown(names)}")
-        apart = _ids("special", special)
-        if delimiters is None:
-            delimiters = [i for i, name in enumerate(names) if name.strip(BLANKS) in MARKS]
-        marks = (i for i, name in enumerate(names) if i not in apart and is_punctuation(name))
-        chosen = _ids("delimiters", delimiters)
-        stops, commas = (frozenset(i for i, name in enumerate(names) if name.strip(BLANKS) == mark) for mark in ".,")
-        named = frozenset(i for i, name in enumerate(names) if name == "[SEP]")
-        return cls(chosen, frozenset(marks), apart, stops, commas, (chosen & apart) | named)
+        return classes_of([*enumerate(names)], delimiters, id_set("special", special))
 
 
-def _ids(name: str, ids: Collection[int]) -> frozenset[int]:
+def classes_of(
+    pairs: Sequence[tuple[int, str]], delimiters: Collection[int] | None, special: frozenset[int]
+) -> Vocabulary:
+    """Return the classes of ids from (id, token); without `delimiters`, those are `MARKS`."""
+
+    def spelt(marks: Collection[str]) -> frozenset[int]:
+        return frozenset(i for i, token in pairs if token.strip(BLANKS) in marks)
+
+    chosen = spelt(MARKS) if delimiters is None else id_set("delimiters", delimiters)
+    punctuation = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
+    named = frozenset(i for i, token in pairs if token == "[SEP]")
+    return Vocabulary(chosen, punctuation, special, spelt({"."}), spelt({","}), (chosen & special) | named)
+
+
+def id_set(name: str, ids: Collection[int]) -> frozenset[int]:
     """Return a collection of ids, of any type, as a frozenset."""
     return frozenset(whole_numbers(name, [*ids] if isinstance(ids, Set) else ids))
 
@@ -113,53 +120,41 @@ def is_punctuation(token: str) -> bool:
     return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
 
 
-@runtime_checkable
-class NameSigns(Protocol):
-    """What heads do to the logits of names."""
-
-    def signs(self, call: AttentionCall, keys: Tensor) -> Tensor | None:
-        """Return (B, H, S) for keys with these tokens: 1 where the value raises the name, -1 where it lowers it."""
+NameSigns = Callable[[AttentionCall, Tensor], Tensor | None]
+"""Returns (B, H, S) for the keys of a call with these tokens: 1 where a value raises the name's logit, -1 where it
+lowers it; None if that is not known.
+"""
 
 
-@dataclass(frozen=True)
-class CallTokens:
-    """The tokens at the queries (B, T) and keys (B, S) of a call.
+class Kept:
+    """What is computed once and kept under a name, in the field `kept`."""
 
-    Attributes:
-        queries: (B, T) ids.
-        keys: (B, S) ids.
-        ahead: whether a query may attend to later positions; None in cross-attention, whose positions are of two texts.
-        words: the classes of ids.
-        passages: the B texts.
-        moved: the shifts of the queries' and the keys' texts relative to the passage: 1 in the decoder of an
-            encoder-decoder, which begins with its own start token.
-        known: whether the queries and keys are the passages' tokens; some models attend to other inputs.
-        usual: by link, the most frequent distance from a query back to its links, over all passages
-            (`usual_distances`).
-        axes: the axes of the queries and keys.
-        among: (B, T) bool, the queries that count; None for all of them.
-        copying: what heads do to the logits of the names in the passages; None if that is not known.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    ahead: bool | None
-    words: Vocabulary
-    passages: tuple[Passage, ...]
-    moved: tuple[int, int] = (0, 0)
-    known: bool = True
-    usual: Mapping[str, int] = field(default_factory=dict)
-    axes: tuple[Axis, Axis] = (TEXTS, TEXTS)
-    among: Tensor | None = None
-    copying: NameSigns | None = None
-    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    kept: dict[object, Any]
 
     def once(self, name: object, make: Callable[[], T]) -> T:
-        """Return the result of `make`, computed once for all layers of the forward pass."""
+        """Return the result of `make`, computed at the first time."""
         if name not in self.kept:
             self.kept[name] = make()
         value: T = self.kept[name]
         return value
+
+
+@dataclass(frozen=True)
+class CallTokens(Kept):
+    """The tokens at the queries and keys of a call; `once` computes for all layers of the forward pass."""
+
+    queries: Tensor  # (B, T) ids
+    keys: Tensor  # (B, S) ids
+    ahead: bool | None  # whether a query may attend to later positions; None in cross-attention, of two texts
+    words: Vocabulary
+    passages: tuple[Passage, ...]  # the B texts
+    moved: tuple[int, int] = (0, 0)  # the shifts of queries and keys from the passage: 1 behind a decoder's start token
+    known: bool = True  # whether the queries and keys are the passages' tokens; some models attend to other inputs
+    usual: Mapping[str, int] = field(default_factory=dict)  # `usual_distances` over all passages
+    axes: tuple[Axis, Axis] = (TEXTS, TEXTS)
+    among: Tensor | None = None  # (B, T) bool: the queries that count; None for all of them
+    copying: NameSigns | None = None  # what heads do to the logits of the names in the passages, if that is known
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -193,22 +188,28 @@ class CallTokens:
 
         Key 0 is left out: in a model without a special first token the first word is the sink of most heads.
         """
-        return self.once(("links", name), lambda: self._links(name))
 
-    def _links(self, name: str) -> Tensor | None:
-        lists = [passage.links.get(name, ()) for passage in self.passages]
-        if not self.known or not any(any(row) for row in lists):
-            return None
-        T, S = self.queries.shape[1], self.keys.shape[1]
-        behind, before = self.moved
-        width = max(len(keys) for row in lists for keys in row)
-        out = torch.full((len(lists), T, width), -1, dtype=torch.long, device="cpu")
-        for b, row in enumerate(lists):
-            for i, keys in enumerate(row):
-                kept = [j + before for j in keys if 0 < j + before < S and (self.ahead is not False or j <= i)]
-                if i + behind < T and kept:
-                    out[b, i + behind, : len(kept)] = torch.tensor(kept, device="cpu")
-        return out
+        def make() -> Tensor | None:
+            lists = [passage.links.get(name, ()) for passage in self.passages]
+            if not self.known or not any(any(row) for row in lists):
+                return None
+            T, S = self.queries.shape[1], self.keys.shape[1]
+            behind, before = self.moved
+            rows: list[list[list[int]]] = [[[] for _ in range(T)] for _ in lists]
+            for b, row in enumerate(lists):
+                for i, keys in enumerate(row[: T - behind]):
+                    kept = (j + before for j in keys if self.ahead is not False or j <= i)
+                    rows[b][i + behind] = [j for j in kept if 0 < j < S]
+            return padded(rows, max(len(keys) for row in lists for keys in row))
+
+        return self.once(("links", name), make)
+
+
+def padded(lists: Sequence[Sequence[Sequence[int]]], width: int | None = None) -> Tensor:
+    """Return the keys of each query as (B, T, width) long, with -1 behind the last; the default is the widest."""
+    width = max((len(keys) for rows in lists for keys in rows), default=0) if width is None else width
+    rows = [[[*keys, *[-1] * (width - len(keys))] for keys in one] for one in lists]
+    return torch.tensor(rows, dtype=torch.long, device="cpu").view(len(lists), len(lists[0]), width)
 
 
 def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:

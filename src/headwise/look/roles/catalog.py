@@ -18,11 +18,15 @@ A[i, j] below is the weight of query i on key j; means are over the queries that
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
 
 from ..records import axes
 from . import spatial_measures as placed
 from . import text_measures as links
-from .call_tokens import FIRST, SECOND
+from .call_tokens import FIRST, SECOND, CallTokens
 from .choice_measures import Argmax
 from .measures import FAR, AtOffset, BandShare, OfRows, OnKeys, OnLinks
 from .name_measures import OnNames
@@ -43,9 +47,9 @@ _CLARK = "Clark et al. 2019, arXiv 1906.04341"
 _IOI = "Wang et al. 2022, arXiv 2211.00593, appendix H"
 _VOITA = "Voita et al. 2019, arXiv 1905.09418"
 _OURS = "; the threshold is ours"
-
-
+_ABOVE = "special tokens above 0.6"
 _UNIFORM = "uniform attention under the same mask"
+_SHUFFLED = f"{_UNIFORM}; the same head on shuffled links"
 
 
 def _at(offset: int, name: str, source: str) -> Role:
@@ -58,23 +62,22 @@ def _at(offset: int, name: str, source: str) -> Role:
 def _neighbour(name: str, rows: int, columns: int) -> Role:
     """Return the role of attending to the next patch in one direction."""
     formula = f"pictures: mean_i A[i, j] on the patch {_SHIFTS[rows, columns]} of patch i"
-    control = f"{_UNIFORM}; the same head on shuffled links"
-    measure = OnLinks(placed.shifted((rows, columns)))
-    return Role(name, formula, 0.5, _CORDONNIER + _OURS, control, measure, over=PATCHES)
+    measure = OnLinks(partial(placed.shifted, (rows, columns)))
+    return Role(name, formula, 0.5, _CORDONNIER + _OURS, _SHUFFLED, measure, over=PATCHES)
 
 
 _SHIFTS = {(0, -1): "to the left", (0, 1): "to the right", (-1, 0): "above", (1, 0): "below"}
 _CORDONNIER = "Cordonnier et al. 2020, arXiv 1911.03584 (heads that attend at a fixed shift of pixels)"
 
 
-def _line(name: str, which: int) -> Role:
+def _line(name: str, links: Callable[[CallTokens], Tensor | None]) -> Role:
     return Role(
         name,
         f"pictures: mean_i sum of A[i, j] over the patches j in the {name[5:]} of patch i, more than one away",
         0.5,
         f"Ho et al. 2019, arXiv 1912.12180 (attention along an axis){_OURS}",
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(placed.in_line(which)),
+        _SHUFFLED,
+        OnLinks(links),
         over=PATCHES,
     )
 
@@ -86,21 +89,21 @@ def _apart(name: str, places: str, source: str) -> Role:
         0.6,
         source,
         _UNIFORM,
-        OnLinks(placed.to_apart(places), against=None),
+        OnLinks(partial(placed.to_apart, places), against=None),
         over=PATCHES,
         state=True,
     )
 
 
+def _class(name: str, formula: str, source: str, ids: str) -> Role:
+    """Return the role of attending to the keys of one class of `Vocabulary`."""
+    measure = OnKeys(lambda scene: scene.keys_in(getattr(scene.words, ids)))
+    return Role(name, f"mean_i sum of A[i, j] over {formula}", 0.6, f"{_CLARK}: {source}", _UNIFORM, measure)
+
+
 def _mark(name: str, what: str, ids: str) -> Role:
-    return Role(
-        name,
-        f"mean_i sum of A[i, j] over j > 0 that {what}, of the i from the first of them on",
-        0.6,
-        f"{_CLARK}: section 3.2, [SEP], full stops and commas apart; threshold as for special tokens",
-        _UNIFORM,
-        OnKeys(lambda scene: scene.keys_in(getattr(scene.words, ids))),
-    )
+    source = "section 3.2, [SEP], full stops and commas apart; threshold as for special tokens"
+    return _class(name, f"j > 0 that {what}, of the i from the first of them on", source, ids)
 
 
 def _across(name: str, queries: str, keys: str) -> Role:
@@ -168,8 +171,8 @@ ROLES: tuple[Role, ...] = (
         "random tokens repeated: mean_i sum of A[i, j+1] over earlier copies j of token i",
         0.4,
         "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.copies("induction")),
+        _SHUFFLED,
+        OnLinks(partial(links.copies, "induction")),
         reads=COPIES,
     ),
     _mover("name mover", "comes next", _RAISES, 1),
@@ -181,8 +184,8 @@ ROLES: tuple[Role, ...] = (
         "random tokens repeated: mean_i sum of A[i, j] over earlier copies j of token i",
         0.4,
         _IOI + _OURS,
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.copies("duplicate")),
+        _SHUFFLED,
+        OnLinks(partial(links.copies, "duplicate")),
         reads=COPIES,
     ),
     Role(
@@ -202,16 +205,16 @@ ROLES: tuple[Role, ...] = (
         "cross-attention: mean_i A[i, j] on the encoder's key j of the token that the decoder reads at i",
         0.4,
         f"Bahdanau et al. 2014, arXiv 1409.0473 (soft alignment), on a decoder that reads the encoder's text{_OURS}",
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.aligned(0)),
+        _SHUFFLED,
+        OnLinks(partial(links.aligned, 0)),
     ),
     Role(
         "alignment, next",
         "cross-attention: mean_i A[i, j] on the encoder's key j of the token that the decoder reads next",
         0.4,
         f"as alignment{_OURS}",
-        f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(links.aligned(1)),
+        _SHUFFLED,
+        OnLinks(partial(links.aligned, 1)),
     ),
     # places, which account for more than half of the weight of all queries
     _at(-1, "previous-token", f"{_IOI}; threshold: {_CLARK}"),
@@ -258,30 +261,9 @@ ROLES: tuple[Role, ...] = (
     _mark("[SEP]", "are the separator", "separators"),
     _mark("full stop", "are '.'", "stops"),
     _mark("comma", "are ','", "commas"),
-    Role(
-        "delimiter",
-        "mean_i sum of A[i, j] over delimiters j > 0, of the i from the first of them on",
-        0.6,
-        f"{_CLARK}: special tokens above 0.6",
-        _UNIFORM,
-        OnKeys(lambda scene: scene.keys_in(scene.words.delimiters)),
-    ),
-    Role(
-        "punctuation",
-        "mean_i sum of A[i, j] over j > 0 whose text is punctuation alone",
-        0.6,
-        f"{_CLARK}: as special tokens",
-        _UNIFORM,
-        OnKeys(lambda scene: scene.keys_in(scene.words.punctuation)),
-    ),
-    Role(
-        "special tokens",
-        "mean_i sum of A[i, j] over special tokens j > 0, such as [SEP]",
-        0.6,
-        f"{_CLARK}: special tokens above 0.6",
-        _UNIFORM,
-        OnKeys(lambda scene: scene.keys_in(scene.words.special)),
-    ),
+    _class("delimiter", "delimiters j > 0, of the i from the first of them on", _ABOVE, "delimiters"),
+    _class("punctuation", "j > 0 whose text is punctuation alone", "as special tokens", "punctuation"),
+    _class("special tokens", "special tokens j > 0, such as [SEP]", _ABOVE, "special"),
     _across("first to second", FIRST, SECOND),
     _across("second to first", SECOND, FIRST),
     # pictures, and what is true of many heads
@@ -298,15 +280,15 @@ ROLES: tuple[Role, ...] = (
         placed.NeighbourShare(),
         over=PATCHES,
     ),
-    _line("same row", 0),
-    _line("same column", 1),
+    _line("same row", placed.in_row),
+    _line("same column", placed.in_column),
     Role(
         "local band",
         f"mean_i sum of A[i, j] over |i - j| <= {FAR}, where no single offset exceeds 0.5",
         0.8,
         f"Voita et al. 2019 and Child et al. 2019 (arXiv 1904.10509) describe such heads{_OURS}",
         _UNIFORM,
-        BandShare(FAR),
+        BandShare(),
         over=LINE,
     ),
     # states
@@ -331,7 +313,7 @@ ROLES: tuple[Role, ...] = (
         over=LINE,
         state=True,
     ),
-    _apart("[CLS] sink", axes.CLS, f"{_CLARK}: special tokens above 0.6"),
+    _apart("[CLS] sink", axes.CLS, f"{_CLARK}: {_ABOVE}"),
     _apart("register sink", axes.REGISTERS, f"Darcet et al. 2023, arXiv 2309.16588 (registers){_OURS}"),
     Role(
         "patch sink",

@@ -85,12 +85,14 @@ class Argmax(Measure):
 
     def _best(self, got: CallStatistics) -> Tensor:
         """Return the two candidates with the largest weights, (B, H, T, 2) long, -1 where there is none."""
-        return got.once(("best", self.candidates), lambda: self._choose(got))
+        call = got.call
 
-    def _choose(self, got: CallStatistics) -> Tensor:
-        call, among = got.call, self._among(got.scene, got.call.query.device)
-        options: ScoreKeywords = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
-        return top_keys(call.query, call.key, 2, **options).keys.cpu()
+        def choose() -> Tensor:
+            among = self._among(got.scene, call.query.device)
+            options: ScoreKeywords = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
+            return top_keys(call.query, call.key, 2, **options).keys.cpu()
+
+        return got.once(("best", self.candidates), choose)
 
     def _among(self, scene: CallTokens, device: torch.device) -> Mask:
         """Return the keys among which a query chooses."""

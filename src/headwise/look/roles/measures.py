@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ...ops.masks.reads import is_constant
 from ...ops.options import ScoreOptions
 from ...ops.row_blocks import softcapped
 from ...ops.statistics.api import RowStatistics
-from .call_tokens import CallTokens
+from .call_tokens import CallTokens, Kept
 from .controls import shuffled
 
 FAR = 8
@@ -57,32 +57,14 @@ def device_of_mask(call: AttentionCall) -> torch.device:
 
 
 @dataclass(frozen=True)
-class CallStatistics:
-    """The statistics of one attention call.
-
-    Attributes:
-        call: the call itself.
-        scene: its tokens.
-        rows: its statistics, (B, H).
-        uniform: the statistics of uniform attention on the same tokens under the same mask, (B, 1).
-    """
+class CallStatistics(Kept):
+    """The statistics of one attention call, on the CPU; `once` computes for all roles."""
 
     call: AttentionCall
     scene: CallTokens
-    rows: RowStatistics
-    uniform: RowStatistics
-    kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
-
-    def once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, computed once for all roles."""
-        if name not in self.kept:
-            self.kept[name] = make()
-        return self.kept[name]
-
-    @cached_property
-    def offsets(self) -> tuple[Tensor, Tensor]:
-        """The masses at `OFFSETS`, (B, H, n), and those of uniform attention, (B, 1, n)."""
-        return self.rows.offsets.double().cpu(), self.uniform.offsets.double().cpu()
+    rows: RowStatistics  # (B, H)
+    uniform: RowStatistics  # (B, 1): of uniform attention on the same tokens under the same mask
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def able(self) -> Tensor:
@@ -112,19 +94,9 @@ class CallStatistics:
         return torch.arange(keys.shape[2], device="cpu") - keys
 
     @cached_property
-    def distance(self) -> Tensor:
-        """The distance from the query back to its largest weight, (B, H, T); not meaningful for empty rows."""
-        return self.back(self.largest_key)
-
-    @cached_property
     def choosing(self) -> Tensor:
         """Whether a query may attend to at least two keys, (B, H, T) bool; otherwise its weights show nothing."""
-        return self.rows.keys.cpu() > 1
-
-    @cached_property
-    def largest_key(self) -> Tensor:
-        """The key of each row's largest weight, (B, H, T) long, -1 for empty rows."""
-        return self.rows.largest_key.cpu()
+        return self.rows.keys > 1
 
     def weights_on(self, keys: Tensor) -> Tensor:
         """Return the weight of each query on one key, (B, H, T); 0 where the key, (B, H, T) long, is -1.
@@ -132,10 +104,10 @@ class CallStatistics:
         The largest weight of the row is known, and the ratio of two weights of a row follows from the difference of
         scores.
         """
-        largest = self.rows.largest.cpu()
-        if bool(((keys == self.largest_key) | (keys < 0)).all()):
+        largest = self.rows.largest
+        if bool(((keys == self.rows.largest_key) | (keys < 0)).all()):
             return torch.where(keys >= 0, largest, 0.0)
-        apart = self._scores(keys.clamp(min=0)) - self._scores(self.largest_key.clamp(min=0))
+        apart = self._scores(keys.clamp(min=0)) - self._scores(self.rows.largest_key.clamp(min=0))
         return torch.where(keys >= 0, largest * apart.exp().to(largest.dtype), 0.0)
 
     def _scores(self, keys: Tensor) -> Tensor:
@@ -152,19 +124,14 @@ class CallStatistics:
 
 @dataclass(frozen=True)
 class ScoreSums:
-    """Sums over queries, and the number of queries, by text and head; a width of 1 stands for all heads.
-
-    `null` and `against` are the chance levels of two controls, of which the larger counts; None without a control.
-    `detail` returns the free part of the role for a text and a head. `mass` is the weight on right choices, for
-    measures of a choice.
-    """
+    """Sums over queries, and the number of queries, by text and head; a width of 1 stands for all heads."""
 
     total: Tensor
     count: Tensor
-    null: Tensor | None
-    against: Tensor | None = None
-    detail: Callable[[int, int], str] | None = None
-    mass: Tensor | None = None
+    null: Tensor | None  # the chance level of the control, if there is one
+    against: Tensor | None = None  # that of a second control; the larger counts
+    detail: Callable[[int, int], str] | None = None  # the free part of the role for a text and a head
+    mass: Tensor | None = None  # the weight on right choices, for measures of a choice
 
 
 class Measure(ABC):
@@ -184,7 +151,7 @@ class Measure(ABC):
 
     def judged(self, got: CallStatistics) -> Tensor:
         """Return the key by which each query is judged, (B, H, T) long: by default the key of its largest weight."""
-        return got.largest_key
+        return got.rows.largest_key
 
     def evidence(self, name: str, got: CallStatistics) -> Tensor:
         """Return the key of each query that shows the role, (B, H, T) long; -1 for other queries.
@@ -215,26 +182,24 @@ class AtOffset(Measure):
 
 @dataclass(frozen=True)
 class BandShare(Measure):
-    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 if one offset exceeds half; null: uniform attention.
+    """Mean of the sum of A[i, j] over |i - j| <= FAR, 0 if one offset exceeds half; null: uniform attention.
 
     Queries that may attend to one key only do not count.
     """
-
-    reach: int
 
     def read(self, name: str, got: CallStatistics) -> ScoreSums | None:
         """Return the masses of the offsets, each over the queries that have such a key."""
         if got.scene.cross:
             return None
-        parts = [_offset(got, k) for k in OFFSETS if abs(k) <= self.reach]
+        parts = [_offset(got, k) for k in OFFSETS]
         total, null = (torch.stack([part[which] for part in parts]).sum(0) for which in (0, 1))
         most = torch.stack([total / count.clamp(min=1) for total, _, count in parts]).amax(0)
-        count = got.uniform.rows.double().cpu() - (got.uniform.keys.cpu() == 1).sum(-1)
+        count = got.uniform.rows.double() - (got.uniform.keys == 1).sum(-1)
         return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
         """Return whether the key is in the band of a query that has a choice."""
-        return (got.back(keys).abs() <= self.reach) & got.choosing
+        return (got.back(keys).abs() <= FAR) & got.choosing
 
 
 def _offset(got: CallStatistics, offset: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,9 +209,9 @@ def _offset(got: CallStatistics, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     able = got.able[:, _COLUMNS[offset], None]
     sums = []
-    for rows, masses in zip((got.rows, got.uniform), got.offsets, strict=True):
-        forced = (rows.keys.cpu() == 1) & (got.back(rows.largest_key.cpu()) == -offset)
-        sums.append(masses[..., _COLUMNS[offset]] * able - (rows.largest.double().cpu() * forced).sum(-1))
+    for rows in (got.rows, got.uniform):
+        forced = (rows.keys == 1) & (got.back(rows.largest_key) == -offset)
+        sums.append(rows.offsets[..., _COLUMNS[offset]].double() * able - (rows.largest.double() * forced).sum(-1))
     return sums[0], sums[1], able - forced.sum(-1)
 
 
@@ -268,8 +233,8 @@ class OnKeys(Measure):
         """Return the mass on the keys of the class."""
         if name not in got.rows.features:
             return None
-        mass, level = (s.features[name].double().cpu() for s in (got.rows, got.uniform))
-        rows, keys = got.rows.rows.double().cpu(), self._keys(name, got.scene)
+        mass, level = (s.features[name].double() for s in (got.rows, got.uniform))
+        rows, keys = got.rows.rows.double(), self._keys(name, got.scene)
         before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # before all such keys
         count = torch.where(keys.any(-1, keepdim=True), (rows - before).clamp(min=0), 0.0)
         if got.scene.among is not None:
@@ -296,14 +261,15 @@ class OnLinks(Measure):
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
         """Return the links and the control's links as targets."""
-        return scene.once(("asks", name), lambda: self._asks(name, scene))
 
-    def _asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
-        links = self._links(name, scene)
-        if links is None or not bool((links >= 0).any()):
-            return NOTHING
-        other = {} if self.against is None else {_against(name): self.against(links, scene)}
-        return StatisticsRequest({}, {name: links, **other})
+        def make() -> StatisticsRequest:
+            links = self._links(name, scene)
+            if links is None or not bool((links >= 0).any()):
+                return NOTHING
+            other = {} if self.against is None else {f"{name}, against": self.against(links, scene)}
+            return StatisticsRequest({}, {name: links, **other})
+
+        return scene.once(("asks", name), make)
 
     def _links(self, name: str, scene: CallTokens) -> Tensor | None:
         return scene.once(name, lambda: self.links(scene))
@@ -318,7 +284,7 @@ class OnLinks(Measure):
         total, null = (_mass(s, name) * _having(s, links) for s in (got.rows, got.uniform))
         if self.against is None:
             return ScoreSums(total, count, null)
-        against = _against(name)
+        against = f"{name}, against"
         places = self.asks(name, got.scene).targets[against]
         mean = _mass(got.rows, against) * (_having(got.rows, places) / got.seeing(places).clamp(min=1))
         return ScoreSums(total, count, null, mean * count)
@@ -337,17 +303,12 @@ def is_link(keys: Tensor, links: Tensor) -> Tensor:
 
 def _mass(rows: RowStatistics, name: str) -> Tensor:
     """Return the mass on links (B, H), a mean over the queries of `_having`."""
-    return rows.targets[name].double().cpu()
+    return rows.targets[name].double()
 
 
 def _having(rows: RowStatistics, links: Tensor) -> Tensor:
     """Return the number of queries (B, H) that have a link and may attend to any key."""
-    return ((links >= 0).any(-1)[:, None] & (rows.keys > 0).cpu()).sum(-1)
-
-
-def _against(name: str) -> str:
-    """Return the name of the control's links in the pass."""
-    return f"{name}, against"
+    return ((links >= 0).any(-1)[:, None] & (rows.keys > 0)).sum(-1)
 
 
 @dataclass(frozen=True)

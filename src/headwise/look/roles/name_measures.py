@@ -58,11 +58,5 @@ class OnNames(OnLinks):
     @staticmethod
     def _signs(got: CallStatistics) -> Tensor | None:
         """Return what the value of each key does to the logit of its token, (B, H, S); None if that is not known."""
-        copying = got.scene.copying
-
-        def measure() -> Tensor:
-            signs = None if copying is None else copying.signs(got.call, got.scene.keys)
-            return torch.empty(0, device="cpu") if signs is None else signs
-
-        signs = got.once("signs", measure)
-        return signs if signs.numel() else None
+        signs = got.scene.copying
+        return None if signs is None else got.once("signs", lambda: signs(got.call, got.scene.keys))

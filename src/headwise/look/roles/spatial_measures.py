@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,75 +12,60 @@ from ...nn.hooks.probe import AttentionCall
 from ...ops.masks import keep
 from ...ops.statistics.api import StatisticsOptions, row_statistics
 from ..records.axes import NOWHERE
-from .call_tokens import CallTokens
+from .call_tokens import CallTokens, padded
 from .measures import CallStatistics, Measure, ScoreSums, StatisticsRequest, forbidden, is_link
 
 Shift = tuple[int, int]
 """Rows down and columns to the right."""
+
+PatchCell = tuple[int, int, int]
+"""Picture, row and column."""
 
 AROUND: tuple[Shift, ...] = tuple((r, c) for r in (-1, 0, 1) for c in (-1, 0, 1))
 NEAR = 1
 """The largest distance of neighbors in a row or column."""
 
 
-def shifted(shift: Shift) -> Callable[[CallTokens], Tensor | None]:
-    """Return a function for the links of each patch to the patch at a shift, in the same picture."""
-
-    def links(scene: CallTokens) -> Tensor | None:
-        return scene.once(("shifted", shift), lambda: _linked(scene, lambda p, r, c: [(p, r + shift[0], c + shift[1])]))
-
-    return links
+def shifted(shift: Shift, scene: CallTokens) -> Tensor | None:
+    """Return the links of each patch to the patch at a shift, in the same picture."""
+    return scene.once(("shifted", shift), lambda: _linked(scene, lambda p, r, c: [(p, r + shift[0], c + shift[1])]))
 
 
-def in_line(which: int) -> Callable[[CallTokens], Tensor | None]:
-    """Return a function for the links of each patch to its row (0) or column (1), without itself and its neighbors."""
-
-    def cells(p: int, r: int, c: int, grid: Shift) -> list[tuple[int, int, int]]:
-        own = (r, c)[1 - which]
-        others = (n for n in range(grid[1 - which]) if abs(n - own) > NEAR)
-        return [(p, r, n) if which == 0 else (p, n, c) for n in others]
-
-    def links(scene: CallTokens) -> Tensor | None:
-        grids = scene.axes[0].grids
-        return _linked(scene, lambda p, r, c: cells(p, r, c, grids[p]))
-
-    return links
+def in_row(scene: CallTokens) -> Tensor | None:
+    """Return the links of each patch to its row, without itself and its neighbors."""
+    grids = scene.axes[0].grids
+    return _linked(scene, lambda p, r, c: [(p, r, n) for n in range(grids[p][1]) if abs(n - c) > NEAR])
 
 
-def to_apart(name: str) -> Callable[[CallTokens], Tensor | None]:
-    """Return a function for the links of each patch to the positions of that name: [CLS], registers."""
-
-    def links(scene: CallTokens) -> Tensor | None:
-        places = scene.axes[1].apart.get(name, ())
-        return None if not places else _linked(scene, lambda p, r, c: places)
-
-    return links
+def in_column(scene: CallTokens) -> Tensor | None:
+    """Return the links of each patch to its column, without itself and its neighbors."""
+    grids = scene.axes[0].grids
+    return _linked(scene, lambda p, r, c: [(p, n, c) for n in range(grids[p][0]) if abs(n - r) > NEAR])
 
 
-def _linked(scene: CallTokens, wanted: Callable[[int, int, int], object]) -> Tensor | None:
+def to_apart(name: str, scene: CallTokens) -> Tensor | None:
+    """Return the links of each patch to the positions of that name: [CLS], registers."""
+    places = scene.axes[1].apart.get(name, ())
+    return _linked(scene, lambda p, r, c: places) if places else None
+
+
+def _linked(scene: CallTokens, wanted: Callable[[int, int, int], Iterable[PatchCell | int]]) -> Tensor | None:
     """Return the positions of the `wanted` cells for each patch, (1, T, n), padded with -1; None without patches."""
     queries, keys = scene.axes
     if not queries.known or not keys.known:
         return None
     there = {cell: place for place, cell in enumerate(keys.cells) if cell != NOWHERE}
-    rows: list[list[int]] = []
-    for cell in queries.cells:
-        one = () if cell == NOWHERE else wanted(*cell)
-        rows.append([there.get(c, -1) if isinstance(c, tuple) else int(c) for c in one])  # type: ignore[attr-defined]
-    width = max(map(len, rows), default=0)
-    if not width:
-        return None
-    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], device="cpu")[None]
+    cells = [() if cell == NOWHERE else wanted(*cell) for cell in queries.cells]
+    links = padded([[[there.get(c, -1) if isinstance(c, tuple) else c for c in some] for some in cells]])
+    return links if links.shape[-1] else None
 
 
 @dataclass(frozen=True)
 class NeighbourShare(Measure):
     """Mean of the sum of A[i, j] over the patches around i, 0 if one direction exceeds half; null: uniform."""
 
-    shifts: tuple[Shift, ...] = AROUND
-
     def _links(self, scene: CallTokens) -> dict[str, Tensor]:
-        named = {f"patch {r:+} {c:+}": shifted((r, c))(scene) for r, c in self.shifts}
+        named = {f"patch {r:+} {c:+}": shifted((r, c), scene) for r, c in AROUND}
         return {name: links for name, links in named.items() if links is not None and bool((links >= 0).any())}
 
     def asks(self, name: str, scene: CallTokens) -> StatisticsRequest:
@@ -92,14 +77,13 @@ class NeighbourShare(Measure):
         links = self._links(got.scene)
         if not links:
             return None
-        total = null = torch.zeros((), device="cpu")
-        most = torch.zeros((), device="cpu")
+        total = null = most = torch.zeros((), device="cpu")
         for one, places in links.items():
-            mass, level = (s.targets[one].double().cpu() for s in (got.rows, got.uniform))
+            mass, level = (s.targets[one].double() for s in (got.rows, got.uniform))
             count = got.scene.count((places >= 0).any(-1)) * (level > 0)
             total, null, most = total + mass * count, null + level * count, torch.maximum(most, mass)
         patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[0].cells], device="cpu")[None]
-        count = got.scene.count(patches).expand(got.largest_key.shape[0], 1)
+        count = got.scene.count(patches).expand(got.rows.largest_key.shape[0], 1)
         return ScoreSums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def counts(self, name: str, got: CallStatistics, keys: Tensor) -> Tensor:
@@ -162,7 +146,7 @@ def patch_sink(got: CallStatistics) -> ScoreSums | None:
         return None
     value, place = _masses(got).max(-1)
     count = got.scene.count(patches[None]) - 1
-    chance = (1 / got.rows.keys.double().cpu().clamp(min=1)).mean(-1) * count
+    chance = (1 / got.rows.keys.double().clamp(min=1)).mean(-1) * count
 
     def detail(b: int, h: int) -> str:
         picture, row, column = keys.cells[int(place[b, h])]
@@ -185,8 +169,8 @@ def _masses(got: CallStatistics) -> Tensor:
     """Return for each patch the sum of the largest weights that other patches have on it, (B, H, T)."""
 
     def make() -> Tensor:
-        largest = torch.where(_on_patches(got, got.largest_key), got.rows.largest.double().cpu(), 0.0)
-        return torch.zeros_like(largest).scatter_add(2, got.largest_key.clamp(min=0), largest)
+        largest = torch.where(_on_patches(got, got.rows.largest_key), got.rows.largest.double(), 0.0)
+        return torch.zeros_like(largest).scatter_add(2, got.rows.largest_key.clamp(min=0), largest)
 
     return got.once("masses", make)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..inputs.repeated_tokens import as_tensors
-from .call_tokens import CallTokens
+from ..inputs.repeated_tokens import targets
+from .call_tokens import CallTokens, padded
 from .measures import FAR, CallStatistics, ScoreSums, device_of_mask
 
 FEW_KEYS = 8
@@ -26,30 +25,22 @@ def first(scene: CallTokens) -> Tensor:
     return links
 
 
-def copies(name: str) -> Callable[[CallTokens], Tensor | None]:
-    """Return a function for links to earlier copies of a token, or to their next tokens (`repeated_tokens.targets`)."""
-
-    def links(scene: CallTokens) -> Tensor | None:
-        copies = [passage.copies for passage in scene.passages]
-        if scene.ahead is None or not scene.known or None in copies:
-            return None
-        rows = [replace(one, ids=ids) for one, ids in zip(copies, scene.queries.tolist(), strict=True) if one]
-        return as_tensors(rows, ahead=scene.ahead)[name]
-
-    return links
+def copies(name: str, scene: CallTokens) -> Tensor | None:
+    """Return the links to earlier copies of a token, or to their next tokens (`repeated_tokens.targets`)."""
+    drawn = [passage.copies for passage in scene.passages]
+    if scene.ahead is None or not scene.known or None in drawn:
+        return None
+    rows = [replace(one, ids=ids) for one, ids in zip(drawn, scene.queries.tolist(), strict=True) if one]
+    return padded([targets(one, ahead=scene.ahead)[name] for one in rows])
 
 
-def aligned(shift: int) -> Callable[[CallTokens], Tensor | None]:
-    """Return a function for links of a decoder's query to the encoder's key of the same token, or `shift` later."""
-
-    def links(scene: CallTokens) -> Tensor | None:
-        if not scene.cross or not scene.known or scene.moved != (1, 0):
-            return None
-        T, S = scene.queries.shape[1], scene.keys.shape[1]
-        keys = torch.arange(T, device="cpu") - 1 + shift
-        return torch.where((keys >= 0) & (keys < S), keys, -1)[None, :, None]
-
-    return links
+def aligned(shift: int, scene: CallTokens) -> Tensor | None:
+    """Return the links of a decoder's query to the encoder's key of the same token, or `shift` later."""
+    if not scene.cross or not scene.known or scene.moved != (1, 0):
+        return None
+    T, S = scene.queries.shape[1], scene.keys.shape[1]
+    keys = torch.arange(T, device="cpu") - 1 + shift
+    return torch.where((keys >= 0) & (keys < S), keys, -1)[None, :, None]
 
 
 def broad(got: CallStatistics) -> ScoreSums:
@@ -58,7 +49,7 @@ def broad(got: CallStatistics) -> ScoreSums:
     choices = (rows.keys + int(got.call.sinks is not None)).clamp(max=CLARK_KEYS)
     enough = rows.keys >= FEW_KEYS
     ratio = (rows.entropy / choices.log()).clamp(max=1.0)
-    return ScoreSums(torch.where(enough, ratio, 0.0).double().sum(-1).cpu(), enough.double().sum(-1).cpu(), None)
+    return ScoreSums(torch.where(enough, ratio, 0.0).double().sum(-1), enough.double().sum(-1), None)
 
 
 def far_offset(got: CallStatistics) -> ScoreSums | None:
@@ -69,20 +60,17 @@ def far_offset(got: CallStatistics) -> ScoreSums | None:
     """
     if got.scene.cross:
         return None
-    filled, T = got.largest_key >= 0, got.largest_key.shape[2]
+    filled, T = got.rows.largest_key >= 0, got.rows.largest_key.shape[2]
     _, place = _far(got)
-    most = on_far_offset(got, got.largest_key).sum(-1)
+    most = on_far_offset(got, got.rows.largest_key).sum(-1)
     rows = torch.arange(T, device=device_of_mask(got.call))[:, None]
     keys = rows + (T - place)[..., None, None].to(rows.device)
     able = got.allowed(rows[None, None], keys.clamp(0, T - 1)) & (keys >= 0) & (keys < T)
     count = torch.maximum(able.sum((2, 3)).cpu(), (filled.sum(-1) + 1) // 2)
-    drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
+    drawn = got.rows.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
     chance = (torch.arange(T, device="cpu") - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
-
-    def detail(b: int, h: int) -> str:
-        return f"{T - int(place[b, h]):+}"
-
-    return ScoreSums(most.double(), count.double(), chance.double().sum(-1), detail=detail)
+    sums = most.double(), count.double(), chance.double().sum(-1)
+    return ScoreSums(*sums, detail=lambda b, h: f"{T - int(place[b, h]):+}")
 
 
 def on_far_offset(got: CallStatistics, keys: Tensor) -> Tensor:
@@ -94,14 +82,15 @@ def on_far_offset(got: CallStatistics, keys: Tensor) -> Tensor:
 def _far(got: CallStatistics) -> tuple[Tensor, Tensor]:
     """Return the count of rows with their largest weight at the most frequent far offset, and T + that: (B, H)."""
 
-    def make() -> Tensor:
-        far = torch.where((got.largest_key >= 0) & (got.distance.abs() > FAR), got.distance, 0)
+    def make() -> tuple[Tensor, Tensor]:
+        distance = got.back(got.rows.largest_key)
+        far = torch.where((got.rows.largest_key >= 0) & (distance.abs() > FAR), distance, 0)
         B, H, T = far.shape
         counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
-        return torch.stack(counts.max(-1))
+        most, place = counts.max(-1)
+        return most, place
 
-    most, place = got.once("far", make)
-    return most, place
+    return got.once("far", make)
 
 
 LEAST_ROWS = 16
@@ -123,15 +112,11 @@ def other_sink(got: CallStatistics) -> ScoreSums | None:
     device = device_of_mask(got.call)
     rows, keys = torch.arange(T, device=device)[:, None], place[..., None, None].to(device)
     seen = got.allowed(rows[None, None], keys)[..., 0].cpu()
-    shares = torch.where(seen, 1 / got.rows.keys.double().cpu().clamp(min=1), 0.0)
+    shares = torch.where(seen, 1 / got.rows.keys.double().clamp(min=1), 0.0)
     level = shares.flip(-1).cumsum(-1).flip(-1)
     chance = level.gather(2, place[..., None])[..., 0] / (T - place).double()
     count = torch.full_like(value, T - 1)
-
-    def detail(b: int, h: int) -> str:
-        return f"key {int(place[b, h])}"
-
-    return ScoreSums(value * count, count, chance * count, detail=detail)
+    return ScoreSums(value * count, count, chance * count, detail=lambda b, h: f"key {int(place[b, h])}")
 
 
 def on_other_sink(got: CallStatistics, keys: Tensor) -> Tensor:
@@ -143,10 +128,10 @@ def _sinks(got: CallStatistics) -> Tensor:
     """Return alpha_k of each key in the first half, from the rows whose largest weight is on it: (B, H, T)."""
 
     def make() -> Tensor:
-        keys, T = got.largest_key, got.largest_key.shape[2]
+        keys, T = got.rows.largest_key, got.rows.largest_key.shape[2]
         rows = torch.arange(T, device="cpu")
         behind = (keys > 0) & (keys <= rows)
-        largest = torch.where(behind, got.rows.largest.double().cpu(), 0.0)
+        largest = torch.where(behind, got.rows.largest.double(), 0.0)
         alpha = torch.zeros_like(largest).scatter_add(2, keys.clamp(min=0), largest)
         queries = (T - rows).double()
         return torch.where(2 * queries >= T, alpha / queries, 0.0)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ...files.text import visible
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts
 from ..inputs.ids import check_told, model_name
 from ..interventions.losses import readings, texts_of
 from ..records.look_data import LookData
+from ..views.palette import label
 from ..views.tables import Tabled
 from .attribution import HeadWrites, writes
 from .head_matrices import Matrices, matrices
@@ -103,8 +105,8 @@ class Circuits(Tabled):
             reader, writer = ("{}.{}".format(*place) for place in (one.reader, one.writer))
             numbers = f"{one.value:.3f}", f"{one.value / one.null:.1f} x"
             if self.roles:
-                names = (self.roles.get(head, "-") for head in (reader, writer))
-                table.add_row(reader, next(names), writer, next(names), one.kind.upper(), *numbers)
+                names = [visible(label(self.roles.get(head, "-")), limit=40) for head in (reader, writer)]
+                table.add_row(reader, names[0], writer, names[1], one.kind.upper(), *numbers)
             else:
                 table.add_row(by[one.kind], reader, writer, *numbers)
         return table
@@ -119,7 +121,11 @@ class Circuits(Tabled):
 
         check_counts(most=most)
         edges = [(one.kind, one.reader, one.writer, one.value / one.null) for one in self.strongest(most)]
-        return graph(edges, self.roles, f"{self.model}: heads that read earlier ones")
+        return graph(
+            edges,
+            {head: label(name) for head, name in self.roles.items()},
+            f"{self.model}: heads that read earlier ones",
+        )
 
     def heads_table(self, most: int | None = None) -> rich.table.Table:
         """Return a table of the heads' outputs; a dash if a number is not defined.

@@ -31,7 +31,7 @@ function fillRoles() {
   const places = (role, side, kind) => data.pairs.filter((pair) => pair[kind].includes(role)).map((pair) => key(pair[side]));
   const said = (list) => (list.length > SAID ? `${list.slice(0, SAID).join(" ")} and ${list.length - SAID} more` : list.join(" "));
   data.roles.forEach((role, i) => {
-    const row = el("tr", {}, el("th", { scope: "row" }, badge(i)), ...role.counts.map((count) => el("td", {}, String(count))));
+    const row = el("tr", {}, el("th", { scope: "row" }, badge(i)), ...role.counts.map((count) => el("td", {}, count === null ? "\u2013" : String(count))));
     row.append(el("td", {}, said(places(i, "after", "gained"))), el("td", {}, said(places(i, "before", "lost"))));
     byId("roles").tBodies[0].append(row);
   });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 from ...plan.costs.totals import cache_bytes
@@ -136,7 +137,7 @@ def _fraction(family: CheckpointLayout, fraction: float | int, scores: HeadScore
         near = choose.nearest(sizes, choose.possible(sizes) if zero else loadable(family, field), fraction)
         kept = {count: _best(family, _only(family, field, count), scores) for count in near}
         heads, kv = counts[field] = max(near, key=lambda count: choose.total(kept[count], scores))
-        if heads == sizes.H and 2 * (1 - fraction) * sizes.H >= 1:
+        if heads == sizes.H and 2 * (1 - Fraction(str(fraction))) * sizes.H >= 1:  # as `nearest` reads it
             raise ValueError(_no_such_part(family, field, fraction))
         shared = "" if sizes.group == 1 else f", which read {kv} of {sizes.K} key-value heads"
         name = family.field_name(field)
