@@ -17,8 +17,8 @@ from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
 from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, decode_step, runs_plain
 from ..ops.options import ScoreOptions
-from ..ops.storage.quantized import Quantized
 from ..ops.storage.paged import Paged
+from ..ops.storage.quantized import Quantized
 from ..shapes import default_scale
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append

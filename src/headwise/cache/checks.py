@@ -35,8 +35,8 @@ def check_cache_sizes(
         check_bits(BITS[dtype], head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim)
         if shared:
             raise ValueError(
-                f"shared values are columns of the keys, and {dtype} rotates keys as a whole; use torch.int8 or a float "
-                "dtype"
+                f"shared values are columns of the keys, and {dtype} rotates keys as a whole; use torch.int8 or a "
+                "float dtype"
             )
     if shared and value_dim is not None and value_dim > head_dim:
         raise ValueError(f"shared values are columns of the keys: value_dim <= head_dim; got {value_dim} > {head_dim}")

@@ -91,7 +91,7 @@ class StaticCache(KVCache):
     @property
     @override
     def keys(self) -> Tensor:
-        """Keys (B, K, S, D) up to the longest row's end: a view, or for codes a copy in the dtype of the last tokens."""
+        """Keys (B, K, S, D) up to the longest row's end: a view; of codes a copy in the dtype of the last tokens."""
         return in_one_piece(self.view()[0], self._input_dtype)
 
     @override

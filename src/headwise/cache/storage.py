@@ -22,7 +22,8 @@ from .saved import Saved
 class Store(Saved):
     """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) if they are quantised.
 
-    Codes of 4 and 3 bits are packed, so that a row has D * bits / 8 bytes. If `shared` is True, the values are the first V columns of the keys, as in MLA.
+    Codes of 4 and 3 bits are packed, so that a row has D * bits / 8 bytes. If `shared` is True, the values are the
+    first V columns of the keys, as in MLA.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ from .native import backend as native
 from .options import AttentionKeywords, ScoreOptions
 from .reference import reference
 from .sharding.dtensor_attention import any_dtensor, attend_parts
-from .storage.quantized import Quantized
 from .storage.layout import Cache, StorageLayout, parts_of
 from .storage.paged import Paged
+from .storage.quantized import Quantized
 from .torch_keywords import refuse_others
 from .triton import triton_backend as triton
 
@@ -392,7 +392,5 @@ def _checked(
     check_flags(return_lse=return_lse)
     rest = (mask, scale, softcap, sinks, dropout, gate)
     value_dim = value.shape[3] if layout is None else layout.width(value)
-    options = ScoreOptions.checked(query, sized, *rest, value_dim=value_dim).trimmed(
-        query.shape[2], sized.shape[2]
-    )
+    options = ScoreOptions.checked(query, sized, *rest, value_dim=value_dim).trimmed(query.shape[2], sized.shape[2])
     return Call(query, key, value, options, return_lse, layout)

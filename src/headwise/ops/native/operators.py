@@ -58,7 +58,10 @@ COUNTED_OF_TORCH = {
     "_scaled_dot_product_flash_attention_for_cpu": "flash_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "flash_for_cpu_backward",
 }
-LOADED = (("headwise.cache.saved", "rebuild"), ("headwise.ops.storage.quantized", "Quantized"))  # constructors for loading
+LOADED = (
+    ("headwise.cache.saved", "rebuild"),
+    ("headwise.ops.storage.quantized", "Quantized"),
+)  # constructors for loading
 
 _lock = Lock()
 _registered: list[str | None] = []  # empty, or one entry: the problem with the library, None if there is none

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...shapes import check_quantized
 from ...shapes.arguments import check_tensor
-from .quantized import Quantized
 from .paged import Paged, check_pages, gathered
+from .quantized import Quantized
 
 
 @runtime_checkable

@@ -1,9 +1,9 @@
 """Keys and values in codes of 4 or 3 bits: rotated, with one scale per token and head.
 
-A token is multiplied by a fixed rotation first, so that no channel is much larger than the others and one scale fits all
-of them (Ashkboos et al. 2024, QuaRot, arXiv 2404.00456; Zandieh et al. 2025, TurboQuant, arXiv 2504.19874). Code c of b
-bits stands for the level `2 c + 1 - 2**b`, and an element of the rotated token is level * scale. A rotation leaves inner
-products as they are: scores are those of rotated queries with rotated keys, and outputs are rotated back.
+A token is multiplied by a fixed rotation first, so that no channel is much larger than the others and one scale fits
+all of them (Ashkboos et al. 2024, QuaRot, arXiv 2404.00456; Zandieh et al. 2025, TurboQuant, arXiv 2504.19874). Code c
+of b bits stands for the level `2 c + 1 - 2**b`, and an element of the rotated token is level * scale. A rotation leaves
+inner products as they are: scores are those of rotated queries with rotated keys, and outputs are rotated back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def packed_width(width: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes (..., n) into rows (..., n * bits / 8); the order of the bits is that of csrc/simd/packed-inl.h."""
+    """Pack uint8 codes (..., n) into rows (..., n * bits / 8), in the order of csrc/simd/packed-inl.h."""
     if bits == 4:
         low, high = codes.unflatten(-1, (2, -1)).unbind(-2)
         return low | high << 4
@@ -57,8 +57,8 @@ def levels(data: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return R (n, n), with which rotated = x @ R and x = rotated @ R.T; the same in every process and version.
 
-    It is a discrete cosine transform of the channels with fixed signs: all entries are of size sqrt(2 / n) at most, so a
-    large channel is spread over all others. The signs keep equal channels from adding up in one place.
+    It is a discrete cosine transform of the channels with fixed signs: no entry is larger than sqrt(2 / n), so a large
+    channel is spread over all others. The signs keep equal channels from adding up in one place.
     """
     places = torch.arange(width, dtype=torch.float64)
     waves = torch.cos((pi / width) * (places + 0.5)[:, None] * places) * (2 / width) ** 0.5

@@ -55,7 +55,12 @@ def check_pages(name: str, pages: Tensor, table: Tensor, length: int) -> None:
     rule = f"the {name} in pages: pages (P, K, size, n), size a multiple of {PAGE}, and table, int64 (B, N)"
     check_index(f"of {rule}", table=table)
     check_counts(length=length)
-    fits = pages.ndim == 4 and pages.dtype in (*DTYPES, torch.int8, torch.uint8) and pages.shape[2] and pages.shape[2] % PAGE == 0
+    fits = (
+        pages.ndim == 4
+        and pages.dtype in (*DTYPES, torch.int8, torch.uint8)
+        and pages.shape[2]
+        and pages.shape[2] % PAGE == 0
+    )
     if not fits or table.ndim != 2 or table.dtype != torch.int64 or table.device.type not in ("cpu", pages.device.type):
         raise ValueError(f"{rule}; {_got(pages, table, length)}")
     used = -(-length // pages.shape[2])
