@@ -44,8 +44,8 @@ def cache_of(way: str, model: LlamaForCausalLM, length: int) -> Cache:
     if attention_of(way) != "headwise":
         return DynamicCache(config=model.config)
     model.config._attn_implementation = "headwise"
-    kind, dtype = ("paged" if way.startswith("paged") else "static"), (torch.int8 if way.endswith("int8") else None)
-    return headwise.hf.make_cache(model, kind, max_length=length, dtype=dtype)
+    kind, bits = ("paged" if way.startswith("paged") else "static"), (8 if way.endswith("int8") else None)
+    return headwise.hf.make_cache(model, kind, max_length=length, bits=bits)
 
 
 def filled(cache: Cache, model: LlamaForCausalLM, tokens: int) -> Cache:

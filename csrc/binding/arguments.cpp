@@ -206,6 +206,19 @@ float read_softcap(double softcap) {
   return static_cast<float>(softcap);
 }
 
+// Gives packed rows the width of the codes that they hold.
+View unpacked(View rows, const char* name, Dtype dtype) {
+  if (rows.axes != 4 || rows.dtype != Dtype::i4 || rows.int64) return rows;
+  const int64_t bytes = rows.sizes[3], of_eight = row_elements(dtype, 8);
+  if (bytes % of_eight != 0 || (bytes > 1 && rows.strides[3] != 1)) {
+    fail(std::string(name) + ": packed rows are contiguous and have " + std::to_string(of_eight) +
+         " bytes for 8 codes, got " + shape(rows));
+  }
+  rows.dtype = dtype;
+  rows.sizes[3] = bytes / of_eight * 8;
+  return rows;
+}
+
 Tensor4 take_scale(const View& scale, const char* name, const View& of) {
   require_dtype(scale, name, Dtype::f32);
   require_axes(scale, name, 3);
@@ -263,16 +276,19 @@ void fill_problem(Call& p, const View& query, const View& key, const View& value
 
 void fill_cache_problem(Call& p, const View& query, const CacheTensor& key, const CacheTensor& value,
                         const Handle& table, int64_t length) {
-  const View key_view = read_view(key.data, "key", true), value_view = read_view(value.data, "value", true);
+  View key_view = read_view(key.data, "key", true), value_view = read_view(value.data, "value", true);
+  const Dtype packed = key_view.sizes[3] * 2 == query.sizes[3] ? Dtype::i4 : Dtype::i3;
+  key_view = unpacked(key_view, "key", packed);
+  value_view = unpacked(value_view, "value", packed);
   if (table && length < 1) fail("pages hold at least one key, got a length of " + std::to_string(length));
   fill_sizes(p, query, key_view, value_view, table ? length : 0);
   if (!is_supported(query)) fail("the query must be float32, bfloat16 or float16");
-  const bool bytes = !key_view.int64 && key_view.dtype == Dtype::i8;
+  const bool bytes = !key_view.int64 && is_code(key_view.dtype);
   if (value_view.torch_dtype != key_view.torch_dtype || (!bytes && key_view.torch_dtype != query.torch_dtype)) {
-    fail("key and value must have one dtype, the query's or int8");
+    fail("key and value must have one dtype: the query's, int8, or uint8 for packed codes");
   }
   if (bytes != static_cast<bool>(key.scale) || bytes != static_cast<bool>(value.scale)) {
-    fail("key and value have scales if they are int8, and only then");
+    fail("key and value have scales if they are int8 or packed, and only then");
   }
   if (bytes) {
     p.key_scale = take_scale(read_view(key.scale, "key_scale"), "key_scale", key_view);

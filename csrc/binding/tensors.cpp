@@ -18,6 +18,7 @@ struct Codes {
   int32_t f16 = aoti_torch_dtype_float16();
   int32_t int64 = aoti_torch_dtype_int64();
   int32_t i8 = aoti_torch_dtype_int8();
+  int32_t packed = aoti_torch_dtype_uint8();
   int32_t boolean = aoti_torch_dtype_bool();
 };
 
@@ -36,7 +37,9 @@ int64_t element_size(const View& view) {
     case Dtype::f64: return 8;
     case Dtype::f32: return 4;
     case Dtype::boolean:
-    case Dtype::i8: return 1;
+    case Dtype::i8:
+    case Dtype::i4:
+    case Dtype::i3: return 1;
     default: return 2;
   }
 }
@@ -51,6 +54,7 @@ void read_dtype(View& view, const char* name, bool bytes) {
   else if (dtype == code.boolean) view.dtype = Dtype::boolean;
   else if (dtype == code.int64) view.int64 = true;
   else if (dtype == code.i8 && bytes) view.dtype = Dtype::i8;
+  else if (dtype == code.packed && bytes) view.dtype = Dtype::i4;  // or i3: the width decides
   else fail(std::string(name) + ": a dtype that headwise does not read");
 }
 

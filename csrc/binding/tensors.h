@@ -70,7 +70,7 @@ struct View {
 };
 
 // Fails for more than 4 axes, for devices other than the CPU, for dtypes other than int64 and those of `Dtype`, and for
-// int8 unless `bytes` is set.
+// int8 and uint8 (packed codes) unless `bytes` is set.
 View read_view(const Handle& tensor, const char* name, bool bytes = false);
 void* written(const Handle& tensor);  // returns the address to write to
 std::string shape(const View& view);

@@ -9,12 +9,21 @@
 
 namespace headwise {
 
-enum class Dtype : int32_t { f32, bf16, f16, f64, boolean, i8 };
+// i4 and i3 are codes of 4 and 3 bits, packed row by row (simd/packed-inl.h). Their tensors count bytes.
+enum class Dtype : int32_t { f32, bf16, f16, f64, boolean, i8, i4, i3 };
+
+// True for the codes of quantised keys and values, which have a scale for each token and head.
+static inline bool is_code(Dtype dtype) { return dtype == Dtype::i8 || dtype == Dtype::i4 || dtype == Dtype::i3; }
 
 // Bytes of an element. Static for the reason given at `bounds_of`.
 static inline int64_t size_of(Dtype dtype) {
-  const bool byte = dtype == Dtype::boolean || dtype == Dtype::i8;
+  const bool byte = dtype == Dtype::boolean || is_code(dtype);
   return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : byte ? 1 : 2;
+}
+
+// The elements of a row of `width` numbers: its bytes if it is packed.
+static inline int64_t row_elements(Dtype dtype, int64_t width) {
+  return dtype == Dtype::i4 ? width / 2 : dtype == Dtype::i3 ? width / 8 * 3 : width;
 }
 
 // A (B, H, T, S)-like tensor of four axes; a broadcast axis has stride 0.
@@ -70,13 +79,13 @@ struct DropoutSeed {
 struct Call {
   int64_t B = 0, H = 0, K = 0, T = 0, S = 0, D = 0, V = 0;
   Tensor4 query, key, value, out;  // query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V)
-  Tensor4 key_scale, value_scale;  // float32 (B, K, S) for int8 keys and values, whose elements are data * scale
+  Tensor4 key_scale, value_scale;  // float32 (B, K, S) for keys and values of codes, whose elements are data * scale
   // With `table`, keys and values are in pages: key (P, K, page, D), value (P, K, page, V), and key j of batch b is in
   // page table[b * table_stride + j / page], at index j % page.
   const int64_t* table = nullptr;
   int64_t table_stride = 0, page = 0;
-  Dtype dtype() const { return query.dtype; }  // of query, key, value and out, unless keys and values are int8
-  bool bytes() const { return key.dtype == Dtype::i8; }
+  Dtype dtype() const { return query.dtype; }  // of query, key, value and out, unless keys and values are codes
+  bool bytes() const { return is_code(key.dtype); }
   float* lse = nullptr;  // (B, H, T) contiguous, or null
   // (2, B, H, T) contiguous, or null: each row's greatest score as the softmax gets it, and the weight of that key;
   // -inf and 0 in an empty row. The gradient recomputes the weights from these two, because the rounding of a large lse

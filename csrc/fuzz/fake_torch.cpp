@@ -233,6 +233,7 @@ int32_t aoti_torch_dtype_bfloat16() { return kBfloat; }
 int32_t aoti_torch_dtype_float16() { return kHalf; }
 int32_t aoti_torch_dtype_int64() { return kLong; }
 int32_t aoti_torch_dtype_int8() { return kByte; }
+int32_t aoti_torch_dtype_uint8() { return kPacked; }
 int32_t aoti_torch_dtype_bool() { return kBool; }
 
 AOTITorchError aoti_torch_get_device_type(AtenTensorHandle x, int32_t* to) { return give(to, x->device); }

@@ -1,7 +1,7 @@
 // exp2 and tanh of vectors, and conversions of rows of any dtype and stride to and from floats.
 #pragma once
 
-#include "call/attention_call.h"
+#include "simd/packed-inl.h"
 
 namespace headwise {
 namespace HW_ISA {
@@ -83,7 +83,8 @@ static inline float element(const char* row, Dtype dtype, int64_t i) {
 
 HW_INLINE F load_half(const uint16_t* p, Dtype dtype) { return dtype == Dtype::bf16 ? load_bf16(p) : load_f16(p); }
 
-// Copies n elements of a row of f32, bf16, f16 or i8, `stride` apart, as floats, and then zeros up to `padded`.
+// Copies n elements of a row of f32, bf16, f16 or codes, `stride` apart, as floats, and then zeros up to `padded`. Of a
+// packed row, n is its whole width, or 0.
 static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t stride, int64_t n, int64_t padded) {
   int64_t i = 0;
   const auto by_vectors = [&](auto load_at) HW_LAMBDA {
@@ -92,7 +93,14 @@ static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t
     if (i < n) store(out + n - W, load_at(n - W));  // the last vector overlaps the one before it
     i = n;
   };
-  if (stride == 1 && dtype == Dtype::f32) {
+  if (n > 0 && (dtype == Dtype::i4 || dtype == Dtype::i3)) {
+    // The levels are written to the last quarter of the floats' memory, and floats are written from its beginning: they
+    // overwrite only levels that have been read.
+    auto* levels = reinterpret_cast<int8_t*>(out) + 3 * n;
+    unpack(levels, row, dtype, n);
+    for (; i + W <= n; i += W) store(out + i, load_i8(levels + i));
+    for (; i < n; ++i) out[i] = static_cast<float>(levels[i]);
+  } else if (stride == 1 && dtype == Dtype::f32) {
     by_vectors([&](int64_t at) HW_LAMBDA { return load(reinterpret_cast<const float*>(row) + at); });
   } else if (stride == 1 && dtype == Dtype::i8) {
     by_vectors([&](int64_t at) HW_LAMBDA { return load_i8(reinterpret_cast<const int8_t*>(row) + at); });

@@ -36,6 +36,7 @@ constexpr uint64_t kTorchAbi =
   F(int32_t, aoti_torch_dtype_float16, ())                                                                     \
   F(int32_t, aoti_torch_dtype_int64, ())                                                                       \
   F(int32_t, aoti_torch_dtype_int8, ())                                                                        \
+  F(int32_t, aoti_torch_dtype_uint8, ())                                                                       \
   F(int32_t, aoti_torch_dtype_bool, ())                                                                        \
   F(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle, int32_t*))                                  \
   F(AOTITorchError, aoti_torch_get_layout, (AtenTensorHandle, int32_t*))                                       \

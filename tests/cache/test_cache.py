@@ -191,7 +191,7 @@ def test_refused_and_unchanged(kind: str, what: str) -> None:
         (
             lambda: StaticCache(B, K, D, capacity=1, dtype=torch.int32),
             ValueError,
-            "float64, int8; got torch.int32",
+            "int4, int3; got torch.int32",
         ),
         (lambda: StaticCache(B, K, D, D + 1, capacity=1, shared=True), ValueError, "columns of the keys"),
         (lambda: PagePool(3, K, D, page_size=100), ValueError, "a multiple of 128; got 100"),

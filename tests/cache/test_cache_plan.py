@@ -23,7 +23,7 @@ def test_bytes_as_planned(kv_heads: int, head_dim: int) -> None:
         model(torch.zeros(1, 1, dtype=torch.long), **{CACHE: cache})
     planned = headwise.plan.of(config.to_dict(), context=[TOKENS])
     assert cache.nbytes == planned.bytes_per_token * TOKENS == planned.contexts[0].cache_bytes
-    small = headwise.hf.make_cache(model, max_length=TOKENS, dtype=torch.int8)
+    small = headwise.hf.make_cache(model, max_length=TOKENS, bits=8)
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long), **{CACHE: small})
     planned = headwise.plan.of(config.to_dict(), context=[TOKENS], kv_dtype="int8")

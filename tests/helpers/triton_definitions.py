@@ -133,8 +133,8 @@ def append(
                 if scales is None:
                     to[at, :, n] = token[0, :, 0]
                 else:
-                    small = rounded(token)
-                    to[at, :, n], scales[at, :, n] = small.data[0, :, 0], small.scale[0, :, 0]
+                    data, scale = rounded(token)
+                    to[at, :, n], scales[at, :, n] = data[0, :, 0], scale[0, :, 0]
 
 
 def _weights(query: Tensor, key: Tensor, floats: Tensor, rules: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

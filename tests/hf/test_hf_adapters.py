@@ -98,7 +98,7 @@ def test_an_int8_cache_is_read_in_place() -> None:
     """The code of these models turns the keys before it multiplies; no tensor is made of them for that."""
     for name in ("GPT-J", "Bloom", "MPT"):
         model = model_of(BY_NAME[name])
-        cache = hf.make_cache(model, "paged", max_length=13, dtype=torch.int8)
+        cache = hf.make_cache(model, "paged", max_length=13, bits=8)
         with mock.patch.object(LazyKeys, "plain", side_effect=AssertionError("the keys were made")):
             ours = fed(model, cache)
         theirs = fed(truth_of(BY_NAME[name]), DynamicCache())

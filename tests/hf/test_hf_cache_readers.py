@@ -18,7 +18,7 @@ from headwise.hf.attention.lazy_tensors import Lazy
 from headwise.hf.models.architectures import CACHE
 from headwise.ops.storage.paged import PAGE
 
-KINDS: tuple[dict[str, Any], ...] = (dict(kind="static"), dict(kind="paged"), dict(kind="static", dtype=torch.int8))
+KINDS: tuple[dict[str, Any], ...] = (dict(kind="static"), dict(kind="paged"), dict(kind="static", bits=8))
 EXACT = KINDS[:2]
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=24, intermediate_size=17, num_hidden_layers=2, num_attention_heads=4,
@@ -52,7 +52,7 @@ def test_generation_that_returns_what_is_held() -> None:
     theirs = greedy(model, arguments, DynamicCache(), return_dict_in_generate=True)
     for how in KINDS:
         ours = greedy(model, arguments, make_cache(model, **how), return_dict_in_generate=True)
-        if "dtype" not in how:
+        if "bits" not in how:
             assert torch.equal(ours.sequences, theirs.sequences)
             for mine, other in zip(ours[CACHE], theirs[CACHE], strict=True):
                 for x, y in zip(mine, other, strict=True):
@@ -75,7 +75,7 @@ def test_keys_and_values_are_read_and_not_replaced() -> None:
         for mine, other in zip(cache.layers, theirs.layers, strict=True):
             assert mine.keys.shape == other.keys.shape and mine.values.shape == other.values.shape
             for ours, exact in ((mine.keys, other.keys), (mine.values, other.values)):
-                assert (ours - exact).abs().max() <= (0.02 if "dtype" in how else 1e-6) * exact.abs().max()
+                assert (ours - exact).abs().max() <= (0.02 if "bits" in how else 1e-6) * exact.abs().max()
         for name in ("keys", "values"):
             with pytest.raises(
                 ValueError, match=re.escape("come by update() and are changed by crop(), reorder_cache()")
@@ -108,7 +108,7 @@ def test_a_model_that_attends_a_cached_image_again() -> None:
     assert not close(theirs[:, 5:], without[:, 5:]), "or the image would prove nothing"
     for how in EXACT:
         assert close(steps(make_cache(model, max_length=20, **how)), theirs)
-    assert (steps(make_cache(model, dtype=torch.int8)) - theirs).abs().max() < 0.1 * theirs.abs().max()
+    assert (steps(make_cache(model, bits=8)) - theirs).abs().max() < 0.1 * theirs.abs().max()
 
 
 def test_values_that_the_model_joins_anew() -> None:
@@ -119,7 +119,7 @@ def test_values_that_the_model_joins_anew() -> None:
     for how in EXACT:
         assert torch.equal(greedy(model, arguments, make_cache(model, **how)), theirs)
     for kind in ("static", "paged"):
-        assert greedy(model, arguments, make_cache(model, kind, dtype=torch.int8)).shape == theirs.shape
+        assert greedy(model, arguments, make_cache(model, kind, bits=8)).shape == theirs.shape
 
 
 @pytest.mark.parametrize("plan", [(6, 1, 1, 1, 3, 1), (PAGE + 9, 1, PAGE + 5, 1, 2)])

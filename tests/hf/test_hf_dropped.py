@@ -33,8 +33,8 @@ def logits(
 
 
 @pytest.mark.parametrize("kind", ["static", "paged"])
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_a_dropped_token_is_a_masked_one(kind: Literal["static", "paged"], dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_dropped_token_is_a_masked_one(kind: Literal["static", "paged"], bits: Literal[8] | None) -> None:
     row = BY_NAME["Llama GQA"]
     model = row.build()
     model.set_attn_implementation("headwise")
@@ -44,9 +44,9 @@ def test_a_dropped_token_is_a_masked_one(kind: Literal["static", "paged"], dtype
     seen = torch.ones(N + 5, N + 5).tril().bool()
     seen[N:, [j for j in range(N) if j not in left.tolist()]] = False
     mask = seen.expand(B, 1, -1, -1)
-    true = logits(model, pieces, mask, make_cache(model, kind, max_length=40, dtype=dtype), None)
+    true = logits(model, pieces, mask, make_cache(model, kind, max_length=40, bits=bits), None)
     real = torch.ones(B, N + 5, dtype=torch.long)
-    cache = make_cache(model, kind, max_length=N, dtype=dtype)  # room for what is left and what comes, no more
+    cache = make_cache(model, kind, max_length=N, bits=bits)  # room for what is left and what comes, no more
     ours = logits(model, pieces, real, cache, left)
     assert cache.get_seq_length() == N + 5 and cache.layers[0].cache.columns == [9] * B
     torch.testing.assert_close(ours, true, rtol=1e-4, atol=1e-5)  # another order of float32 sums, through a model

@@ -93,7 +93,7 @@ def test_the_layers_with_attention_are_headwise_s_and_the_states_transformers_ow
 @HYBRID
 def test_int8_keeps_the_states_as_they_are(row: Row) -> None:
     model = model_of(row, "headwise")
-    plain, small = make_cache(model), make_cache(model, dtype=torch.int8)
+    plain, small = make_cache(model), make_cache(model, bits=8)
     expected, logits = (
         generated(model, cache, "none", max_new_tokens=1, min_new_tokens=1)[1] for cache in (plain, small)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -123,16 +123,16 @@ def test_prompts_in_pieces_longer_than_windows_and_pages(row: Row, side: str) ->
         assert close(fed(model, make_cache(model, kind, max_length=600), plan, side)[real], eager[real])
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_a_windowed_model_holds_its_window_and_no_more(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_windowed_model_holds_its_window_and_no_more(bits: Literal[8] | None) -> None:
     model = model_of(BY_NAME["Mistral window"])
-    cache = make_cache(model, max_length=2000, dtype=dtype)
+    cache = make_cache(model, max_length=2000, bits=bits)
     sizes = []
     for plan in ((5,), (1,) * 20, (300,), (1,) * 10, (700,)):
         fed(model, cache, plan)
         sizes.append(cache.nbytes)
     pages = -(-(WINDOW - 1 + 2 * PAGE - 1) // PAGE)  # the window, what is added at once, and a page's rest
-    token = 2 * (6 * 4 if dtype is None else 6 + 4)  # a key and a value, with their scales
+    token = 2 * (6 * 4 if bits is None else 6 + 4)  # a key and a value, with their scales
     assert sizes == [2 * B * 2 * pages * PAGE * token] * 5  # 2 layers, 2 heads
     assert cache.get_seq_length() == 1035
 
@@ -171,7 +171,7 @@ def test_int8_is_attention_on_the_dequantised_numbers(row: Row) -> None:
     exact = fed(eager, DynamicCache(config=eager.config), plan, "left")
     model, real = model_of(row), padding("left", sum(plan)).bool()
     for kind in KINDS:
-        ours = fed(model, make_cache(model, kind, max_length=20, dtype=torch.int8), plan, "left")
+        ours = fed(model, make_cache(model, kind, max_length=20, bits=8), plan, "left")
         assert close(ours[real], theirs[real])
         assert not close(ours[real], exact[real])
 
@@ -180,7 +180,7 @@ def test_int8_generates_and_takes_less_memory() -> None:
     model = model_of(BY_NAME["Llama GQA"])
     arguments = {"input_ids": token_ids(7)}
     for kind in KINDS:
-        plain, small = make_cache(model, kind, max_length=20), make_cache(model, kind, max_length=20, dtype=torch.int8)
+        plain, small = make_cache(model, kind, max_length=20), make_cache(model, kind, max_length=20, bits=8)
         for cache in (plain, small):
             assert generated(model, arguments, cache, num_beams=2, do_sample=False).shape == (B, 15)
         assert small.nbytes * 24 == plain.nbytes * 10  # 6 numbers of 4 bytes; of 1 byte and a scale
@@ -250,8 +250,9 @@ def test_beams_that_share_their_last_page_need_no_more_pages_than_rows() -> None
 
 def test_a_probe_and_attentions_see_what_is_held() -> None:
     model = model_of(BY_NAME["Qwen2"])
-    for kind, dtype in (("paged", None), ("static", torch.int8)):
-        cache = make_cache(model, kind, max_length=20, dtype=dtype)
+    forms: tuple[tuple[Any, Any], ...] = (("paged", None), ("static", 8))
+    for kind, bits in forms:
+        cache = make_cache(model, kind, max_length=20, bits=bits)
         fed(model, cache, (6,))
         with probe(model) as seen, torch.no_grad():
             out = model(token_ids(6)[:, :1], **{CACHE: cache}, output_attentions=True)
@@ -261,22 +262,22 @@ def test_a_probe_and_attentions_see_what_is_held() -> None:
             assert (weights.sum(-1) - 1).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_autocast_and_inference_mode_do_not_stop_it_nor_gradients_that_are_kept(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("bits", [None, 8])
+def test_autocast_and_inference_mode_do_not_stop_it_nor_gradients_that_are_kept(bits: Literal[8] | None) -> None:
     model, ids = model_of(BY_NAME["Qwen2"]), token_ids(9)
     for kind in KINDS:
         with torch.inference_mode():
-            plain = model(ids, **{CACHE: make_cache(model, kind, max_length=20, dtype=dtype)}).logits
-        cache = make_cache(model, kind, max_length=20, dtype=dtype)
+            plain = model(ids, **{CACHE: make_cache(model, kind, max_length=20, bits=bits)}).logits
+        cache = make_cache(model, kind, max_length=20, bits=bits)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             for piece in ids.split([5, 4], 1):
                 half = model(piece, **{CACHE: cache}).logits
         assert (half - plain[:, 5:]).abs().max() < 0.1 * plain.abs().max()  # bfloat16: 2 ** -8, through two layers
-        cache = make_cache(model, kind, max_length=20, dtype=dtype)
-        if dtype is None:
+        cache = make_cache(model, kind, max_length=20, bits=bits)
+        if bits is None:
             assert close(model(ids, **{CACHE: cache}).logits, plain)
             continue
-        with pytest.raises(ValueError, match=r"int8 keys .* carry no gradient; .* within torch\.no_grad\(\)"):
+        with pytest.raises(ValueError, match=r"quantised keys .* carry no gradient; .* within torch\.no_grad\(\)"):
             model(ids, **{CACHE: cache})
 
 
@@ -300,16 +301,17 @@ def test_a_prompt_in_inference_mode_and_steps_outside_of_it(name: str) -> None:
 @pytest.mark.unchecked
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     llama, windowed = model_of(BY_NAME["Llama GQA"], "eager"), model_of(BY_NAME["Mistral window"], "eager")
-    t5 = model_of(BY_NAME["T5"])
+    t5, qwen = model_of(BY_NAME["T5"]), model_of(BY_NAME["Qwen2"])
     mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1))
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "got Linear", lambda: make_cache(torch.nn.Linear(1, 1))),  # type: ignore[arg-type]
         (ValueError, 'kind is "static" or "paged"; got \'dynamic\'', lambda: make_cache(llama, "dynamic")),  # type: ignore[arg-type]
-        (ValueError, "got torch.float16", lambda: make_cache(llama, dtype=torch.float16)),
+        (ValueError, "bits is 8, 4 or 3.* got 16", lambda: make_cache(llama, bits=16)),  # type: ignore[arg-type]
+        (ValueError, "multiple of 8; got head_dim = 6", lambda: fed(qwen, make_cache(qwen, max_length=9, bits=4), (3,))),
         (ValueError, "at least 1; got 0", lambda: make_cache(llama, max_length=0)),
         (ValueError, "T5.*give make_cache a max_length", lambda: make_cache(t5)),
         (ModelError, r"pages.*'eager'.*set_attn_implementation\(\"headwise\"\)", lambda: make_cache(llama, "paged")),
-        (ModelError, "int8.*set_attn_implementation", lambda: make_cache(llama, dtype=torch.int8)),
+        (ModelError, "codes of 8 bits.*set_attn_implementation", lambda: make_cache(llama, bits=8)),
         (ModelError, "sliding window.*set_attn_implementation", lambda: make_cache(windowed)),
         (ModelError, "Mamba.*layer 0 keeps a LinearAttentionLayer.*DynamicCache", lambda: make_cache(mamba)),
     ]

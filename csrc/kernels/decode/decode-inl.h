@@ -12,7 +12,7 @@ namespace HW_ISA {
 static inline void prefetch_first(const Call& p, int64_t b, int64_t kv_head, int64_t from, int64_t to) {
   for (int64_t j = from; j < to; ++j) {
     const auto* row = reinterpret_cast<const int8_t*>(at(p.key, b, kv_head, j));
-    for (int64_t d = 0; d < p.D; d += kBytes) prefetch_here(row + d);
+    for (int64_t d = 0; d < row_elements(p.key.dtype, p.D); d += kBytes) prefetch_here(row + d);
   }
 }
 

@@ -104,17 +104,18 @@ static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_
 // copy.
 static inline KeyRows decode_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                   const BadKeys& bad, char* copy, int64_t step) {
-  const bool drops = bad.any && x.dtype != Dtype::i8;
+  const bool drops = bad.any && !is_code(x.dtype), packed = row_elements(x.dtype, 8) != 8;
   const bool masked_loads = x.dtype == Dtype::i8 && step > 2 * W;  // `load_bytes` reads no element behind the row
-  if (x.stride[3] == 1 && (width % step == 0 || masked_loads) && !drops) return {at(x, b, kv_head, j0), x.stride[2]};
+  if (x.stride[3] == 1 && (width % step == 0 || masked_loads) && !drops && !packed)
+    return {at(x, b, kv_head, j0), x.stride[2]};
   const int64_t padded = round_up(width, step);
   for (int j = 0; j < n; ++j) {
     const char* row = at(x, b, kv_head, j0 + j);
     const int64_t copied = drops && bad.is[j] ? 0 : width;
     if (x.dtype == Dtype::f32) {
       copy_floats(reinterpret_cast<float*>(copy) + j * padded, row, x.dtype, x.stride[3], copied, padded);
-    } else if (x.dtype == Dtype::i8) {
-      copy_bytes(reinterpret_cast<int8_t*>(copy) + j * padded, row, x.stride[3], copied, padded);
+    } else if (is_code(x.dtype)) {
+      copy_codes(reinterpret_cast<int8_t*>(copy) + j * padded, row, x, copied, padded);
     } else {
       copy_halves(reinterpret_cast<uint16_t*>(copy) + j * padded, row, x.stride[3], copied, padded);
     }
@@ -122,11 +123,11 @@ static inline KeyRows decode_rows(const Tensor4& x, int64_t b, int64_t kv_head, 
   return {copy, padded};
 }
 
-// `width`: of a row, in bytes.
+// `width`: of a row of codes.
 template <class Read>
 static inline NextRows next_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t width) {
   const auto* rows = reinterpret_cast<const int8_t*>(at(x, b, kv_head, j));
-  return {offset(rows, lead<Read>(x.stride[2], width)), x.stride[2]};
+  return {offset(rows, lead<Read>(x.stride[2], row_elements(x.dtype, width))), x.stride[2]};
 }
 
 // Q K^T of R rows in integer arithmetic, times the keys' scales. Prefetches the rows of `next`.

@@ -35,7 +35,7 @@ struct PrefetchRows {
 
   PrefetchRows() = default;
   PrefetchRows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t elements)
-      : row(at(x, b, kv_head, j)), pitch(x.stride[2] * Size), width(elements * Size) {}
+      : row(at(x, b, kv_head, j)), pitch(x.stride[2] * Size), width(row_elements(x.dtype, elements) * Size) {}
 };
 
 // Prefetches the tiles of keys and values that are read next, a few lines with each few products.

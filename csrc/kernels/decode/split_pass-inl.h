@@ -142,12 +142,12 @@ class SplitPass {
     const int64_t width = values ? p.V : p.D, padded = round_up(width, kColumns);
     const bool drops = careful_ && bad_[t % 3].any && !p.bytes();
     TileRows rows = {at(x, b_, kv_head_, tile.j0), x.stride[2] * kSize, tile.n, nullptr, 0};
-    if (x.stride[3] != 1 || width < kColumns || drops) {
+    if (x.stride[3] != 1 || width < kColumns || drops || row_elements(x.dtype, 8) != 8) {
       for (int j = 0; j < tile.n; ++j) {
         const char* row = at(x, b_, kv_head_, tile.j0 + j);
         const int64_t copied = drops && bad_[t % 3].is[j] ? 0 : width;
         if constexpr (Shape::kBytes) {
-          copy_bytes(reinterpret_cast<int8_t*>(s_.copy) + j * padded, row, x.stride[3], copied, padded);
+          copy_codes(reinterpret_cast<int8_t*>(s_.copy) + j * padded, row, x, copied, padded);
         } else {
           copy_halves(reinterpret_cast<uint16_t*>(s_.copy) + j * padded, row, x.stride[3], copied, padded);
         }

@@ -1,5 +1,6 @@
-// Int8 keys and values. An element is data * scale, with one scale for each token and head. The scale of a key
-// multiplies its scores and that of a value its weights, so that an element costs one byte of memory traffic.
+// Keys and values of int8, or of packed codes that are unpacked to int8. An element is data * scale, with one scale for
+// each token and head. The scale of a key multiplies its scores and that of a value its weights, so that an element
+// costs one byte of memory traffic, or half of a byte.
 #pragma once
 
 #include "simd/numeric-inl.h"
@@ -23,10 +24,12 @@ static inline bool token_is_finite(const Tensor4& data, const Tensor4& scale, in
                                    int64_t width) {
   const float factor = scale_at(scale, b, kv_head, j);
   if (is_safe_scale(factor)) return true;
-  const auto* row = reinterpret_cast<const int8_t*>(at(data, b, kv_head, j));
+  const char* row = at(data, b, kv_head, j);
   int peak = 0;
   for (int64_t i = 0; i < width; ++i) {
-    const int x = row[i * data.stride[3]], size = x < 0 ? -x : x;
+    const int x = data.dtype == Dtype::i8 ? reinterpret_cast<const int8_t*>(row)[i * data.stride[3]]
+                                          : packed_level(row, data.dtype, width, i);
+    const int size = x < 0 ? -x : x;
     peak = size > peak ? size : peak;
   }
   return is_number(static_cast<float>(peak) * factor);
@@ -62,6 +65,13 @@ static inline void copy_bytes(int8_t* out, const char* row, int64_t stride, int6
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int8_t>(row[i * stride]);
   }
   memset(out + n, 0, static_cast<size_t>(padded - n));
+}
+
+// A row of x, which has n codes, as int8, then zeros up to `padded`.
+static inline void copy_codes(int8_t* out, const char* row, const Tensor4& x, int64_t n, int64_t padded) {
+  if (x.dtype == Dtype::i8) return copy_bytes(out, row, x.stride[3], n, padded);
+  unpack(out, row, x.dtype, n);
+  if (padded > n) memset(out + n, 0, static_cast<size_t>(padded - n));
 }
 
 // The scales of n keys, contiguous and padded with zeros to whole vectors; 0 for `bad` keys.

@@ -17,10 +17,10 @@ constexpr bool kScaled = false;  // keys and values have scales, which the conve
 template <>
 constexpr bool kScaled<Int8AsBfloat16> = true;
 
-// Returns a row of n bytes that can be read up to `padded`: in place, or copied to `spare` with zeros behind it.
-HW_INLINE const int8_t* padded_bytes(const char* row, int64_t stride, int64_t n, int64_t padded, char* spare) {
-  if (stride == 1 && n == padded) return reinterpret_cast<const int8_t*>(row);
-  copy_bytes(reinterpret_cast<int8_t*>(spare), row, stride, n, padded);
+// Returns a row of n codes that can be read up to `padded`: in place, or copied to `spare` with zeros behind it.
+HW_INLINE const int8_t* padded_bytes(const char* row, const Tensor4& x, int64_t n, int64_t padded, char* spare) {
+  if (x.dtype == Dtype::i8 && x.stride[3] == 1 && n == padded) return reinterpret_cast<const int8_t*>(row);
+  copy_codes(reinterpret_cast<int8_t*>(spare), row, x, n, padded);
   return reinterpret_cast<const int8_t*>(spare);
 }
 
@@ -29,7 +29,7 @@ static inline int64_t bytes_to_rows(const Tensor4& x, int64_t b, int64_t kv_head
                                     uint16_t* copy, char* spare) {
   const int64_t padded = round_up(width, W);
   for (int j = 0; j < n; ++j) {
-    const int8_t* row = padded_bytes(at(x, b, kv_head, j0 + j), x.stride[3], width, padded, spare);
+    const int8_t* row = padded_bytes(at(x, b, kv_head, j0 + j), x, width, padded, spare);
     for (int64_t d = 0; d < padded; d += W) store_bf16_fast(copy + j * padded + d, load_i8(row + d));
   }
   return padded;
@@ -39,14 +39,12 @@ static inline int64_t bytes_to_rows(const Tensor4& x, int64_t b, int64_t kv_head
 static inline void bytes_to_columns(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                     int64_t pitch, uint16_t* copy, char* spare) {
   const int64_t padded = round_up(width, W);
-  int8_t bytes[kTileStep];
   columns_of_keys(n, width, pitch, copy, [&](int j, int place) -> const uint16_t* {
     uint16_t* to = reinterpret_cast<uint16_t*>(spare) + place * padded;
-    const int8_t* row = reinterpret_cast<const int8_t*>(at(x, b, kv_head, j0 + j));
-    for (int64_t d = 0; d < padded; d += W) {
-      for (int64_t i = 0; i < W; ++i) bytes[i] = d + i < width ? row[(d + i) * x.stride[3]] : int8_t{0};
-      store_bf16_fast(to + d, load_i8(x.stride[3] == 1 && d + W <= width ? row + d : bytes));
-    }
+    // A copy of the codes is in the second half of the row, so that a step overwrites only codes that have been read.
+    char* codes = reinterpret_cast<char*>(to) + padded;
+    const int8_t* row = padded_bytes(at(x, b, kv_head, j0 + j), x, width, padded, codes);
+    for (int64_t d = 0; d < padded; d += W) store_bf16_fast(to + d, load_i8(row + d));
     return to;
   });
 }
@@ -57,9 +55,9 @@ static inline void bytes_to_pairs(const Tensor4& x, int64_t b, int64_t kv_head, 
   const int64_t padded = round_up(width, W);
   for (int j = 0; j < n; j += 2) {
     const bool both = j + 1 < n;
-    const int8_t* even = padded_bytes(at(x, b, kv_head, j0 + j), x.stride[3], width, padded, spare);
+    const int8_t* even = padded_bytes(at(x, b, kv_head, j0 + j), x, width, padded, spare);
     const char* next = at(x, b, kv_head, j0 + j + (both ? 1 : 0));
-    const int8_t* odd = padded_bytes(next, x.stride[3], width, padded, spare + padded);
+    const int8_t* odd = padded_bytes(next, x, width, padded, spare + padded);
     uint32_t* to = copy + j / 2 * pitch;
     for (int64_t d = 0; d < padded; d += W) store_pairs(to + d, load_i8(even + d), both ? load_i8(odd + d) : zero());
   }

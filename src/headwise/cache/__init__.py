@@ -1,6 +1,6 @@
 """Key-value caches: keys and values of earlier tokens, and attention to them in their stored form."""
 
-from ..ops.storage.int8 import Quantized
+from ..ops.storage.quantized import Quantized
 from .base import KVCache
 from .page_pool import PagePool
 from .paged import PagedCache

@@ -17,8 +17,8 @@ from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
 from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, decode_step, runs_plain
 from ..ops.options import ScoreOptions
-from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
+from ..ops.storage.quantized import Quantized
 from ..shapes import default_scale
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
@@ -53,7 +53,8 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
         num_kv_heads: K.
         head_dim: D of a key.
         value_dim: V of a value.
-        dtype: of the stored numbers; torch.int8 has a float32 scale for each token and head in addition.
+        dtype: of the stored numbers; torch.int8, int4 and int3 have a float32 scale for each token and head in
+            addition.
         shared: the values are the first V columns of the keys (MLA's latent); `append` takes no values then.
         causal: queries attend no later key. False for cross-attention.
         lengths: the number of tokens that were appended to each row.

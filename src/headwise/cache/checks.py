@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.storage.packed import BITS
 from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
-from .quantize import check_learns_nothing
+from .quantize import check_bits, check_learns_nothing
 
 NO_GRADIENT_IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
 
@@ -28,8 +29,15 @@ def check_cache_sizes(
     """Check that sizes are positive integers, and the dtype is supported."""
     check_counts(1, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim, **sizes)
     check_flags(shared=shared, causal=causal)
-    check_dtype(dtype, (*DTYPES, torch.int8))
+    check_dtype(dtype, (*DTYPES, *BITS))
     check_device(device)
+    if 0 < BITS.get(dtype, 0) < 8:
+        check_bits(BITS[dtype], head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim)
+        if shared:
+            raise ValueError(
+                f"shared values are columns of the keys, and {dtype} rotates keys as a whole; use torch.int8 or a "
+                "float dtype"
+            )
     if shared and value_dim is not None and value_dim > head_dim:
         raise ValueError(f"shared values are columns of the keys: value_dim <= head_dim; got {value_dim} > {head_dim}")
 
@@ -70,7 +78,7 @@ def check_append(
                 f"this cache takes {name} (B, K, T, {'D' if name == 'key' else 'V'}) = ({B}, {K}, T, {width}); got "
                 f"{tuple(x.shape)}"
             )
-        if x.dtype not in (DTYPES if cache.dtype == torch.int8 else (cache.dtype,)):
+        if x.dtype not in (DTYPES if cache.dtype in BITS else (cache.dtype,)):
             raise TypeError(
                 f"this cache stores {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
                 "dtype"
@@ -79,7 +87,7 @@ def check_append(
             raise ValueError(
                 f"this cache is on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
             )
-        if cache.dtype == torch.int8:
+        if cache.dtype in BITS:
             check_learns_nothing(f"a {name}", x, NO_GRADIENT_IN_INT8)
     if not isinstance(side, str) or side not in ("right", "left"):
         raise ValueError(f'side is "right" or "left", the side of the padding; got {shown(side)}')

@@ -25,7 +25,8 @@ class PagePool(Saved):
         head_dim: D of a key.
         value_dim: V of a value; D by default.
         page_size: tokens of a page, a multiple of 128 (default), which is the tile size of the native kernel.
-        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale for each token and head.
+        dtype: float32 (default), bfloat16, float16, float64; or torch.int8, int4 or int3,
+            with a scale for each token and head.
         shared: values are the first V columns of the keys (MLA's latent).
         device: of the pages.
 

@@ -1,4 +1,4 @@
-"""Quantization of keys and values to int8, and measurement of its error."""
+"""Quantization of keys and values to 8, 4 or 3 bits, and measurement of its error."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from torch import Tensor
 
 from ..ops.attention import attention
 from ..ops.masks.mask import Mask
-from ..ops.storage.int8 import Quantized
+from ..ops.storage.packed import BITS, encoded
+from ..ops.storage.quantized import Quantized
 from ..shapes import DTYPES, check_attention, describe
-from ..shapes.arguments import check_dense
+from ..shapes.arguments import check_dense, shown
 
 MOST = 127  # symmetric: -128 is not used
 
 
-def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
-    """Quantize keys or values to int8, with a scale for each token and head: a quarter of float32's memory.
+def quantize(x: Float[Tensor, "B K S D"], bits: int = 8) -> Quantized:
+    """Quantize keys or values to 8, 4 or 3 bits, with a scale for each token and head.
 
-    This is half of bfloat16's memory. An element is `data * scale` with scale = max |x| / 127 of its token and head,
-    rounded to nearest, ties to even. So the error is at most half a scale. Tokens may differ in magnitude, because each
-    token has its own scale.
+    With 8 bits, an element is `data * scale` with scale = max |x| / 127 of its token and head, rounded to nearest, ties
+    to even. So the error is at most half a scale. With 4 and 3 bits, a token is rotated before it is rounded, which
+    spreads a large channel over all others (`headwise.ops.storage.packed`). Tokens may differ in magnitude, because
+    each token has its own scale.
 
     Args:
         x: (B, K, S, D), any float dtype and strides.
+        bits: 8, 4 or 3. For 4 and 3, D is a multiple of 8.
 
     Returns:
         `Quantized` on x's device, contiguous. A token of zeros has the scale 0. A token with a NaN or Inf (or a float64
@@ -33,7 +36,8 @@ def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
 
     Raises:
         TypeError: x is not a tensor.
-        ValueError: x is not a float tensor of four axes, or requires grad while gradients are recorded: int8 has none.
+        ValueError: x is not a float tensor of four axes, or requires grad while gradients are recorded: codes have
+            none. Or the bits are others, or D does not fit them.
 
     >>> k = torch.tensor([[[[1.0, -0.5, 0.25], [0.0, 0.0, 0.0]]]])
     >>> quantize(k).data
@@ -52,29 +56,43 @@ def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
         raise ValueError(f"{rule} as a float tensor; got {describe(x)}; split heads with .unflatten(-1, (K, D))")
     if x.shape[3] == 0:
         raise ValueError(f"{rule}, and D is at least 1; got {describe(x)}")
+    check_bits(bits, D=x.shape[3])
     check_learns_nothing("x", x, "wrap the call in torch.no_grad(), or pass x.detach()")
-    return rounded(x)
+    with torch.no_grad():
+        return Quantized(*(rounded(x) if bits == 8 else encoded(x, bits)), bits)
+
+
+def check_bits(bits: int, **widths: int) -> None:
+    """Raise ValueError if codes have another number of bits, or rows of a width that is not whole bytes."""
+    if isinstance(bits, bool) or bits not in BITS.values():
+        raise ValueError(f"keys and values are quantised to 8, 4 or 3 bits; got {shown(bits)}")
+    for name, width in widths.items():
+        if bits < 8 and width % 8:
+            raise ValueError(
+                f"rows of {bits}-bit codes are packed into bytes, so {name} is a multiple of 8; got {name} = {width}; "
+                "use int8"
+            )
 
 
 def check_learns_nothing(name: str, x: Tensor, way: str) -> None:
-    """Raise ValueError if a tensor that becomes int8 requires a gradient: rounding would lose it silently."""
+    """Raise ValueError if a tensor to be quantised requires a gradient: rounding would lose it silently."""
     if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(f"int8 keys and values carry no gradient; got {name} that requires grad; {way}")
+        raise ValueError(f"quantised keys and values carry no gradient; got {name} that requires grad; {way}")
 
 
-def rounded(x: Tensor) -> Quantized:
-    """Compute `quantize` without its checks."""
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 data (..., n) and the scales (...) of tokens (..., n)."""
     with torch.no_grad():
         x = x.float()
         scale = x.abs().amax(-1) / MOST
         unit = torch.where(scale > 0, scale, 1.0)
         data = (x / unit[..., None]).round().nan_to_num(0.0).clamp(-MOST, MOST).to(torch.int8)
-        return Quantized(data.contiguous(), torch.where(scale.isfinite(), scale, torch.nan).contiguous())
+        return data.contiguous(), torch.where(scale.isfinite(), scale, torch.nan).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizationError:
-    """The error of int8 keys and values for each head; `str()` gives a summary.
+    """The error of quantised keys and values for each head; `str()` gives a summary.
 
     Attributes:
         key_rms: (K,) root of the mean square of the difference between dequantised and original keys.
@@ -116,8 +134,9 @@ def quantization_error(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
+    bits: int = 8,
 ) -> QuantizationError:
-    """Measure the error of keeping these keys and values in int8 for these queries.
+    """Measure the error of keeping these keys and values in 8, 4 or 3 bits for these queries.
 
     Both outputs are computed in float32, so that the result is the error of `quantize` alone. This needs the memory of
     float32 copies of key and value; some hundred queries are enough.
@@ -130,6 +149,7 @@ def quantization_error(
         scale: as in `headwise.attention`.
         softcap: as in `headwise.attention`.
         sinks: as in `headwise.attention`.
+        bits: 8, 4 or 3.
 
     Raises the same errors as `headwise.attention`.
 
@@ -144,7 +164,7 @@ def quantization_error(
     check_attention(query, key, value)
     with torch.no_grad():
         q, k, v = query.float(), key.float(), value.float()
-        k8, v8 = quantize(k).dequantize(), quantize(v).dequantize()
+        k8, v8 = quantize(k, bits).dequantize(), quantize(v, bits).dequantize()
         exact = attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
         ours = attention(q, k8, v8, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
         (key_rms, key_largest), (value_rms, value_largest) = _off(k8 - k), _off(v8 - v)

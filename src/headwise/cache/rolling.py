@@ -36,7 +36,8 @@ class RollingCache(PagedCache):
         window: the number of keys that a query attends, including its own.
         first: the number of tokens at the beginning that stay visible.
         chunk: the most tokens of one append; a longer prompt is appended in chunks.
-        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale for each token and head.
+        dtype: float32 (default), bfloat16, float16, float64; or torch.int8, int4 or int3,
+            with a scale for each token and head.
         shared: values are the first V columns of the keys (MLA's latent).
         device: of its pages.
 

@@ -14,6 +14,7 @@ from ..ops.masks.mask import Mask
 from ..ops.native.append import AppendSpan
 from ..ops.native.decode_step import CacheStep
 from ..ops.storage.layout import in_one_piece
+from ..ops.storage.packed import BITS
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
 from .huge_pages import HUGE
@@ -31,7 +32,8 @@ class StaticCache(KVCache):
         head_dim: D of a key.
         value_dim: V of a value; D by default.
         capacity: the number of tokens for which a row has room.
-        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale for each token and head.
+        dtype: float32 (default), bfloat16, float16, float64; or torch.int8, int4 or int3,
+            with a scale for each token and head.
         shared: values are the first V columns of the keys (MLA's latent).
         causal: False for cross-attention, whose keys and values are appended once.
         device: of its tensors.
@@ -89,7 +91,7 @@ class StaticCache(KVCache):
     @property
     @override
     def keys(self) -> Tensor:
-        """Keys (B, K, S, D) up to the longest row's end: a view, or for int8 a copy in the dtype of the last tokens."""
+        """Keys (B, K, S, D) up to the longest row's end: a view; of codes a copy in the dtype of the last tokens."""
         return in_one_piece(self.view()[0], self._input_dtype)
 
     @override
@@ -97,7 +99,7 @@ class StaticCache(KVCache):
         saved = self._is_saved
         result = super()._attend(query, mask, options)
         out = result[0] if isinstance(result, tuple) else result
-        self._is_saved = saved or (out.requires_grad and self.dtype != torch.int8)  # int8 is dequantised to a copy
+        self._is_saved = saved or (out.requires_grad and self.dtype not in BITS)  # codes are dequantised to a copy
         return result
 
     def _spare_saved(self) -> None:

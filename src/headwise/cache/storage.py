@@ -1,4 +1,4 @@
-"""The tensors of a cache: numbers in the model's dtype, or int8 with a scale for each token and head."""
+"""The tensors of a cache: numbers in the model's dtype, or codes with a scale for each token and head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..ops.native.append import AppendSpan, append_int8
 from ..ops.native.decode_step import CacheStep
-from ..ops.storage.int8 import Quantized
+from ..ops.storage.packed import BITS, encoded, packed_width
+from ..ops.storage.quantized import Quantized
 from ..ops.triton.appending import append_on_device
 from .huge_pages import on_huge_pages, reserve
 from .quantize import rounded
@@ -19,9 +20,10 @@ from .saved import Saved
 
 
 class Store(Saved):
-    """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) for int8.
+    """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) if they are quantised.
 
-    If `shared` is True, the values are the first V columns of the keys, as in MLA.
+    Codes of 4 and 3 bits are packed, so that a row has D * bits / 8 bytes. If `shared` is True, the values are the
+    first V columns of the keys, as in MLA.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class Store(Saved):
         shared: bool,
         device: torch.device | str | None,
     ) -> None:
-        self.value_dim, self.shared = value_dim, shared
+        self.value_dim, self.shared, self.bits = value_dim, shared, BITS.get(dtype, 0)
+        if 0 < self.bits < 8:
+            dtype, head_dim, value_dim = torch.uint8, *(packed_width(n, self.bits) for n in (head_dim, value_dim))
         self.key = reserve((*size, head_dim), dtype, device)
         self.value = None if shared else reserve((*size, value_dim), dtype, device)
         self.key_scale = self.value_scale = None
-        if dtype == torch.int8:
+        if self.bits:
             self.key_scale = reserve(size, torch.float32, device)
             self.value_scale = None if shared else reserve(size, torch.float32, device)
 
@@ -51,12 +55,14 @@ class Store(Saved):
 
     def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[AppendSpan]) -> bool:
         """Write spans of (B, K, T, n) to an int8 store in one native call; if it returns False, use `put`."""
-        if self.key_scale is None:
+        if self.bits != 8:
             return False
         return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
 
     def append(self, key: Tensor, value: Tensor | None, **places: Any) -> bool:
         """Write tokens (B, K, T, n) in one kernel launch on a GPU; if it returns False, use `put`."""
+        if 0 < self.bits < 8:
+            return False
         storage = (self.key, self.value, self.key_scale, self.value_scale)
         return append_on_device(key, value, storage, **places)
 
@@ -78,8 +84,7 @@ class Store(Saved):
             if scales is None:
                 to[where] = x
             else:
-                small = rounded(x.reshape(1, 1, -1, x.shape[-1]))
-                to[where], scales[where] = small.data.view(x.shape), small.scale.view(x.shape[:-1])
+                to[where], scales[where] = rounded(x) if self.bits == 8 else encoded(x, self.bits)
 
     def compact(self, index: Tensor) -> None:
         """Move the tokens at `index` (N, K|1, n) of each entry to its front."""
@@ -136,8 +141,8 @@ class Store(Saved):
         value: Any = key[..., : self.value_dim] if self.value is None else self.value[:, :, part]
         if self.key_scale is not None:
             scale = self.key_scale[:, :, part]
-            key = Quantized(key, scale)
-            value = Quantized(value, scale if self.value_scale is None else self.value_scale[:, :, part])
+            key = Quantized(key, scale, self.bits)
+            value = Quantized(value, scale if self.value_scale is None else self.value_scale[:, :, part], self.bits)
         return key, value
 
 

@@ -19,9 +19,9 @@ from .native import backend as native
 from .options import AttentionKeywords, ScoreOptions
 from .reference import reference
 from .sharding.dtensor_attention import any_dtensor, attend_parts
-from .storage.int8 import Quantized
 from .storage.layout import Cache, StorageLayout, parts_of
 from .storage.paged import Paged
+from .storage.quantized import Quantized
 from .torch_keywords import refuse_others
 from .triton import triton_backend as triton
 
@@ -391,7 +391,6 @@ def _checked(
         check_attention(query, key, value)
     check_flags(return_lse=return_lse)
     rest = (mask, scale, softcap, sinks, dropout, gate)
-    options = ScoreOptions.checked(query, sized, *rest, value_dim=value.shape[3]).trimmed(
-        query.shape[2], sized.shape[2]
-    )
+    value_dim = value.shape[3] if layout is None else layout.width(value)
+    options = ScoreOptions.checked(query, sized, *rest, value_dim=value_dim).trimmed(query.shape[2], sized.shape[2])
     return Call(query, key, value, options, return_lse, layout)

@@ -110,16 +110,22 @@ def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:
     return got if value is None else f"{got}, value {describe(value)}"
 
 
-def check_int8(name: str, data: Tensor, scale: Tensor) -> None:
-    """Check the tensors of quantised keys or values: int8 (B, K, S, D) and float32 (B, K, S) on one device."""
-    rule = f"a quantised {name} is data, int8 (B, K, S, D), and scale, float32 (B, K, S)"
+def check_quantized(name: str, data: Tensor, scale: Tensor, bits: int = 8) -> None:
+    """Check the tensors of quantised keys or values: int8 (B, K, S, D) and float32 (B, K, S) on one device.
+
+    With 4 or 3 bits, the data is uint8 with rows of D * bits / 8 bytes.
+    """
+    if bits not in (8, 4, 3):
+        raise ValueError(f"a quantised {name} has 8, 4 or 3 bits; got {bits!r}")
+    form = "int8 (B, K, S, D)" if bits == 8 else f"uint8 (B, K, S, D * {bits} / 8)"
+    rule = f"a quantised {name} is data, {form}, and scale, float32 (B, K, S)"
     for part, tensor in (("data", data), ("scale", scale)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{rule}; {part} is {type(tensor).__name__}")
         check_dense(f"{part} of the quantised {name}", tensor)
-    if data.dtype != torch.int8 or scale.dtype != torch.float32:
+    if data.dtype != (torch.int8 if bits == 8 else torch.uint8) or scale.dtype != torch.float32:
         raise ValueError(f"{rule}; {_parts(data, scale)}; headwise.cache.quantize makes both from floats")
-    if data.ndim != 4 or scale.shape != data.shape[:3]:
+    if data.ndim != 4 or scale.shape != data.shape[:3] or (bits < 8 and data.shape[3] % bits):
         raise ValueError(f"{rule}: one scale for every token and head; {_parts(data, scale)}")
     if scale.device != data.device:
         raise ValueError(f"{rule} on one device; {_parts(data, scale)}; move with .to(device)")

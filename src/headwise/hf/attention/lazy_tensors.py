@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...ops.storage.int8 import Quantized
 from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import Paged
+from ...ops.storage.quantized import Quantized
 
 _AUTOCAST = reduce(
     or_,

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from typing_extensions import override
 
 from ...nn.hooks.unwrap import unwrap
+from ...ops.storage.packed import BITS
 from ..errors import ModelError
 from ..models.architectures import CACHE
 from ..models.support import NAME, caches_memory, require_interface, title
@@ -61,7 +62,7 @@ def make_cache(
     kind: Literal["static", "paged"] = "static",
     *,
     max_length: int | None = None,
-    dtype: torch.dtype | None = None,
+    bits: Literal[8, 4, 3] | None = None,
 ) -> HeadwiseCache | HeadwiseEncoderDecoderCache:
     """Make a `transformers.Cache` of headwise, for `model.generate(..., cache=cache)` or any forward pass.
 
@@ -71,7 +72,7 @@ def make_cache(
     never stores more than its window, for texts of any length. In a hybrid model, the layers with attention are
     stored by headwise, and the states of recurrent layers and convolutions by transformers, in the same cache. Memory
     is reserved at the first token, for the batch, heads and sizes of the tokens. One cache serves one text or batch
-    of texts; `cache.reset()` prepares it for another. It is for inference: int8 has no gradient for keys and values,
+    of texts; `cache.reset()` prepares it for another. It is for inference: codes have no gradient for keys and values,
     and a static cache cannot be differentiated over more than one update.
 
     Args:
@@ -79,24 +80,25 @@ def make_cache(
         kind: `"static"` reserves `max_length` tokens for each row. `"paged"` uses pages of 128 tokens, which rows
             share while their tokens are equal, so that beam search copies at most one page instead of all tokens.
         max_length: tokens of a row, including the prompt; by default the most that the config allows.
-        dtype: None for the model's own, or `torch.int8` with a scale for each token and head.
+        bits: None for keys and values in the model's dtype; 8, 4 or 3 for codes of so many bits with a scale for each
+            token and head. 4 and 3 take head dims that are multiples of 8.
 
     Returns:
         A Cache with `nbytes`. Keys and values of a `"static"` cache in the model's dtype are plain tensors, for any
-        attention implementation; only `attn_implementation="headwise"` reads pages, windows and int8.
+        attention implementation; only `attn_implementation="headwise"` reads pages, windows and codes.
 
     Raises:
         ModelError: the model has layers of another kind (sparse indices, compressed keys) or a cache class of its own,
             or the cache needs headwise's attention and the model does not run it.
         TypeError: model is not a PreTrainedModel.
-        ValueError: an unknown kind or dtype, or no max_length where the config names none.
+        ValueError: an unknown kind or number of bits, or no max_length where the config names none.
 
     Example:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=11)
         >>> model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="headwise")
-        >>> cache = make_cache(model, "paged", dtype=torch.int8)
+        >>> cache = make_cache(model, "paged", bits=8)
         >>> out = model.generate(torch.tensor([[3, 4, 5]]), cache=cache, max_new_tokens=7, min_new_tokens=7)
         >>> out.shape, cache.get_seq_length(), cache.nbytes    # the last token was not needed again
         (torch.Size([1, 10]), 9, 20480)
@@ -106,17 +108,16 @@ def make_cache(
         raise TypeError(f"make_cache takes a transformers PreTrainedModel; got {type(model).__name__}")
     if kind not in KINDS:
         raise ValueError(f'kind is "static" or "paged"; got {kind!r}')
-    if dtype not in (None, torch.int8):
-        raise ValueError(
-            f"dtype is torch.int8, or None for that of the keys the model makes; got {dtype}; load the model in the "
-            "dtype it is to run in"
-        )
+    dtypes = {None: None, **{number: dtype for dtype, number in BITS.items()}}
+    if isinstance(bits, bool) or bits not in dtypes:
+        raise ValueError(f"bits is 8, 4 or 3, or None for the dtype of the keys that the model makes; got {bits!r}")
+    dtype = dtypes[bits]
     theirs = DynamicCache(config=model.config).layers
     _require_kept(model, theirs)
     length = _max_length(model, max_length)
     layers = [_layer(layer, kind, length, dtype) for layer in theirs]
     if kind != "static" or dtype is not None or any(isinstance(layer, SlidingLayer) for layer in layers):
-        _require_headwise(model, kind, dtype)
+        _require_headwise(model, kind, bits)
     cache = HeadwiseCache(layers=layers)
     if not (model.config.is_encoder_decoder or caches_memory(model)):
         return cache
@@ -175,9 +176,9 @@ def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
     return max_length
 
 
-def _require_headwise(model: PreTrainedModel, kind: str, dtype: torch.dtype | None) -> None:
+def _require_headwise(model: PreTrainedModel, kind: str, bits: int | None) -> None:
     config = model.config.get_text_config(decoder=True)
-    what = "int8" if dtype is not None else "pages" if kind == "paged" else "a sliding window's pages"
+    what = f"codes of {bits} bits" if bits is not None else "pages" if kind == "paged" else "a sliding window's pages"
     decoder = model.get_decoder()  # a text model on the interface may be a part of a model that is not
     require_interface(type(decoder if isinstance(decoder, PreTrainedModel) else model), config.model_type)
     if config._attn_implementation != NAME:

@@ -7,6 +7,7 @@ other backends run everything. Gradients: `gradient`. Masks: `mask_arguments`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..call import Call, Limit, Result
 from ..masks.mask import Mask, as_mask
 from ..options import ScoreOptions
 from ..storage.layout import StorageLayout
+from ..storage.packed import rotated
 from ..tracing import in_onnx_export
 from . import library as native_library
 from .library import error_for, raise_unless_refused
@@ -52,11 +54,23 @@ LIMITS = (
 
 def run(call: Call) -> Result:
     """Return out (B, H, T, V) and the lse (B, H, T) if it is requested."""
-    if is_picked(call.options.mask):
-        out, lse = attend_picked(call, run)
-        return out, lse if call.return_lse else None
-    out, lse = _with_gradient(call) if call.needs_grad else _without_gradient(call)
+    packed = call.layout is not None and call.layout.bits < 8
+    out, lse = _on_packed(call) if packed else _attend(call)
     return out, lse if call.return_lse else None
+
+
+@gated
+def _on_packed(call: Call) -> Result:
+    """Attend in the basis in which keys and values of 4 and 3 bits are stored."""
+    options = call.options._replace(gate=None)  # the gate multiplies the output as it is rotated back
+    out, lse = _attend(replace(call, query=rotated(call.query), options=options))
+    return rotated(out, back=True), lse
+
+
+def _attend(call: Call) -> Result:
+    if is_picked(call.options.mask):
+        return attend_picked(call, _attend)
+    return _with_gradient(call) if call.needs_grad else _without_gradient(call)
 
 
 def dropout_of(call: Call) -> tuple[float, Tensor | None]:
@@ -76,12 +90,12 @@ def _with_gradient(call: Call) -> Result:
 
 
 def _without_gradient(call: Call) -> Result:
-    (B, H, _, T, S), V = call.sizes, call.value.shape[3]
-    gate = None if call.options.gate is None else call.options.gate.expand(B, H, T, V)
+    B, H, _, T, S = call.sizes
+    gate = None if call.options.gate is None else call.options.gate.expand(B, H, T, call.value.shape[3])
     rules = (*lowered(call.options, T, S), gate, *dropout_of(call))
     if call.layout is None:
         return torch.ops.headwise.attend_full(call.query, call.key, call.value, *rules)
-    key_scale, value_scale, *pages = call.layout
+    key_scale, value_scale, *pages = call.layout[:4]
     return torch.ops.headwise.attend_held(call.query, call.key, key_scale, call.value, value_scale, *pages, *rules)
 
 
@@ -144,7 +158,14 @@ def fast_path(
                 return None
     if learning:
         return None
-    return _with_rules(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
+    packed = layout is not None and layout.bits < 8
+    if packed and gate is not None:  # the gate multiplies the output as it is rotated back
+        return None
+    q = rotated(query) if packed else query
+    result = _with_rules(q, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
+    if not packed or result is None:
+        return result
+    return (rotated(result[0], back=True), result[1]) if return_lse else rotated(result, back=True)
 
 
 _NO_BAND = (None, None, False)
@@ -191,7 +212,7 @@ def _with_rules(
         if layout is None:
             out, lse = native_library.attend_full(query, key, value, *rules)
         else:
-            key_scale, value_scale, *pages = layout
+            key_scale, value_scale, *pages = layout[:4]
             out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
     except RuntimeError as error:
         raise_unless_refused(error)

@@ -36,9 +36,9 @@ def attend_held(
     query: Tensor, key: Tensor, key_scale: Any, value: Tensor, value_scale: Any, table: Any, length: int, *rest: Any,
     out_val: Any = None,
 ) -> int:  # fmt: skip
-    """Count the forward pass over keys and values in int8 or in pages."""
+    """Count the forward pass over keys and values that are quantised or in pages."""
     S = key.shape[2] if table is None else length
-    return _of(query, S, query.shape[3] + value.shape[3], _rules(rest))
+    return _of(query, S, query.shape[3] + value.shape[3] * query.shape[3] // key.shape[3], _rules(rest))
 
 
 def attend_backward(*args: Any, out_val: Any = None) -> int:

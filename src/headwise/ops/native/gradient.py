@@ -21,6 +21,7 @@ from ..masks.rules import Band, Bias, Keep, Lengths, Segments
 from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
 from ..storage.layout import StorageLayout
+from ..storage.packed import rotated
 from .mask_arguments import LoweredOptions
 
 
@@ -162,7 +163,12 @@ def attend_held(
     query: Tensor, key: Tensor, key_scale: Tensor | None, value: Tensor, value_scale: Tensor | None,
     table: Tensor | None, length: int, *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the operator of this name from the reference, on plain float keys and values."""
-    layout = StorageLayout(key_scale, value_scale, table, length)
-    key, value = (x.to(query.dtype) for x in layout.plain(key, value, torch.float32))
-    return attend_full(query, key, value, *rest)
+    """Compute the operator of this name from the reference, on plain float keys and values.
+
+    Packed keys and values stay in the basis in which they are stored, as the query is.
+    """
+    bits = 8 if key_scale is None else 8 * key.shape[3] // query.shape[3]
+    key, value = StorageLayout(key_scale, value_scale, table, length, bits).plain(key, value, torch.float32)
+    if bits < 8:
+        key, value = rotated(key), rotated(value)
+    return attend_full(query, key.to(query.dtype), value.to(query.dtype), *rest)

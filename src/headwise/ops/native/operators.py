@@ -58,7 +58,10 @@ COUNTED_OF_TORCH = {
     "_scaled_dot_product_flash_attention_for_cpu": "flash_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "flash_for_cpu_backward",
 }
-LOADED = (("headwise.cache.saved", "rebuild"), ("headwise.ops.storage.int8", "Quantized"))  # constructors for loading
+LOADED = (
+    ("headwise.cache.saved", "rebuild"),
+    ("headwise.ops.storage.quantized", "Quantized"),
+)  # constructors for loading
 
 _lock = Lock()
 _registered: list[str | None] = []  # empty, or one entry: the problem with the library, None if there is none
@@ -127,7 +130,7 @@ def _define(native: bool) -> None:
     fakes: dict[str, Callable[..., Any]] = {
         "attend": lambda *args: _empty_pair(*args)[0],
         "attend_full": _empty_pair,
-        "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
+        "attend_held": _empty_held,
         "attend_kept": _empty_kept,
         "attend_ends": _empty_kept,
         "attend_train": _empty_pair,
@@ -176,6 +179,11 @@ def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Ten
     B, H, T, _D = query.shape
     out = query.new_empty(B, T, H, value.shape[3]).transpose(1, 2)
     return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+def _empty_held(query: Tensor, key: Tensor, key_scale: Any, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return the same for keys and values of any storage; packed ones have a fraction of the query's width."""
+    return _empty_pair(query, key, value.new_empty((1, 1, 1, value.shape[3] * query.shape[3] // key.shape[3])))
 
 
 def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,7 +113,7 @@ def _of_rows(call: Call, rows: slice, places: Tensor, mask: Mask) -> Call:
         key_scale, value_scale = (
             None if x is None else _gathered(x[..., None], places, table, H)[..., 0] for x in layout[:2]
         )
-        layout = None if key_scale is None else StorageLayout(key_scale, value_scale, None, 0)
+        layout = None if key_scale is None else StorageLayout(key_scale, value_scale, None, 0, layout.bits)
     options = call.options._replace(mask=mask)
     return replace(call, query=_as_rows(call.query[:, :, rows]), key=key, value=value, options=options, layout=layout)
 

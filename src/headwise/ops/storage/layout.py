@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...shapes import check_int8
+from ...shapes import check_quantized
 from ...shapes.arguments import check_tensor
-from .int8 import Quantized
 from .paged import Paged, check_pages, gathered
+from .quantized import Quantized
 
 
 @runtime_checkable
@@ -24,16 +24,17 @@ class Cache(Protocol):
 class StorageLayout(NamedTuple):
     """The storage of key and value if they are not plain (B, K, S, n) tensors in the query's dtype."""
 
-    key_scale: Tensor | None  # float32 (B, K, S) for int8; in pages (P, K, size)
+    key_scale: Tensor | None  # float32 (B, K, S) if quantised; in pages (P, K, size)
     value_scale: Tensor | None
     table: Tensor | None  # int64 (B, N), the pages of each row
     length: int  # S, if there is a table
+    bits: int = 8  # of a quantised element
 
     def check(self, key: Any, value: Any) -> None:
         """Raise TypeError or ValueError if the tensors of key and value do not fit one another."""
         for name, x, scale in (("key", key, self.key_scale), ("value", value, self.value_scale)):
             if scale is not None:
-                check_int8(name, x, scale)
+                check_quantized(name, x, scale, self.bits)
             elif self.table is not None:
                 check_tensor(f"the pages of the {name}", x)
             if self.table is not None:
@@ -45,16 +46,21 @@ class StorageLayout(NamedTuple):
 
     def shown(self, x: Tensor) -> Tensor:
         """Return a tensor with the sizes (B, K, S, n) that x represents; its data has no meaning."""
-        if self.table is None:
+        if self.table is None and self.bits == 8:
             return x
-        return x.detach().as_strided((self.table.shape[0], x.shape[1], self.length, x.shape[3]), (0, 0, 0, 0))
+        B, S = (x.shape[0], x.shape[2]) if self.table is None else (self.table.shape[0], self.length)
+        return x.detach().as_strided((B, x.shape[1], S, self.width(x)), (0, 0, 0, 0))
+
+    def width(self, x: Tensor) -> int:
+        """Return n of the keys or values (B, K, S, n) that x represents."""
+        return x.shape[3] * 8 // self.bits
 
     def plain(self, key: Tensor, value: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return copies of key and value (B, K, S, n), in the dtype `wide` if they were int8."""
+        """Return copies of key and value (B, K, S, n), in the dtype `wide` if they were quantised."""
         out = []
         for x, scale in ((key, self.key_scale), (value, self.value_scale)):
             x = self._laid_out(x)
-            out.append(x if scale is None else Quantized(x, self._laid_out(scale)).dequantize(wide))
+            out.append(x if scale is None else Quantized(x, self._laid_out(scale), self.bits).dequantize(wide))
         return out[0], out[1]
 
     def _laid_out(self, x: Tensor) -> Tensor:
@@ -76,7 +82,9 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, StorageLayout | None]:
         table, length = key.table, key.length
         key, value = key.pages, value.pages
     if isinstance(key, Quantized) and isinstance(value, Quantized):
-        return key.data, value.data, StorageLayout(key.scale, value.scale, table, length)
+        if key.bits != value.bits:
+            raise ValueError(f"key and value have one number of bits; got {key.bits!r} and {value.bits!r}")
+        return key.data, value.data, StorageLayout(key.scale, value.scale, table, length, key.bits)
     for x, name, others in ((key, "key", "value"), (value, "value", "key")):
         if isinstance(x, Quantized):
             raise TypeError(
@@ -89,6 +97,6 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, StorageLayout | None]:
 
 
 def in_one_piece(x: Tensor | Quantized | Paged, dtype: torch.dtype) -> Tensor:
-    """Return keys or values (B, K, S, n) as a tensor; int8 or paged ones are copied, int8 to this dtype."""
+    """Return keys or values (B, K, S, n) as a tensor; quantised or paged ones are copied, quantised to this dtype."""
     x = x.dense() if isinstance(x, Paged) else x
     return x.dequantize(dtype) if isinstance(x, Quantized) else x

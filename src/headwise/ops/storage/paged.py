@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...shapes import DTYPES, check_int8, describe
+from ...shapes import DTYPES, check_quantized, describe
 from ...shapes.arguments import check_counts, check_index, check_tensor
 from ..tracing import without_numbers
-from .int8 import Quantized
+from .quantized import Quantized
 
 PAGE = 128  # a page has a multiple of this many keys: the tile of the native kernel, so a tile is within one page
 
@@ -38,9 +38,10 @@ class Paged:
     def dense(self) -> Tensor | Quantized:
         """Return a copy as one plain or quantised tensor."""
         if isinstance(self.pages, Quantized):
-            check_int8("page", self.pages.data, self.pages.scale)
+            check_quantized("page", self.pages.data, self.pages.scale, self.pages.bits)
             check_pages("keys or values", self.pages.data, self.table, self.length)
-            return Quantized(*(gathered(x, self.table, self.length) for x in (self.pages.data, self.pages.scale)))
+            parts = (gathered(x, self.table, self.length) for x in (self.pages.data, self.pages.scale))
+            return Quantized(*parts, self.pages.bits)
         check_tensor("pages", self.pages)
         check_pages("keys or values", self.pages, self.table, self.length)
         return gathered(self.pages, self.table, self.length)
@@ -54,7 +55,12 @@ def check_pages(name: str, pages: Tensor, table: Tensor, length: int) -> None:
     rule = f"the {name} in pages: pages (P, K, size, n), size a multiple of {PAGE}, and table, int64 (B, N)"
     check_index(f"of {rule}", table=table)
     check_counts(length=length)
-    fits = pages.ndim == 4 and pages.dtype in (*DTYPES, torch.int8) and pages.shape[2] and pages.shape[2] % PAGE == 0
+    fits = (
+        pages.ndim == 4
+        and pages.dtype in (*DTYPES, torch.int8, torch.uint8)
+        and pages.shape[2]
+        and pages.shape[2] % PAGE == 0
+    )
     if not fits or table.ndim != 2 or table.dtype != torch.int64 or table.device.type not in ("cpu", pages.device.type):
         raise ValueError(f"{rule}; {_got(pages, table, length)}")
     used = -(-length // pages.shape[2])

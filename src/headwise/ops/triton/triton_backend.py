@@ -24,6 +24,7 @@ LIMITS = (
     Limit(lambda c: trouble_on(c.query.device) is not None, lambda c: trouble_on(c.query.device) or ""),
     Limit(lambda c: c.query.dtype == torch.float64, "the Triton kernels have no float64"),
     Limit(lambda c: c.is_empty, "the Triton kernels take no empty tensors"),
+    Limit(lambda c: c.layout is not None and c.layout.bits < 8, "the Triton kernels read no keys of 4 or 3 bits"),
     Limit(lambda c: in_onnx_export(), "ONNX has no operator for the Triton kernels"),
     Limit(lambda c: c.is_transformed, "the Triton kernels have no torch.func rules (vmap, jvp)"),
     Limit(
