@@ -55,7 +55,7 @@ class Store(Saved):
 
     def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[AppendSpan]) -> bool:
         """Write spans of (B, K, T, n) to an int8 store in one native call; if it returns False, use `put`."""
-        if self.bits != 8:
+        if self.key_scale is None or self.bits != 8:
             return False
         return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
 

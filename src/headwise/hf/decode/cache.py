@@ -108,7 +108,7 @@ def make_cache(
         raise TypeError(f"make_cache takes a transformers PreTrainedModel; got {type(model).__name__}")
     if kind not in KINDS:
         raise ValueError(f'kind is "static" or "paged"; got {kind!r}')
-    dtypes = {None: None, **{number: dtype for dtype, number in BITS.items()}}
+    dtypes: dict[int | None, torch.dtype | None] = {None: None, **{number: dtype for dtype, number in BITS.items()}}
     if isinstance(bits, bool) or bits not in dtypes:
         raise ValueError(f"bits is 8, 4 or 3, or None for the dtype of the keys that the model makes; got {bits!r}")
     dtype = dtypes[bits]

@@ -19,7 +19,8 @@ from torch import Tensor
 STEP = {4: 0.3352, 3: 0.5860}
 
 
-BITS = {torch.int8: 8, torch.int4: 4, torch.int3: 3}  # of the dtypes in which caches store codes
+# The bits of the dtypes in which caches store codes; torch's stubs lack two of them.
+BITS: dict[torch.dtype, int] = {torch.int8: 8, torch.int4: 4, torch.int3: 3}  # type: ignore[attr-defined]
 
 
 def packed_width(width: int, bits: int) -> int:

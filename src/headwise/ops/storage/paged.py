@@ -40,8 +40,8 @@ class Paged:
         if isinstance(self.pages, Quantized):
             check_quantized("page", self.pages.data, self.pages.scale, self.pages.bits)
             check_pages("keys or values", self.pages.data, self.table, self.length)
-            parts = (gathered(x, self.table, self.length) for x in (self.pages.data, self.pages.scale))
-            return Quantized(*parts, self.pages.bits)
+            data, scale = (gathered(x, self.table, self.length) for x in (self.pages.data, self.pages.scale))
+            return Quantized(data, scale, self.pages.bits)
         check_tensor("pages", self.pages)
         check_pages("keys or values", self.pages, self.table, self.length)
         return gathered(self.pages, self.table, self.length)
