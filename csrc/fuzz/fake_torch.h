@@ -11,7 +11,7 @@
 
 #include "torch_abi/torch_abi.h"
 
-enum Code : int32_t { kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kByte = 1, kBfloat = 15 };
+enum Code : int32_t { kPacked = 0, kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kByte = 1, kBfloat = 15 };
 
 int64_t code_size(int32_t dtype);
 
