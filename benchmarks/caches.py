@@ -29,8 +29,18 @@ except ImportError:  # run as a script: this folder is on the path, its parent i
     import hf_end_to_end  # type: ignore[import-not-found,no-redef]
     import table  # type: ignore[import-not-found,no-redef]
 
+BITS = {"int8": 8, "int4": 4, "int3": 3}
 CACHED = (4096, 16384, 32768, 131072)
-WAYS = ("headwise bf16", "headwise int8", "paged bf16", "sdpa", "eager", "fp8 and sdpa")
+WAYS = (
+    "headwise bf16",
+    "headwise int8",
+    "headwise int4",
+    "headwise int3",
+    "paged bf16",
+    "sdpa",
+    "eager",
+    "fp8 and sdpa",
+)
 """headwise's caches; transformers' DynamicCache with its attentions; its quantised cache that needs no package."""
 
 
@@ -44,7 +54,7 @@ def cache_of(way: str, model: LlamaForCausalLM, length: int) -> Cache:
     if attention_of(way) != "headwise":
         return DynamicCache(config=model.config)
     model.config._attn_implementation = "headwise"
-    kind, bits = ("paged" if way.startswith("paged") else "static"), (8 if way.endswith("int8") else None)
+    kind, bits = ("paged" if way.startswith("paged") else "static"), BITS.get(way.split()[-1])
     return headwise.hf.make_cache(model, kind, max_length=length, bits=bits)
 
 
