@@ -356,8 +356,8 @@ def arguments(**change: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Callable[[Tensor], Tensor]], str]] = {
-    "float keys": ({"key": lambda x: x.float()}, "one dtype, the query's or int8"),
-    "uint8 values": ({"value": lambda x: x.to(torch.uint8)}, "a dtype that headwise does not read"),
+    "float keys": ({"key": lambda x: x.float()}, "one dtype: the query's, int8"),
+    "uint8 values": ({"value": lambda x: x.to(torch.uint8)}, "value: packed rows"),
     "an int8 query": ({"query": lambda x: x.to(torch.int8)}, "a dtype that headwise does not read"),
     "a float64 query": ({"query": lambda x: x.double()}, "the query must be float32, bfloat16 or float16"),
     "a half scale": ({"key_scale": lambda x: x.half()}, "key_scale: a wrong dtype"),

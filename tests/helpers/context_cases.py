@@ -72,7 +72,7 @@ def drawn(world: int, count: int, seed: int = 0) -> list[Case]:
             gate=dice.choice((None, None, None, "H", "BHT")),
             learned=dice.random() < 0.3,
             lse=dice.random() < 0.3,
-            dropout=0.3 if dice.random() < 0.15 and "picked" not in mask else 0.0,  # with picked keys it is refused
+            dropout=0.3 if dice.random() < 0.15 and "picked" not in mask else 0.0,  # refused with picked keys
         )
         if case.order == "contiguous" and dice.random() < 0.4:
             lengths = [sorted(dice.randrange(n + 1) for _ in range(world - 1)) for n in (T, S)]
@@ -185,8 +185,7 @@ def compare(case: Case) -> str | None:
     want_out, want_lse, want_grads, want_shared = inputs.run(None, None)
     errors = {"out": off(out, want_out[:, :, rows], largest_of(want_out)) / OUT}
     errors["lse"] = off(lse, want_lse[:, :, rows], largest_of(want_lse)) / OUT
-    # A gradient that is small because its terms cancel has the rounding of these terms, which others show.
-    least = max(map(largest_of, want_grads)) / 5
+    least = max(map(largest_of, want_grads)) / 5  # terms that cancel are rounded by their own size
     for name, ours, want, at in zip("qkv", grads, want_grads, (rows, cols, cols), strict=True):
         errors[f"d{name}"] = off(ours, want[:, :, at], max(least, largest_of(want))) / GRADIENT
     comm = Comm.of()

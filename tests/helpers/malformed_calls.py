@@ -13,7 +13,7 @@ from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from malformed import PACKAGE, Call
-from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, patched, seen
+from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, composed, patched, seen
 from malformed_reshape import RESHAPE
 from torch import Tensor
 
@@ -383,6 +383,8 @@ REPORT: dict[str, Callable[[], Call]] = {
     "render": lambda: of(report.render, look=seen()),
     "write": lambda: of(report.write, look=seen(), path="written.html"),
     "render_comparison": lambda: of(report.render_comparison, before=seen(), after=seen(), kept={0: [0, 1, 2]}),
+    "render_circuits": lambda: of(report.render_circuits, found=composed()),
+    "write_circuits": lambda: of(report.write_circuits, found=composed(), path="written.html"),
     "render_effects": lambda: of(report.render_effects, result=patched()),
     "write_effects": lambda: of(report.write_effects, result=patched(), path="written.html"),
     "write_comparison": lambda: of(report.write_comparison, before=seen(), after=seen(), path="written.html"),

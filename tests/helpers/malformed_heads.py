@@ -63,6 +63,10 @@ def seen() -> look.Look:
     return look.at(Reader(), IDS, repeats=None)
 
 
+def composed() -> look.Circuits:
+    return look.Circuits("m", (look.Composition("k", (1, 0), (0, 2), 0.3, 0.1),), {"q": 1, "k": 1, "v": 1}, ())
+
+
 @functools.cache
 def patched() -> look.Patching:
     return look.patch(Speaker(), [2, *IDS[1:]], IDS, look.LogitDifference(5, 7))

@@ -24,7 +24,7 @@ CACHES: dict[str, dict[str, Any] | None] = {
     "transformers'": None,
     "static": {"kind": "static", "max_length": 64},
     "paged": {"kind": "paged"},
-    "static int8": {"kind": "static", "max_length": 64, "dtype": torch.int8},
+    "static int8": {"kind": "static", "max_length": 64, "bits": 8},
 }
 every_row = pytest.mark.parametrize("name", ROWS)
 

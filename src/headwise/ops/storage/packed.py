@@ -61,10 +61,11 @@ def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     It is a discrete cosine transform of the channels with fixed signs: no entry is larger than sqrt(2 / n), so a large
     channel is spread over all others. The signs keep equal channels from adding up in one place.
     """
-    places = torch.arange(width, dtype=torch.float64)
+    places = torch.arange(width, dtype=torch.float64, device="cpu")
     waves = torch.cos((pi / width) * (places + 0.5)[:, None] * places) * (2 / width) ** 0.5
     waves[:, 0] *= 0.5**0.5
-    signs = torch.tensor([1.0 if (i * 2654435761 >> 15) & 1 else -1.0 for i in range(width)], dtype=torch.float64)
+    drawn = [1.0 if (i * 2654435761 >> 15) & 1 else -1.0 for i in range(width)]
+    signs = torch.tensor(drawn, dtype=torch.float64, device="cpu")
     return (signs[:, None] * waves).to(device, dtype)
 
 
