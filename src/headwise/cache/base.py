@@ -276,8 +276,8 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
 
         Returns:
             (B, H, 1, V) in the memory order (B, 1, H, V), bit for bit as from `append` and `attend`; with 4 and 3 bits
-            within the rounding of the rotations. None if the kernel does not support the sizes, dtypes or mask. Then nothing was added; call `append` and `attend`, which also
-            raise the errors.
+            within the rounding of the rotations. None if the kernel does not support the sizes, dtypes or mask. Then
+            nothing was added; call `append` and `attend`, which also raise the errors.
         """
         mask = EVERYTHING if mask is None else mask
         if not self._fits(query, key, value, sinks):
