@@ -231,18 +231,17 @@ def test_a_token_has_the_same_codes_alone_and_among_others(bits: int, backend: s
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_step_in_one_call_is_append_and_attend(bits: int, backend: str, kind: int) -> None:
     step, whole = caches(bits)[kind], caches(bits)[kind]
-    plan = [
-        (drawn(2, 6, n, 64, seed=n), drawn(2, 2, n, 64, seed=n + 1), drawn(2, 2, n, 40, seed=n + 2)) for n in (129, 1)
-    ]
+    prompt = drawn(2, 2, 129, 64), drawn(2, 2, 129, 40, seed=1)
+    query, *token = drawn(2, 6, 1, 64, seed=2), drawn(2, 2, 1, 64, seed=3), drawn(2, 2, 1, 40, seed=4)
     with instructions(backend), torch.no_grad():
         for cache in (step, whole):
-            cache.append(*plan[0][1:])
+            cache.append(*prompt)
         for _ in range(3):
-            out = step.step(*plan[1])
-            whole.append(*plan[1][1:])
+            out = step.step(query, *token)
+            whole.append(*token)
             assert out is not None, "the kernel takes the step"
-            true = whole.attend(plan[1][0])
-            assert_same_bits(step.attend(plan[1][0]), true)  # what both caches hold
+            true = whole.attend(query)
+            assert_same_bits(step.attend(query), true)  # what both caches hold
             torch.testing.assert_close(out, true, rtol=1e-5, atol=1e-6)
 
 

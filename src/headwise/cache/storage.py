@@ -71,8 +71,8 @@ class Store(Saved):
         step = CacheStep(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
         if self.bits in (0, 8):
             return step
-        widths = (self.key.shape[3] * 8 // self.bits, self.value_dim)
-        return step._replace(rotations=tuple(kernel_rotation(width) for width in widths))
+        head_dim = self.key.shape[3] * 8 // self.bits
+        return step._replace(rotations=(kernel_rotation(head_dim), kernel_rotation(self.value_dim)))
 
     def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
         """Write tokens at an index of (N, K, L)."""

@@ -49,9 +49,8 @@ def append_codes(
     ):
         return False
     numbers = [number for span in spans for number in span]
-    rotations = [
-        None if x is None or storage[0].dtype == torch.int8 else kernel_rotation(x.shape[3]) for x in (key, value)
-    ]
+    packed = storage[0].dtype != torch.int8
+    rotations = [kernel_rotation(x.shape[3]) if packed and x is not None else None for x in (key, value)]
     try:
         with torch.no_grad():
             native_library.append_codes(key, value, *storage, numbers, *rotations)
