@@ -104,7 +104,8 @@ static inline float encode_floats(float* HW_RESTRICT row, int64_t n, bool finite
   const float peak = reduce_max(peaks), size = sqrtf(reduce_add(squares) / static_cast<float>(n));
   float scale = peak / most;
   const float gaussian = size * (gaussian_step(dtype) / 2.0f);
-  if (gaussian < scale) scale = gaussian;  // a square overflows before the element does
+  // Squares overflow before the elements do, and lose digits below this size; then the largest element decides.
+  if (size > 0x1p-60f && gaussian < scale) scale = gaussian;
   if (!finite || !(scale < kInf)) {
     memset(out, 0, static_cast<size_t>(row_elements(dtype, n)));
     return __builtin_nanf("");
