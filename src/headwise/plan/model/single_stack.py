@@ -9,9 +9,11 @@ from typing import Any, get_args
 from ..config.fields import Fields, heads_of
 from ..config.windows import chunks, windows_of
 from ..shape import check_heads, short
+from .compressed import shared_keys
 from .feed_forward import feed_forward_parts
+from .indexer import Indexer
 from .key_sharing import owners_of_keys
-from .layer import AttentionLayer, Biases, Indexer, Latent, LayerRole, PositionTerms, QkNorm
+from .layer import AttentionLayer, Biases, Latent, LayerRole, PositionTerms, QkNorm
 from .layer_inputs import layer_input_parts, model_input_parts
 from .parts import BIASES, Part, linear, repeated, table, vector
 from .recurrent import layer_kinds
@@ -35,7 +37,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     one = _latent_layer(fields) if about.get("latent") else plain_layer(fields, role)
     shared = about.get("one_layer_shared", False)
     full = _full_layer(fields, one) if "full_layers" in about else one
-    owners, indexers = owners_of_keys(fields, layers), _indexers(fields, layers)
+    owners, indexers, own_keys = owners_of_keys(fields, layers), _indexers(fields, layers), shared_keys(fields, layers)
     return [
         replace(
             one if windows[i] is not None else full,
@@ -45,6 +47,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
             shared=shared and i > 0,
             keys_of=owners[i],
             indexer=indexers[i],
+            shared_key=own_keys[i],
         )
         for i in range(layers)
         if attends[i]

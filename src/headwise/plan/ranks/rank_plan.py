@@ -111,10 +111,10 @@ def over(
         (43715791872, 'ulysses')
     """
     name, model, _ = find_model(config)
-    if any(layer.indexer is not None or layer.keys_of is not None for layer in model.layers):
+    if any(layer.indexer or layer.keys_of is not None or layer.shared_key for layer in model.layers):
         raise ValueError(
-            f"{name!r}: how its sparse attention, or its layers that read the keys of others, are placed over several "
-            "ranks is not known; headwise plan without --link shows one machine"
+            f"{name!r}: how its sparse or compressed attention, or its layers that read the keys of others, are placed "
+            "over several ranks is not known; headwise plan without --link shows one machine"
         )
     check_grid(tensor, ranks, tokens, batch)
     check_kv_dtype(kv_dtype)

@@ -196,6 +196,15 @@ def _key_facts(model: Model) -> dict[str, str]:
         rows["sparse attention"] = (
             f"{one.top_k:,} keys per query, chosen by {own} indexers of {one.heads} heads of {one.dim}"
         )
+    compressed = [layer.compressor for layer in model.layers if layer.compressor is not None]
+    for rate in sorted({one.rate for one in compressed}):
+        alike = [one for one in compressed if one.rate == rate]
+        top = alike[0].indexer
+        rows[f"a key for {rate} tokens"] = f"{len(alike)} layers, " + (
+            "all attended"
+            if top is None
+            else f"{top.top_k:,} per query, chosen by indexers of {top.heads} heads of {top.dim}"
+        )
     readers = sum(layer.keys_of is not None for layer in model.layers)
     if readers:
         rows["layers without own keys"] = f"{readers}; they read the cache of earlier layers"
