@@ -17,6 +17,8 @@ from torch import Tensor
 # The distance of two levels over the root mean square of a token for which a Gaussian has the smallest error
 # (Max 1960, "Quantizing for minimum distortion", table II).
 STEP = {4: 0.3352, 3: 0.5860}
+# Below this root mean square of a token, squares of its elements lose digits in float32, and at last are all 0.
+SMALLEST = 2.0**-60
 
 
 # The bits of the dtypes in which caches store codes; torch's stubs lack two of them.
@@ -86,7 +88,8 @@ def encoded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     most = 2**bits - 1
     largest, size = y.abs().amax(-1), y.square().mean(-1).sqrt()
     scale = torch.minimum(largest / most, size * (STEP[bits] / 2))
-    scale = torch.where(size.isfinite(), scale, largest / most)  # a square overflows before the element does
+    plain = (size > SMALLEST) & size.isfinite()  # squares overflow and underflow before the elements do
+    scale = torch.where(plain, scale, largest / most)
     unit = torch.where(scale > 0, scale, 1.0)
     codes = (y / (2 * unit[..., None]) + most / 2).round().nan_to_num(0.0).clamp(0, most).to(torch.uint8)
     return pack(codes, bits), torch.where(x.isfinite().all(-1) & scale.isfinite(), scale, torch.nan)

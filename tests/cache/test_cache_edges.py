@@ -1,0 +1,94 @@
+"""Caches at the ends of what they take: options of every call, numbers near overflow, and the first and last page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise
+from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache, quantize
+from headwise.testing import assert_same_bits
+
+B, H, K, D, V, S = 2, 6, 3, 8, 5, 11
+
+
+def drawn(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "static": lambda: StaticCache(B, K, D, V, capacity=19),
+    "rolling": lambda: RollingCache(B, K, D, V, window=23),
+    "paged": lambda: PagedCache(PagePool(5, K, D, V), B),
+}
+OPTIONS: dict[str, Any] = {
+    "mask": headwise.window(4),
+    "scale": 0.7,
+    "softcap": 0.5,
+    "sinks": drawn(H, seed=1),
+    "dropout": 0.5,
+    "gate": drawn(B, H, 3, V, seed=2),
+    "return_lse": True,
+    "backend": "reference",
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_option_of_attention_reaches_a_cache(name: str) -> None:
+    """`attention(query, cache, ...)` has the bits of `cache.attend`, and nearly the numbers of a call with tensors."""
+    key, value, query = drawn(B, K, S, D, seed=3), drawn(B, K, S, V, seed=4), drawn(B, H, 3, D, seed=5)
+    cache = MAKERS[name]().append(key, value)
+    plain = headwise.attention(query, key, value, mask=headwise.causal(), backend="reference")
+
+    def seeded(call: Callable[..., Any], *args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        made = call(*args, **options)
+        return made if isinstance(made, tuple) else (made,)
+
+    for option, given in OPTIONS.items():
+        through = seeded(headwise.attention, query, cache, **{option: given})
+        for one, other in zip(through, seeded(cache.attend, query, **{option: given}), strict=True):
+            assert_same_bits(one, other)
+        assert len(through) == 1 + (option == "return_lse"), option
+        rest = {option: given, "mask": headwise.causal()}
+        if option == "mask":
+            rest["mask"] = headwise.causal() & given
+        if option != "dropout":  # which keys are dropped depends on the backend
+            expected = seeded(headwise.attention, query, key, value, **{"backend": "reference", **rest})
+            for one, other in zip(through, expected, strict=True):
+                torch.testing.assert_close(one, other)
+        if option not in ("return_lse", "backend"):
+            assert (through[0] - plain).abs().max() > 0.01, option
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 3e18, 1e25, 1e37])
+def test_the_error_of_a_packed_token_is_that_of_its_steps_at_any_size(bits: int, size: float) -> None:
+    """At 3e18 the squares of some tokens overflow float32, from 1e25 on those of all."""
+    x = drawn(2, 3, 7, 32) * size
+    packed = quantize(x, bits)
+    error = (packed.dequantize(torch.float64) - x.double()).norm(dim=-1)
+    # No element is farther from its level than half a step, or the rest of the largest one above the highest level;
+    # a rotation keeps the norm, and steps up to the largest element are never finer than those chosen.
+    step = x.double().norm(dim=-1) / (2**bits - 1)
+    assert bool((packed.scale > 0).all())
+    assert bool((error <= step * 32**0.5).all()), float((error / step).max())
+
+
+def test_a_table_names_the_first_and_the_last_page_and_none_beside_them() -> None:
+    key, query, P = drawn(1, K, 7, D, seed=8), drawn(1, H, 1, D, seed=9), 3
+    pages, _ = PagedCache(PagePool(P, K, D), 1).append(key, key).view()
+    pages = replace(pages, pages=drawn(*pages.pages.shape, seed=10))
+    for number in (0, P - 1):
+        there = replace(pages, table=torch.tensor([[number]]), length=30)
+        whole = pages.pages[number : number + 1, :, :30]
+        torch.testing.assert_close(headwise.attention(query, there, there), headwise.attention(query, whole, whole))
+    for number in (-1, P):
+        beside = replace(pages, table=torch.tensor([[number]]), length=30)
+        with pytest.raises(ValueError, match=f"pages 0 to P - 1 = {P - 1}; got {number} to {number}"):
+            headwise.attention(query, beside, beside)
