@@ -124,3 +124,23 @@ def rows_of_a_batch_have_bits_of_their_own() -> dict[str, float]:
                 if not torch.equal(together[b : b + 1], alone):
                     wrong[f"{name} {b} {sorted(options)}"] = float((together[b] - alone[0]).abs().max())
     return wrong
+
+
+def tensors_of_some_kinds() -> dict[str, str]:
+    """Attention where each of query, key and value is a DTensor or a plain tensor: what is off, or its error."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    q, k, v = drawn(2, H, 5, D, seed=1), drawn(2, H, 7, D, seed=2), drawn(2, H, 7, D, seed=3)
+    expected = headwise.attention(q, k, v)
+    said = {}
+    for place in (Shard(1), Replicate()):
+        for spread in ((1, 1, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
+            tensors = [distribute_tensor(x, mesh(), [place]) if s else x for x, s in zip((q, k, v), spread, strict=True)]
+            name = f"{place} {spread}"
+            try:
+                out: Any = headwise.attention(*tensors)
+                whole = out.full_tensor() if isinstance(out, DTensor) else out
+                said[name] = "" if torch.allclose(whole, expected, atol=1e-5) else "wrong numbers"
+            except (TypeError, ValueError, RuntimeError) as error:
+                said[name] = f"{type(error).__name__}: {error}"
+    return said

@@ -30,3 +30,13 @@ def test_a_probe_sees_sinks_and_biases_of_all_heads(world: int) -> None:
 def test_a_row_of_a_sharded_cache_has_the_same_bits_in_every_batch() -> None:
     """Which rank merges the parts of a row depends on the batch, and the order in which it adds them does not."""
     assert ranks.pool(3).run(part_cases.rows_of_a_batch_have_bits_of_their_own) == [{}] * 3
+
+
+def test_query_key_and_value_are_all_dtensors_or_none() -> None:
+    for said in ranks.pool(2).run(part_cases.tensors_of_some_kinds):
+        assert len(said) == 14
+        for name, text in said.items():
+            if "(1, 1, 1)" in name:
+                assert text == "", (name, text)
+            else:
+                assert text.startswith("ValueError: query, key and value are DTensors all, or none"), (name, text)
