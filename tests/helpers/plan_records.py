@@ -63,6 +63,13 @@ def steps_of(name: str, fields: dict[str, Any]) -> set[tuple[str, int, int]]:
     return seen
 
 
+def parts_of(name: str, fields: dict[str, Any]) -> tuple[str, frozenset[str]]:
+    """The architecture and the names of the parts that a model of it has."""
+    model = model_of({**fields, "model_type": name})
+    parts = [*model.others, *(part for layer in (*model.layers, *model.states) for part in layer.parts())]
+    return name, frozenset(part.name for part in parts)
+
+
 def candidates(name: str) -> Iterator[dict[str, Any]]:
     """Drawn configs, each also with one number equal to the width, because drawn sizes hardly ever are."""
     for seed in SEEDS:
@@ -88,13 +95,14 @@ def agrees(name: str, fields: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Write the first two configs of each architecture, and each that runs lines in an order that none before had."""
+    """Write the first two configs of each architecture, and each that has other parts, or runs lines in an order that none before had."""
     torch.set_num_threads(1)
-    lines, known = [], set()
+    lines: list[str] = []
+    known: set[Any] = set()
     for name in plan_models.SINGLE:
         for number, fields in enumerate(candidates(name)):
             try:
-                new = steps_of(name, fields) - known
+                new = (steps_of(name, fields) | {parts_of(name, fields)}) - known
                 if (number < 2 or new) and agrees(name, fields):
                     known |= new
                     lines.append(json.dumps([name, fields, numbers(name, fields)]))
