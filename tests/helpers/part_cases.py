@@ -14,7 +14,7 @@ from tp_cases import mesh
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
 from headwise.hf.distributed.tensor_parallel import gather_heads
-from headwise.nn import InnerAttention, MaxLogitAttention, MultiHeadAttention
+from headwise.nn import InnerAttention, LatentAttention, MaxLogitAttention, MultiHeadAttention
 from headwise.ops.sharding.heads import Group, Share
 from headwise.parallel import ShardedCache, context, load_slices, split_sequence, tensor_parallel
 from headwise.parallel.head_split.shards import HeadShards
@@ -143,4 +143,48 @@ def tensors_of_some_kinds() -> dict[str, str]:
                 said[name] = "" if torch.allclose(whole, expected, atol=1e-5) else "wrong numbers"
             except (TypeError, ValueError, RuntimeError) as error:
                 said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def modes_of_split_modules() -> dict[str, Any]:
+    """Whether each part of a split module is in the mode that it was in."""
+    wrong: dict[str, Any] = {}
+    for training in (True, False):
+        for name, made in (
+            ("mha", module(qk_norm=torch.nn.RMSNorm)),
+            ("mla", LatentAttention(M, H, q_lora_rank=5, kv_lora_rank=7, nope_dim=6, rope_dim=2, value_dim=3)),
+        ):
+            split = tensor_parallel(made.train(training), mesh())
+            off = [part for part, inside in split.named_modules() if inside.training != training]
+            if off:
+                wrong[f"{name} {training}"] = off
+    return wrong
+
+
+def masks_over_a_rolling_cache() -> dict[str, str]:
+    """A further mask of a rolling sharded cache: the numbers are those of one rolling cache, or the mask is refused."""
+    said = {}
+    masks = {
+        "none": None,
+        "causal": headwise.causal(),
+        "window": headwise.window(3),
+        "window ahead": headwise.window(4, 2),
+        "both": headwise.window(5) & headwise.window(3),
+        "first keys": headwise.window(3, first=2),
+        "first keys beside": headwise.window(3, first=1) & headwise.causal(),
+        "steps": headwise.dilated(2),
+        "lengths": headwise.lengths(torch.tensor([5, 9])),
+        "union": headwise.window(2) | headwise.dilated(3),
+        "slopes": headwise.alibi(torch.rand(H)),
+    }
+    key, value, query = drawn(2, K, 23, D, seed=1), drawn(2, K, 23, D, seed=2), drawn(2, H, 3, D, seed=3)
+    one = RollingCache(2, K, D, window=9).append(key, value)
+    for name, mask in masks.items():
+        cache = ShardedCache(RollingCache, 2, K, D, window=9).append(key, value)
+        try:
+            out = headwise.attention(query, cache, mask=mask)
+            same = torch.allclose(out, headwise.attention(query, one, mask=mask), atol=1e-5)
+            said[name] = "" if same else "wrong numbers"
+        except ValueError as error:
+            said[name] = str(error)
     return said

@@ -7,6 +7,10 @@ from pathlib import Path
 import part_cases
 import pytest
 import ranks
+import torch
+
+import headwise
+from headwise.parallel.context_layouts.layout_costs import mesh_call_of
 
 pytestmark = pytest.mark.unchecked
 
@@ -40,3 +44,36 @@ def test_query_key_and_value_are_all_dtensors_or_none() -> None:
                 assert text == "", (name, text)
             else:
                 assert text.startswith("ValueError: query, key and value are DTensors all, or none"), (name, text)
+
+
+def test_parts_of_split_modules_stay_in_their_mode() -> None:
+    assert ranks.pool(2).run(part_cases.modes_of_split_modules) == [{}] * 2
+
+
+def test_masks_over_a_rolling_cache_mean_the_same_or_are_refused() -> None:
+    for said in ranks.pool(2).run(part_cases.masks_over_a_rolling_cache):
+        taken = {name for name, text in said.items() if text == ""}
+        assert taken == {"none", "causal", "window", "window ahead", "both"}, said
+        for name in said.keys() - taken:
+            assert said[name].startswith("a rolling ShardedCache takes a further window() or causal() alone"), name
+
+
+def test_the_call_whose_costs_are_planned_contains_the_mask() -> None:
+    """By brute force over small masks: what is planned may be more than what is attended, and never less."""
+    T, S = 7, 11
+    i, j = torch.arange(T)[:, None] + S - T, torch.arange(S)
+    bands = [headwise.window(left, right) for left in (1, 2, 4, None) for right in (0, 1, 3, 6, None)]
+    others = [headwise.causal(), headwise.blocks(3), headwise.causal() & headwise.blocks(4), headwise.dilated(2)]
+    others += [headwise.window(3, first=2), headwise.window(2) & headwise.window(5, 1), headwise.causal(offset=0)]
+    exact = 0
+    for mask in bands + others:
+        call = mesh_call_of(mask, T, S, heads=1, kv_heads=1, head_dim=4, value_dim=4, batch=1)
+        planned = torch.ones(T, S).bool()
+        planned &= True if call.left is None else j >= i - call.left
+        planned &= True if call.right is None else j <= i + call.right
+        planned &= True if call.chunk is None else i // call.chunk == j // call.chunk
+        allowed = headwise.keep(torch.ones(T, S).bool()) & mask
+        attended = allowed.allowed(T, S)[0, 0]
+        assert not (attended & ~planned).any(), mask
+        exact += bool((attended == planned).all())
+    assert exact >= 8
