@@ -188,3 +188,25 @@ def masks_over_a_rolling_cache() -> dict[str, str]:
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+def frozen_key_heads() -> dict[str, Any]:
+    """What the style of transformers' loading makes of a projection of keys: replicated, learned or frozen as it was."""
+    import transformers
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    import headwise.hf as hf
+
+    config = transformers.LlamaConfig(hidden_size=24, num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=1)
+    plan = hf.tensor_parallel_config(config, dist.get_world_size()).base_model_tp_plan
+    [style] = {kind for kind in plan.values() if kind.startswith("headwise")}
+    found: dict[str, Any] = {}
+    for learned in (True, False):
+        linear = torch.nn.Linear(24, 12, bias=True).requires_grad_(learned)
+        before = linear.weight.detach().clone()
+        for name in ("weight", "bias"):
+            ALL_PARALLEL_STYLES[style].shard_param(linear, name, mesh())
+        parts = list(linear.parameters())
+        whole = linear.weight.full_tensor()  # type: ignore[operator]
+        found[str(learned)] = ([part.requires_grad for part in parts], torch.equal(whole, before))
+    return found

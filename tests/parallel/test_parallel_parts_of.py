@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import part_cases
@@ -77,3 +78,12 @@ def test_the_call_whose_costs_are_planned_contains_the_mask() -> None:
         assert not (attended & ~planned).any(), mask
         exact += bool((attended == planned).all())
     assert exact >= 8
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers.distributed.parallel_utils") is None,
+    reason="transformers has its styles of tensor parallelism there since 5.23",
+)
+def test_key_heads_that_ranks_share_stay_frozen_or_learned() -> None:
+    for found in ranks.pool(2).run(part_cases.frozen_key_heads):
+        assert found == {"True": ([True, True], True), "False": ([False, False], True)}
