@@ -95,7 +95,9 @@ def test_tangents_go_through_a_cache(name: str, dtype: torch.dtype) -> None:
             k, v = (quantize(x).dequantize(torch.float32) for x in (k, v))
         mask = headwise.causal() & headwise.window(7) if name == "rolling" else headwise.causal()
         whole = headwise.attention(q, k, v, mask=mask, backend="reference")
-        for ours, theirs in zip(forward_ad.unpack_dual(torch.cat(parts, 2)), forward_ad.unpack_dual(whole), strict=True):
+        for ours, theirs in zip(
+            forward_ad.unpack_dual(torch.cat(parts, 2)), forward_ad.unpack_dual(whole), strict=True
+        ):
             assert ours is not None and theirs is not None
             torch.testing.assert_close(ours, theirs)
 

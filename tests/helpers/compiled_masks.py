@@ -55,4 +55,6 @@ def test_a_compiled_call_gives_its_output_in_the_order_of_memory_that_the_graph_
     for join in (True, False):
         made = torch.compile(call, backend="eager", fullgraph=True)(query, join)
         whole = headwise.attention(query, cache, backend=backend)
-        torch.testing.assert_close(made if join else made[..., :-1], whole.transpose(1, 2).flatten(2) if join else whole)
+        torch.testing.assert_close(
+            made if join else made[..., :-1], whole.transpose(1, 2).flatten(2) if join else whole
+        )

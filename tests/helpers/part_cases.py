@@ -32,7 +32,7 @@ def module(**options: Any) -> MultiHeadAttention:
 
 
 def slices_in_their_dtype(folder: str) -> dict[str, str]:
-    """A file in one dtype fills a split module in another: its numbers in the module's dtype, as `copy_` rounds them."""
+    """A file in one dtype fills a split module in another: its numbers, rounded to the module's dtype."""
     wrong: dict[str, str] = {}
     for stored in (torch.bfloat16, torch.float16, torch.float64, torch.float32):
         for wanted in (torch.float32, torch.bfloat16):
@@ -120,7 +120,9 @@ def rows_of_a_batch_have_bits_of_their_own() -> dict[str, float]:
         for options in ({}, {"sinks": sinks}):
             together = headwise.attention(query, cache, **options)
             for b in range(3):
-                alone = headwise.attention(query[b : b + 1], make(1).append(key[b : b + 1], value[b : b + 1]), **options)
+                alone = headwise.attention(
+                    query[b : b + 1], make(1).append(key[b : b + 1], value[b : b + 1]), **options
+                )
                 if not torch.equal(together[b : b + 1], alone):
                     wrong[f"{name} {b} {sorted(options)}"] = float((together[b] - alone[0]).abs().max())
     return wrong
@@ -135,7 +137,9 @@ def tensors_of_some_kinds() -> dict[str, str]:
     said = {}
     for place in (Shard(1), Replicate()):
         for spread in ((1, 1, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
-            tensors = [distribute_tensor(x, mesh(), [place]) if s else x for x, s in zip((q, k, v), spread, strict=True)]
+            tensors = [
+                distribute_tensor(x, mesh(), [place]) if s else x for x, s in zip((q, k, v), spread, strict=True)
+            ]
             name = f"{place} {spread}"
             try:
                 out: Any = headwise.attention(*tensors)
@@ -191,13 +195,14 @@ def masks_over_a_rolling_cache() -> dict[str, str]:
 
 
 def frozen_key_heads() -> dict[str, Any]:
-    """What the style of transformers' loading makes of a projection of keys: replicated, learned or frozen as it was."""
+    """What the style of transformers makes of a projection of keys: replicated, frozen or learned as it was."""
     import transformers
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     import headwise.hf as hf
 
-    config = transformers.LlamaConfig(hidden_size=24, num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=1)
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes)
     plan = hf.tensor_parallel_config(config, dist.get_world_size()).base_model_tp_plan
     [style] = {kind for kind in plan.values() if kind.startswith("headwise")}
     found: dict[str, Any] = {}

@@ -27,7 +27,7 @@ SEEDS = range(101, 117)
 
 
 def numbers(name: str, fields: dict[str, Any]) -> list[Any]:
-    """The plan's counts: parameters with and without a head, bytes of caches, and operations of all tokens and of one."""
+    """The plan's counts: parameters with and without a head, bytes of caches, operations of all tokens and of one."""
     model = model_of({**fields, "model_type": name})
     bare = model_of({**fields, "model_type": name, "architectures": [architectures()[name]["classes"]["base"]]})
     whole, step = (cost(model, TOKENS, batch=BATCH) for cost in (costs.prefill, costs.decode))
@@ -95,7 +95,7 @@ def agrees(name: str, fields: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Write the first two configs of each architecture, and each that has other parts, or runs lines in an order that none before had."""
+    """Write two configs of each architecture, and each that has other parts or runs lines in an order of its own."""
     torch.set_num_threads(1)
     lines: list[str] = []
     known: set[Any] = set()

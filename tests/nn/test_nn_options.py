@@ -1,8 +1,9 @@
-"""Options and parts of modules in every way of calling them: without a cache, with a prompt, with steps, in training."""
+"""Options and parts of modules in every way of calling them: without a cache, with a prompt or steps, in training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_options_of_the_inner_part_act_alike_with_and_without_a_cache(kind: str,
         assert option == "backend" or (whole - other).abs().max() > 1e-3, "the option changes nothing here"
         for cuts in ((0, 4, 5, 6, T), (0, 1, 2, T)):
             cache = cache_of()
-            parts = [one(x[:, a:b], cache=cache)[0] for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts = [one(x[:, a:b], cache=cache)[0] for a, b in pairwise(cuts)]
             torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 

@@ -13,7 +13,15 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import headwise
 from headwise.cache import StaticCache
-from headwise.nn import GatedMultiHeadAttention, InnerAttention, LatentAttention, MultiHeadAttention, OutputGate, Rotary, trace
+from headwise.nn import (
+    GatedMultiHeadAttention,
+    InnerAttention,
+    LatentAttention,
+    MultiHeadAttention,
+    OutputGate,
+    Rotary,
+    trace,
+)
 
 B, T, M, H, K, D, V, PAIRS = 2, 7, 13, 6, 3, 10, 5, 4
 
@@ -105,7 +113,9 @@ def test_every_stage_of_a_trace(name: str, cls: type[MultiHeadAttention], causal
     expected = stages_of(mha, x, causal=causal)
     assert list(found) == [name for name in found if name in expected] and found.keys() == expected.keys()
     for stage, tensor in expected.items():
-        torch.testing.assert_close(found[stage].double(), tensor, rtol=1e-4, atol=1e-4, msg=lambda m, s=stage: f"{s}: {m}")
+        torch.testing.assert_close(
+            found[stage].double(), tensor, rtol=1e-4, atol=1e-4, msg=lambda m, s=stage: f"{s}: {m}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -132,8 +142,15 @@ def test_projections_of_other_shapes_are_refused() -> None:
             return self.change(super().forward(x))  # type: ignore[no-any-return]
 
     x = torch.randn(B, T, M)
-    for change in (lambda y: y[:, :, None], lambda y: y[:, 0], lambda y: y[None], lambda y: y[..., 1:], lambda y: y.long(),
-                   lambda y: y[:, None].transpose(1, 2).expand(-1, -1, y.shape[2], -1)):  # fmt: skip
+    changes = (
+        lambda y: y[:, :, None],
+        lambda y: y[:, 0],
+        lambda y: y[None],
+        lambda y: y[..., 1:],
+        lambda y: y.long(),
+        lambda y: y[:, None].transpose(1, 2).expand(-1, -1, y.shape[2], -1),
+    )
+    for change in changes:
         for name, size in (("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * V)):
             mha = build(MultiHeadAttention)
             setattr(mha, name, Wrong(M, size, bias=False))

@@ -1,4 +1,4 @@
-"""Each operator's fake result has the shape, dtype and strides of the real one: graphs are traced with the fake ones."""
+"""Each operator's fake result, by which graphs are traced, has the shape, dtype and strides of the real one."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class Compared(TorchDispatchMode):
         with mode:
             fake = func(*fakes[0], **fakes[1])
         self.seen.add(name)
-        forms = [[(tuple(x.shape), x.dtype, x.stride() if x.numel() else ()) for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
-                 for made in (out, fake)]  # fmt: skip
+        forms = [
+            [(tuple(x.shape), x.dtype, x.stride() if x.numel() else ()) for x in pytree.tree_leaves(made)]
+            for made in (out, fake)
+        ]
         if forms[0] != forms[1]:
             self.wrong.append(f"{name}: {forms[0]} and faked {forms[1]}")
         return out
@@ -71,7 +73,10 @@ def measured(**options: Any) -> None:
 
 def stored(dtype: torch.dtype) -> None:
     with torch.no_grad():
-        for cache in (StaticCache(B, K, D, V, capacity=16, dtype=dtype), PagedCache(PagePool(4, K, D, V, dtype=dtype), B)):
+        for cache in (
+            StaticCache(B, K, D, V, capacity=16, dtype=dtype),
+            PagedCache(PagePool(4, K, D, V, dtype=dtype), B),
+        ):
             cache.append(drawn(B, K, S, D), drawn(B, K, S, V))
             for tokens in (T, 1):
                 headwise.attention(drawn(B, H, tokens, D), cache)

@@ -1,4 +1,4 @@
-"""Parts of what ranks share: parameters from files of other dtypes, inner parts, gathered heads, and a row's own bits."""
+"""Parts of what ranks share: parameters from files of other dtypes, inner parts, gathered heads, the bits of a row."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def test_bytes_and_flops_are_those_of_one_text_times_the_texts() -> None:
 def test_terms_of_positions_in_any_form() -> None:
     """As transformers reads them: a list, or a text in letters of any case with spaces."""
     base = {"model_type": "deberta", "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2,
-            "intermediate_size": 14, "vocab_size": 41, "relative_attention": True, "max_relative_positions": 9}  # fmt: skip
+            "intermediate_size": 14, "vocab_size": 41, "relative_attention": True,
+            "max_relative_positions": 9}  # fmt: skip
     both, one = (plan.of({**base, "pos_att_type": terms}, context=13) for terms in (["c2p", "p2c"], ["p2c"]))
     assert both.parameters() != one.parameters() and both.contexts != one.contexts
     for text in ("c2p|p2c", "C2P|P2C", " p2c | C2p ", "P2c|c2P"):

@@ -17,7 +17,12 @@ GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
 FULL = [kind == "full_attention" for kind in GEMMA["layer_types"]]
-ENTRIES: list[Any] = [{"head_dim": 64}, {"head_dim": 48}, {"num_key_value_heads": 2}, {"head_dim": 64, "num_key_value_heads": 2}]
+ENTRIES: list[Any] = [
+    {"head_dim": 64},
+    {"head_dim": 48},
+    {"num_key_value_heads": 2},
+    {"head_dim": 64, "num_key_value_heads": 2},
+]
 
 
 def expected(entries: dict[str, Any]) -> list[tuple[int, int]] | None:
@@ -26,7 +31,9 @@ def expected(entries: dict[str, Any]) -> list[tuple[int, int]] | None:
     full = [entry for entry, is_full in zip(own, FULL, strict=True) if is_full]
     if any(entry for entry, is_full in zip(own, FULL, strict=True) if not is_full):
         return None
-    if full[0] is None or any(entry != full[0] or not {*entry} <= {"head_dim", "num_key_value_heads"} for entry in full):
+    if full[0] is None or any(
+        entry != full[0] or not {*entry} <= {"head_dim", "num_key_value_heads"} for entry in full
+    ):
         return None
     heads = full[0].get("num_key_value_heads", 4), full[0].get("head_dim", 16)
     return [heads if is_full else (4, 16) for is_full in FULL]
