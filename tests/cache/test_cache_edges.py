@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -92,3 +93,9 @@ def test_a_table_names_the_first_and_the_last_page_and_none_beside_them() -> Non
         beside = replace(pages, table=torch.tensor([[number]]), length=30)
         with pytest.raises(ValueError, match=f"pages 0 to P - 1 = {P - 1}; got {number} to {number}"):
             headwise.attention(query, beside, beside)
+
+
+def test_the_numbers_of_a_mask_reach_a_compiled_call() -> None:
+    """In a process without the shape checker."""
+    ran = fresh.run_unchecked("compiled_masks.py")
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr[-1000:]
