@@ -47,7 +47,7 @@ def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
     return listed
 
 
-def marking(name: str) -> dict[str, str]:
+def marking(name: str) -> dict[str, Any]:
     """Return how the pages mark a role: its label, letter, color and mark."""
     letter, colour = palette.letter_and_colour(name)
     return {"label": cut(palette.label(name)), "letter": letter, "colour": colour, "mark": palette.mark(name)}
