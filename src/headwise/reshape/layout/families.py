@@ -177,10 +177,11 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
         numbered = _found(path, names)
         if not numbered:
             continue
-        expected = list(range(fields.size(_standard(role, fields, "layers"))))
         if "states" in fields.architecture:  # of a hybrid model only some layers have attention
             attends, _ = layer_kinds(fields, fields.layer_count())
             expected = [index for index, attention in enumerate(attends) if attention]
+        else:
+            expected = list(range(fields.size(_standard(role, fields, "layers"))))
         if way.get("shares_its_path"):  # other kinds of layers have their weights there, too
             numbered = {index: one for index, one in numbered.items() if index in expected}
         if sorted(numbered) != expected:
