@@ -311,16 +311,6 @@ DrawnTensor draw_codes(Draw& draw, const Case& k, int64_t width) {
   return t;
 }
 
-// The levels of all packed rows.
-std::vector<double> levels_of(const DrawnTensor& t, int bits, int64_t width) {
-  std::vector<double> all;
-  for (size_t row = 0; row < t.x.size(); row += static_cast<size_t>(t.sizes[3])) {
-    const std::vector<double> levels = levels_of(&t.x[row], bits, width);
-    all.insert(all.end(), levels.begin(), levels.end());
-  }
-  return all;
-}
-
 Case draw_case(uint64_t seed, double most) {
   Draw draw(seed * 0x2545f4914f6cdd1du + 1);
   Case k;

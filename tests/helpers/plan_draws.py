@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from headwise.plan.model.model import Model
+
 NO_DEFAULT = ("granitemoehybrid", "lfm2_moe")  # without a list of kinds no layer has attention
 
 RANGES = {
@@ -95,3 +97,9 @@ def possible(name: str, about: dict[str, Any], config: dict[str, Any], dice: ran
         while config["num_kv_shared_layers"] and set(kinds[: layers - config["num_kv_shared_layers"]]) != set(kinds):
             config["num_kv_shared_layers"] -= 1
     return config
+
+
+def weighted_by_elements(ours: Model, tokens: int) -> int:
+    """Multiply-adds of one query in the sums over index heads of compressed keys: no matrix products there."""
+    indexers = [(layer, layer.compressor and layer.compressor.indexer) for layer in ours.layers]
+    return sum(one.heads * layer.compressed_keys(tokens) for layer, one in indexers if one)

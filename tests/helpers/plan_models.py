@@ -343,12 +343,6 @@ def as_run(name: str, ours: Model, config: Any) -> Model:
     return ours
 
 
-def weighted_by_elements(ours: Model) -> int:
-    """Multiply-adds of one query in the sums over index heads of compressed keys: no matrix products there."""
-    indexers = [(layer, layer.compressor and layer.compressor.indexer) for layer in ours.layers]
-    return sum(one.heads * layer.compressed_keys(TOKENS) for layer, one in indexers if one)
-
-
 # --- ours against theirs ----------------------------------------------------------------------------------------------
 
 
@@ -366,7 +360,7 @@ def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[in
         return with_parameters(cost, ours, BATCH * TOKENS), seen.flops
     all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
     index = sum(layer.index_macs(TOKENS, TOKENS, masked=False) for layer in ours.layers)
-    index -= TOKENS * weighted_by_elements(ours)
+    index -= TOKENS * plan_draws.weighted_by_elements(ours, TOKENS)
     return cost.projections + cost.dense + cost.rest + 2 * BATCH * index + all_logits, seen.flops
 
 
@@ -385,7 +379,7 @@ def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int
     )
     if ours.states and cost is not None:
         return with_parameters(cost, ours, BATCH), seen.flops
-    return 0 if cost is None else cost.total - 2 * BATCH * weighted_by_elements(ours), seen.flops
+    return 0 if cost is None else cost.total - 2 * BATCH * plan_draws.weighted_by_elements(ours, TOKENS), seen.flops
 
 
 def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tuple[int, int]]:

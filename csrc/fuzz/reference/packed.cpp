@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "fuzz/drawn_tensor.h"
-
 namespace fuzz {
 namespace {
 
@@ -32,6 +30,15 @@ std::vector<double> levels_of(const double* row, int bits, int64_t n) {
     levels.push_back(2 * code + 1 - (1 << bits));
   }
   return levels;
+}
+
+std::vector<double> levels_of(const DrawnTensor& t, int bits, int64_t width) {
+  std::vector<double> all;
+  for (size_t row = 0; row < t.x.size(); row += static_cast<size_t>(t.sizes[3])) {
+    const std::vector<double> levels = levels_of(&t.x[row], bits, width);
+    all.insert(all.end(), levels.begin(), levels.end());
+  }
+  return all;
 }
 
 fake::Tensor rotation_of(int64_t n) {

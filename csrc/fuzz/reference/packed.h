@@ -6,12 +6,16 @@
 #include <string>
 #include <vector>
 
+#include "fuzz/drawn_tensor.h"
 #include "fuzz/fake_torch.h"
 
 namespace fuzz {
 
 // The levels of a packed row of n codes, whose bytes begin at `row`.
 std::vector<double> levels_of(const double* row, int bits, int64_t n);
+
+// The levels of all rows of a tensor, each of `width` codes.
+std::vector<double> levels_of(const DrawnTensor& t, int bits, int64_t width);
 
 // Any rotation (n, n) in the form that the kernel reads, each row padded to a multiple of 16.
 fake::Tensor rotation_of(int64_t n);
