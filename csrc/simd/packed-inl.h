@@ -51,6 +51,13 @@ HW_INLINE void unpack_4_bits(int8_t* HW_RESTRICT out, const uint8_t* HW_RESTRICT
   }
 }
 
+// The same with the widest vectors of the instruction set that a half row of at least 8 bytes fills.
+template <int N>
+HW_INLINE void unpack_4_bits_widely(int8_t* HW_RESTRICT out, const uint8_t* HW_RESTRICT row, int64_t half) {
+  if (half >= N) return unpack_4_bits<N>(out, row, half);
+  if constexpr (N > 8) unpack_4_bits_widely<N / 2>(out, row, half);
+}
+
 template <int N>
 HW_INLINE void unpack_3_bits(int8_t* HW_RESTRICT out, const uint8_t* HW_RESTRICT row, int64_t eighth) {
   using V = ByteVector<N>;
@@ -70,10 +77,7 @@ static inline void unpack(int8_t* HW_RESTRICT out, const char* row, Dtype dtype,
   const auto* bytes = reinterpret_cast<const uint8_t*>(row);
   const int64_t plane = dtype == Dtype::i4 ? width / 2 : width / 8;
   if (dtype == Dtype::i4) {
-    if (plane >= 64) return unpack_4_bits<64>(out, bytes, plane);
-    if (plane >= 32) return unpack_4_bits<32>(out, bytes, plane);
-    if (plane >= 16) return unpack_4_bits<16>(out, bytes, plane);
-    if (plane >= 8) return unpack_4_bits<8>(out, bytes, plane);
+    if (plane >= 8) return unpack_4_bits_widely<4 * W>(out, bytes, plane);
   } else if (plane >= 8) {
     return plane >= 16 ? unpack_3_bits<16>(out, bytes, plane) : unpack_3_bits<8>(out, bytes, plane);
   }
