@@ -12,6 +12,8 @@ from .parts import Part, linear, macs, parameters, vector
 
 LayerRole = Literal["self", "cross", "encoder"]
 QkNorm = Literal["", "head", "each", "all"]
+STREAMS = {"self": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "memory")}
+"""The stream of tokens for q_proj and o_proj, and that for k_proj and v_proj, by role."""
 
 
 @dataclass(frozen=True)
@@ -182,15 +184,9 @@ class AttentionLayer:
             return tuple(parts)
         return tuple(replace(part, parameters=0) for part in parts)
 
-    def _streams(self) -> tuple[str, str]:
-        """Return the stream of tokens for q_proj and o_proj, and that for k_proj and v_proj."""
-        return {"self": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "memory")}[
-            self.role
-        ]
-
     def _plain_parts(self) -> Iterator[Part]:
-        (H, K, D, V), (query, key) = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim), self._streams()
-        width = self.d_model
+        H, K, D, V, width = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.d_model
+        query, key = STREAMS[self.role]
         gate = H * V if self.gated else 0
         yield linear("q_proj", "attention", width, H * D + gate, bias=self.bias.q, stream=query)
         if self.keys_of is None:

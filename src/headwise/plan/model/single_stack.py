@@ -190,7 +190,7 @@ def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
         made = [*feed_forward_parts(fields, i, stream), *layer_input_parts(fields)]
         norm = norm_size(fields, width) * (norms - skipped)
         made += [vector("norms", "norm", norm, stream=stream)] if norm else []
-        yield from (_weightless(part) for part in made) if shared else made
+        yield from (replace(part, parameters=0, matrices=()) for part in made) if shared else made
     if fields.flag(about.get("final_norm", True)):
         yield vector("final_norm", "norm", norm_size(fields, width), stream=stream)
     if with_head:
@@ -232,10 +232,6 @@ def norm_size(fields: Fields, width: int) -> int:
     kind = fields.architecture.get("norm", "rms")
     biased = kind == "layer" and fields.flag(fields.architecture.get("norm_bias", True))
     return 0 if kind == "none" else width * (2 if biased else 1)
-
-
-def _weightless(part: Part) -> Part:
-    return Part(part.name, part.room, 0, part.macs, part.active, part.stream)
 
 
 def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
