@@ -12,10 +12,9 @@ from ...nn.attention_mode import current_mode
 from ...ops.attention import attention_of_part
 from ...ops.masks.constructors import bias, causal
 from ...ops.masks.key_positions import mask_at_positions
-from ...ops.masks.mask import Mask
 from ...ops.storage.layout import in_one_piece
 from ...parallel.head_split.shards import HeadShards
-from ..distributed.split_batch import WholeBatch, whole_batch
+from ..distributed.split_batch import whole_batch
 from ..distributed.tensor_parallel import gather_heads, heads_here, own_keys, own_part
 from ..errors import ModelError
 from ..models.architectures import CACHE
@@ -81,8 +80,10 @@ def headwise_attention(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
     if (batch := whole_batch()) is not None:
         _check_split_tokens(module, query, key, position_bias, output_attentions, kwargs)
-        mask = _mask_of_whole(module, attention_mask, batch, is_causal)
-        return _attend_split_tokens(module, shards, query, key, value, options | {"mask": mask}), None
+        T = batch.tokens
+        is_causal = is_causal_without_mask(module, attention_mask, is_causal, T)
+        options["mask"] = causal() if is_causal else mask_of(module, attention_mask, T, T)
+        return _attend_split_tokens(module, shards, query, key, value, options), None
     wanted = bool(output_attentions) or attentions_are_collected()
     returned = Returned(key.shape[2], query.dtype) if wanted else None
     expired, places = (key.expired, key.places) if isinstance(key, LazyKeys) else (0, None)
@@ -160,12 +161,7 @@ def _attend_own_heads(
 
 
 def _attend_split_tokens(
-    module: nn.Module,
-    shards: HeadShards | None,
-    query: Tensor,
-    key: Stored,
-    value: Stored,
-    options: dict[str, Any],
+    module: nn.Module, shards: HeadShards | None, query: Tensor, key: Stored, value: Stored, options: dict[str, Any]
 ) -> Tensor:
     """Compute attention of this rank's queries over the tokens of all ranks; returns out (B, T, H, V)."""
     sharded = current_mode()
@@ -177,23 +173,8 @@ def _attend_split_tokens(
     return sharded.attend(query, *pair, **options).transpose(1, 2).contiguous()
 
 
-def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: WholeBatch, is_causal: bool | None) -> Mask:
-    """Return the mask of all tokens of a split batch."""
-    T = batch.tokens
-    return (
-        causal()
-        if is_causal_without_mask(module, attention_mask, is_causal, T)
-        else mask_of(module, attention_mask, T, T)
-    )
-
-
 def _check_split_tokens(
-    module: nn.Module,
-    query: Tensor,
-    key: Stored,
-    position_bias: Tensor | None,
-    attentions: Any,
-    kwargs: dict[str, Any],
+    module: nn.Module, query: Tensor, key: Stored, position_bias: Tensor | None, attentions: Any, kwargs: dict[str, Any]
 ) -> None:
     """Raise ModelError for arguments and features that cannot be used when the tokens are split over processes."""
     wrong = [name for name in sorted(PACKING) if kwargs.get(name) is not None]

@@ -32,11 +32,7 @@ class StructuralMask(Lazy):
     mask: Mask
 
     def __new__(
-        cls,
-        mask: Mask,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        cls, mask: Mask, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> StructuralMask:
         """Make a mask of rules for a batch and lengths; shape is (B, 1, T, S)."""
         make = partial(_additive, mask, shape, dtype, torch.device(device))

@@ -162,14 +162,6 @@ def _cells(function: MaskFunction) -> Cells:
     return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
 
 
-def _causal(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
-    return ClosureRules(right=0)
-
-
-def _bidirectional(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
-    return ClosureRules()
-
-
 def _sliding(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     width = cells["sliding_window"]  # key > query - width: `width` keys including the query's own, as in headwise
     return ClosureRules(left=width) if width >= 1 else None
@@ -258,8 +250,8 @@ def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]
         return [chunks, theirs.and_masks(renumber(chunks, positions), packed)]
 
     return {
-        "causal_mask_function": (_causal, lambda: [theirs.causal_mask_function]),
-        "bidirectional_mask_function": (_bidirectional, lambda: [theirs.bidirectional_mask_function]),
+        "causal_mask_function": (lambda *_: ClosureRules(right=0), lambda: [theirs.causal_mask_function]),
+        "bidirectional_mask_function": (lambda *_: ClosureRules(), lambda: [theirs.bidirectional_mask_function]),
         "sliding_window_overlay": (_sliding, lambda: [theirs.sliding_window_overlay(3)]),
         "sliding_window_bidirectional_overlay": (
             _sliding_both_ways,

@@ -91,7 +91,8 @@ class Shards:
         arguments.setdefault("use_cache", False)
         context = Context(self.comm, self.order, self.layout, T)
         mine = context.places().to(tokens.device)
-        cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in arguments.items()}
+        by_token = {n for n, x in arguments.items() if n in (*SPLIT, "shift_labels") and isinstance(x, Tensor)}
+        cut = {name: x.index_select(1, mine) if name in by_token else x for name, x in arguments.items()}
         positions = arguments["position_ids"].expand(B, -1)
         self._contexts = lambda: [masks_of_whole_batch(whole, positions, documents), attention_mode(context)]
         self._enter(self._contexts)
@@ -179,10 +180,6 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return None, grad
-
-
-def _has_tokens(name: str, x: Any) -> bool:
-    return isinstance(x, Tensor) and name in (*SPLIT, "shift_labels")
 
 
 def _only_windows(config: Any) -> bool:

@@ -74,7 +74,11 @@ def _entry(name: str, entry: Any, base: int, where: str) -> TensorEntry:
     shape, dtype, offsets = table.get("shape"), table.get("dtype"), table.get("data_offsets")
     if not TENSOR.fullmatch(name):
         raise ModelError(f"{where}: {name[:80]!r} is no name of a tensor (letters, digits, '.', '_', '-'); get it anew")
-    if not isinstance(dtype, str) or not _counts(shape, MAX_DIMS, MAX_NUMEL) or prod(map(_or_1, shape)) > MAX_NUMEL:
+    if (
+        not isinstance(dtype, str)
+        or not _counts(shape, MAX_DIMS, MAX_NUMEL)
+        or prod(max(size, 1) for size in shape) > MAX_NUMEL  # tensors with an empty axis have strides, too
+    ):
         raise ModelError(f"{where}: the tensor {name[:80]!r} has no shape and dtype; download the file anew")
     if dtype not in NUMBERS:
         raise ModelError(
@@ -90,11 +94,6 @@ def _entry(name: str, entry: Any, base: int, where: str) -> TensorEntry:
             f"{where}: the tensor {name[:80]!r} has {size:,} bytes, and {shape} of {dtype} is {needed:,}; get it anew"
         )
     return TensorEntry(NUMBERS[dtype], tuple(shape), start, size)
-
-
-def _or_1(size: int) -> int:
-    """Return the size of an axis, or 1 if it is empty, because empty tensors have strides, too."""
-    return max(size, 1)
 
 
 def _counts(value: Any, most: int, largest: int) -> TypeGuard[list[int]]:

@@ -271,10 +271,6 @@ def _turn(seam: Tracer, x: Any, a: int, b: int) -> Any:
     return LazyView(x.keys if isinstance(x, LazyView) else x, not (isinstance(x, LazyView) and x.turned), flat)
 
 
-def _same(seam: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return x if isinstance(x, LazyScores) else NotImplemented
-
-
 STEPS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__), _product),
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), _added_product),
@@ -287,7 +283,10 @@ STEPS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.to, Tensor.type, Tensor.type_as), _cast),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     **dict.fromkeys((Tensor.transpose, torch.transpose), _turn),
-    **dict.fromkeys((Tensor.contiguous, Tensor.clone), _same),
+    **dict.fromkeys(
+        (Tensor.contiguous, Tensor.clone),
+        lambda seam, x, *args, **kwargs: x if isinstance(x, LazyScores) else NotImplemented,
+    ),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.sub_), _subtract),
     torch.einsum: _einsum,
     torch.where: _where,

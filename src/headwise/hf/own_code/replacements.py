@@ -123,8 +123,10 @@ def content_and_position(
             f"{T} queries, {S} keys" + ("" if relative_pos is None else " and distances of its own")
         )
     span, file = module.pos_ebd_size, sys.modules[type(module).disentangled_attention_bias.__module__]
-    apart = torch.arange(1 - S, T, device=query_layer.device)
-    buckets = _buckets(file, module, apart)
+    buckets = torch.arange(1 - S, T, device=query_layer.device)
+    if module.position_buckets > 0 and module.max_relative_positions > 0:
+        most = module.max_relative_positions
+        buckets = file.make_log_bucket_position(buckets, module.position_buckets, most).long()
     columns = (buckets + span).clamp(0, 2 * span - 1), (-buckets.flip(0) + span).clamp(0, 2 * span - 1)
     first, last = 0, 2 * span - 1
     if not without_numbers():  # keep only distances that occur; traced code cannot read the numbers
@@ -142,13 +144,6 @@ def content_and_position(
     by_query, by_key = tables
     rule = ByContent(by_query, by_key, *(column - first for column in columns))
     return Added(Mask((rule,)), (N, T, S), query_layer.dtype, query_layer.device)
-
-
-def _buckets(file: Any, module: Any, apart: Tensor) -> Tensor:
-    """Return the bucket of each distance by the model's own function."""
-    if module.position_buckets > 0 and module.max_relative_positions > 0:
-        return file.make_log_bucket_position(apart, module.position_buckets, module.max_relative_positions).long()
-    return apart
 
 
 def bias_by_distance(encoder: Any, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32) -> Tensor:
