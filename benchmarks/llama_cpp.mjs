@@ -1,13 +1,14 @@
-// A decode loop of llama.cpp for llama_cpp.py: node llama_cpp.mjs MODEL.gguf CACHED THREADS. Each line "N" on standard
+// A decode loop of llama.cpp for llama_cpp.py: node llama_cpp.mjs MODEL.gguf CACHED THREADS TYPE. Each line "N" on standard
 // input is answered by the milliseconds of N steps, as a JSON list.
 import {createInterface} from "node:readline";
 import {pathToFileURL} from "node:url";
 
-const [, , file, cached, threads] = process.argv;
+const [, , file, cached, threads, type] = process.argv;
 const {getLlama, LlamaLogLevel} = await import(pathToFileURL(process.env.NODE_LLAMA_CPP).href);
 const llama = await getLlama({gpu: false, build: "never", logLevel: LlamaLogLevel.error, maxThreads: +threads});
 const model = await llama.loadModel({modelPath: file});
-const context = await model.createContext({contextSize: +cached + 512, batchSize: 512, threads: +threads});
+const small = type === "F16" ? {} : {experimentalKvCacheKeyType: type, experimentalKvCacheValueType: type, flashAttention: true};
+const context = await model.createContext({contextSize: +cached + 512, batchSize: 512, threads: +threads, ...small});
 const sequence = context.getSequence();
 await sequence.evaluateWithoutGeneratingNewTokens(Array.from({length: +cached}, (_, i) => 300 + ((i * 7919) % 30000)));
 console.log(JSON.stringify([]));

@@ -3,7 +3,8 @@
 The model is a Llama of 155 M (8 layers, d_model 1024, 16 heads on 4) or 1.1 B parameters (16 layers, d_model 2048, 32
 heads on 8) with random weights. Ways take turns, after a pause in which the threads of the one before come to rest:
 transformers with PyTorch's attention; with headwise's and its cache; the same with `fast_decode`; and llama.cpp through
-node-llama-cpp with the same weights in a GGUF file, if `make bench-peers` has installed it.
+node-llama-cpp with the same weights in a GGUF file, if `make bench-peers` has installed it. With `--small-caches` it is
+`fast_decode` and llama.cpp alone, with caches of 16, 8 and 4 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,13 @@ def config(layers: int = 8, hidden: int = 1024, heads: int = 16, kv_heads: int =
     )
 
 
-def transformers_way(model: Any, cached: int, attention: str, fast: bool) -> Steps:
+def transformers_way(model: Any, cached: int, attention: str, fast: bool, bits: int | None = None) -> Steps:
     """Steps of the model after `cached` random tokens in a cache of transformers or of headwise."""
     of = model.config
     shape = (1, of.num_key_value_heads, cached, of.hidden_size // of.num_attention_heads)
     own = attention == "headwise"
-    cache = headwise.hf.make_cache(model, max_length=cached + 512) if own else DynamicCache(config=of)
+    of._attn_implementation = attention  # what set_attn_implementation does, without its checks
+    cache = headwise.hf.make_cache(model, max_length=cached + 512, bits=bits) if own else DynamicCache(config=of)
     source = torch.Generator().manual_seed(2)
     for layer in range(of.num_hidden_layers):
         key, value = (torch.randn(shape, generator=source).to(model.dtype) for _ in range(2))
@@ -72,7 +74,7 @@ def transformers_way(model: Any, cached: int, attention: str, fast: bool) -> Ste
     ids = torch.tensor([[300 % of.vocab_size]])
 
     def steps() -> list[float]:
-        of._attn_implementation = attention  # what set_attn_implementation does, without its checks
+        of._attn_implementation = attention
         times = []
         with headwise.hf.fast_decode(model) if fast else nullcontext(), torch.inference_mode():
             for _ in range(STEPS):
@@ -85,8 +87,8 @@ def transformers_way(model: Any, cached: int, attention: str, fast: bool) -> Ste
 
 
 @contextmanager
-def llama_cpp_way(model: Any, cached: int) -> Iterator[Steps]:
-    """Steps of llama.cpp with the same weights, in a process that waits for its turn.
+def llama_cpp_way(model: Any, cached: int, kind: str = "F16") -> Iterator[Steps]:
+    """Steps of llama.cpp with the same weights and a cache of a type of GGML, in a process that waits for its turn.
 
     Raises:
         LookupError: node-llama-cpp or gguf is not installed.
@@ -97,7 +99,7 @@ def llama_cpp_way(model: Any, cached: int) -> Iterator[Steps]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         write_gguf(model, file)
-        command = ["node", str(HERE / "llama_cpp.mjs"), str(file), str(cached), str(torch.get_num_threads())]
+        command = ["node", str(HERE / "llama_cpp.mjs"), str(file), str(cached), str(torch.get_num_threads()), kind]
         env = {**os.environ, "NODE_LLAMA_CPP": str(path)}
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, text=True
@@ -175,7 +177,7 @@ def write_gguf(model: Any, file: Path) -> None:
     out.close()
 
 
-def measured(of: LlamaConfig, cached: list[int], dtype: torch.dtype, turns: int) -> dict[str, Any]:
+def measured(of: LlamaConfig, cached: list[int], dtype: torch.dtype, turns: int, small: bool = False) -> dict[str, Any]:
     """The machine, and for each number of cached tokens the median milliseconds of a step by way."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -186,17 +188,20 @@ def measured(of: LlamaConfig, cached: list[int], dtype: torch.dtype, turns: int)
         torch.set_default_dtype(before)
     rows = []
     for count in cached:
-        ways = {
-            "sdpa": transformers_way(model, count, "sdpa", False),
-            "headwise": transformers_way(model, count, "headwise", False),
-            "fast_decode": transformers_way(model, count, "headwise", True),
-        }
+        ways = {"fast_decode": transformers_way(model, count, "headwise", True)}
+        theirs = {"llama.cpp": "F16"}
+        if small:
+            ways |= {f"{bits} bits": transformers_way(model, count, "headwise", True, bits) for bits in (8, 4)}
+            theirs |= {"llama.cpp q8_0": "Q8_0", "llama.cpp q4_0": "Q4_0"}
+        else:
+            ways = {name: transformers_way(model, count, name, False) for name in ("sdpa", "headwise")} | ways
         absent = {}
-        try:
-            with llama_cpp_way(model, count) as steps:
-                times = _in_turns({**ways, "llama.cpp": steps}, turns)
-        except LookupError as reason:
-            absent["llama.cpp"] = str(reason)
+        with ExitStack() as processes:
+            for name, kind in theirs.items():
+                try:
+                    ways[name] = processes.enter_context(llama_cpp_way(model, count, kind))
+                except LookupError as reason:
+                    absent[name] = str(reason)
             times = _in_turns(ways, turns)
         rows.append({"case": f"decode at {count}", "ms": times, "absent": absent})
     of_model = {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype).removeprefix("torch.")}
@@ -218,10 +223,11 @@ def print_table(report: dict[str, Any]) -> None:
     grid = Table(
         title=f"Llama of {of['parameters'] / 1e6:.0f} M, {of['dtype']}, {machine['threads']} threads; tokens a second"
     )
-    for name in ("case", "sdpa", "headwise", "fast_decode", "llama.cpp"):
+    names = [*report["results"][0]["ms"], *report["results"][0]["absent"]]
+    for name in ("case", *names):
         grid.add_column(name, justify="left" if name == "case" else "right")
     for row in report["results"]:
-        ways = (row["ms"].get(name) for name in ("sdpa", "headwise", "fast_decode", "llama.cpp"))
+        ways = (row["ms"].get(name) for name in names)
         grid.add_row(row["case"], *("absent" if ms is None else f"{1e3 / ms:.1f}" for ms in ways))
     table.console().print(grid)
 
@@ -232,9 +238,11 @@ def main() -> None:
     parser.add_argument("--cached", type=int, nargs="+", default=[512, 8192])
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--small-caches", action="store_true")
     table.add_delivery(parser)
     options = parser.parse_args()
-    report = measured(config(**SIZES[options.size]), options.cached, getattr(torch, options.dtype), options.turns)
+    of, dtype = config(**SIZES[options.size]), getattr(torch, options.dtype)
+    report = measured(of, options.cached, dtype, options.turns, options.small_caches)
     table.deliver(report, print_table, options, "llama-cpp")
 
 

@@ -206,19 +206,6 @@ float read_softcap(double softcap) {
   return static_cast<float>(softcap);
 }
 
-// Gives packed rows the width of the codes that they hold.
-View unpacked(View rows, const char* name, Dtype dtype) {
-  if (rows.axes != 4 || rows.dtype != Dtype::i4 || rows.int64) return rows;
-  const int64_t bytes = rows.sizes[3], of_eight = row_elements(dtype, 8);
-  if (bytes % of_eight != 0 || (bytes > 1 && rows.strides[3] != 1)) {
-    fail(std::string(name) + ": packed rows are contiguous and have " + std::to_string(of_eight) +
-         " bytes for 8 codes, got " + shape(rows));
-  }
-  rows.dtype = dtype;
-  rows.sizes[3] = bytes / of_eight * 8;
-  return rows;
-}
-
 Tensor4 take_scale(const View& scale, const char* name, const View& of) {
   require_dtype(scale, name, Dtype::f32);
   require_axes(scale, name, 3);
@@ -295,6 +282,31 @@ void fill_cache_problem(Call& p, const View& query, const CacheTensor& key, cons
     p.value_scale = take_scale(read_view(value.scale, "value_scale"), "value_scale", value_view);
   }
   if (table) take_table(p, read_view(table, "table"), key_view);
+}
+
+View unpacked(View rows, const char* name, Dtype dtype) {
+  if (rows.axes != 4 || rows.dtype != Dtype::i4 || rows.int64) return rows;
+  const int64_t bytes = rows.sizes[3], of_eight = row_elements(dtype, 8);
+  if (bytes % of_eight != 0 || (bytes > 1 && rows.strides[3] != 1)) {
+    fail(std::string(name) + ": packed rows are contiguous and have " + std::to_string(of_eight) +
+         " bytes for 8 codes, got " + shape(rows));
+  }
+  rows.dtype = dtype;
+  rows.sizes[3] = bytes / of_eight * 8;
+  return rows;
+}
+
+Rotation read_rotation(const Handle& rotation, const char* name, int64_t width) {
+  if (!rotation) fail(std::string("packed codes are those of rotated tokens, so the call needs ") + name);
+  const View view = read_view(rotation, name);
+  require_dtype(view, name, Dtype::f32);
+  require_axes(view, name, 2);
+  const int64_t pitch = view.sizes[1];
+  if (view.sizes[0] != width || pitch < width || pitch % 16 != 0 || view.strides[1] != 1 || view.strides[0] != pitch) {
+    fail(std::string(name) + " must be contiguous, (" + std::to_string(width) +
+         ", n), n at least as many and a multiple of 16; got " + shape(view));
+  }
+  return {static_cast<const float*>(view.data), pitch};
 }
 
 void take_gate(Call& p, const Handle& gate) {

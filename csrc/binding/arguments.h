@@ -2,6 +2,7 @@
 #pragma once
 
 #include "binding/tensors.h"
+#include "call/append_call.h"
 #include "call/attention_call.h"
 
 namespace headwise {
@@ -44,6 +45,11 @@ constexpr int kRuleCount = 11;
 #define HEADWISE_RULES                                                                                       \
   "float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, Tensor? bounds, Tensor[]? segments, " \
   "Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, Tensor[]? relative"
+
+// Gives packed rows the width of the codes that they hold.
+View unpacked(View rows, const char* name, Dtype dtype);
+// Reads the matrix by which tokens of `width` numbers are rotated: (width, n) float32, n a multiple of 16.
+Rotation read_rotation(const Handle& rotation, const char* name, int64_t width);
 
 void take_gate(Call& p, const Handle& gate);
 float read_dropout(StableIValue value);

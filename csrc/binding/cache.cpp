@@ -1,6 +1,6 @@
 // torch.ops.headwise.attend_held attends to the keys and values of a cache in place: contiguous or in pages, in the
-// query's dtype or in int8 with a scale for each token and head. append_int8 quantises new tokens and writes them into
-// such a cache.
+// query's dtype or in codes with a scale for each token and head. append_codes quantises new tokens and writes them
+// into such a cache.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -37,7 +37,7 @@ struct Range {
 };
 
 Range range_of(const Tensor4& x, const View& view, const char* name) {
-  const int64_t size = x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : x.dtype == Dtype::i8 ? 1 : 2;
+  const int64_t size = x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : is_code(x.dtype) ? 1 : 2;
   if (is_empty(view)) return {};  // the strides of an empty tensor may be anything
   int64_t last = 0;
   for (int axis = 0; axis < view.axes; ++axis) last += (view.sizes[axis] - 1) * view.strides[axis];
@@ -48,7 +48,8 @@ Range range_of(const Tensor4& x, const View& view, const char* name) {
 // Reads keys or values: the source `from` (B, K, T, width), and the part of the cache to which it is written.
 class Side {
  public:
-  Side(AppendSide& side, const Handle& from, const Handle& data, const Handle& scale, bool is_key) {
+  Side(AppendSide& side, const Handle& from, const Handle& data, const Handle& scale, const Handle& rotation,
+       bool is_key) {
     const char* name = is_key ? "key" : "value";
     const char* data_name = is_key ? "key_data" : "value_data";
     const char* scale_name = is_key ? "key_scale" : "value_scale";
@@ -58,7 +59,9 @@ class Side {
     require_axes(source, name, 4);
     if (source.int64 || source.dtype == Dtype::boolean) fail(std::string(name) + " must be floating point");
     require_axes(target, data_name, 4);
-    require_dtype(target, data_name, Dtype::i8);
+    const bool packed = !target.int64 && target.dtype == Dtype::i4;
+    if (packed) target = unpacked(target, data_name, target.sizes[3] * 2 == source.sizes[3] ? Dtype::i4 : Dtype::i3);
+    if (!packed) require_dtype(target, data_name, Dtype::i8);
     require_axes(scales, scale_name, 3);
     require_dtype(scales, scale_name, Dtype::f32);
     if (source.sizes[1] != target.sizes[1] || source.sizes[3] != target.sizes[3] || source.sizes[3] < 1) {
@@ -69,7 +72,9 @@ class Side {
       fail(std::string(scale_name) + " must be (rows, K, places) of " + shape(target) + ", got " + shape(scales));
     }
     if (target.strides[3] != 1 && target.sizes[3] > 1) fail(std::string(data_name) + ": its rows must be contiguous");
-    require_own_places(target, data_name);
+    View bytes = target;
+    bytes.sizes[3] = row_elements(target.dtype, target.sizes[3]);
+    require_own_places(bytes, data_name);
     require_own_places(scales, scale_name);
     side.from = tensor4(source);
     side.width = source.sizes[3];
@@ -77,8 +82,9 @@ class Side {
     side.data.data = written(data);
     side.scale = tensor4(scales);
     side.scale.data = written(scale);
+    if (packed) side.rotation = read_rotation(rotation, is_key ? "key_rotation" : "value_rotation", side.width);
     read = range_of(side.from, source, name);
-    writes[0] = range_of(side.data, target, data_name);
+    writes[0] = range_of(side.data, bytes, data_name);
     writes[1] = range_of(side.scale, scales, scale_name);
   }
   View source, target;
@@ -132,19 +138,20 @@ std::vector<AppendSpan> take_spans(const std::vector<int64_t>& numbers, const Vi
   return spans;
 }
 
-void append_int8_boxed(StableIValue* stack, uint64_t, uint64_t) {
+void append_codes_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Handle key(stack[0]), value(optional(stack[1])), key_data(stack[2]), key_scale(stack[3]);
   const Handle value_data(optional(stack[4])), value_scale(optional(stack[5]));
   const std::vector<int64_t> numbers = take_integers(stack[6]);
+  const Handle key_rotation(optional(stack[7])), value_rotation(optional(stack[8]));
   if (static_cast<bool>(value) != static_cast<bool>(value_data) ||
       static_cast<bool>(value) != static_cast<bool>(value_scale)) {
     fail("value, value_data and value_scale come together, or none of them");
   }
   Append append;
-  const Side keys(append.key, key, key_data, key_scale, true);
+  const Side keys(append.key, key, key_data, key_scale, key_rotation, true);
   std::vector<Range> written(keys.writes, keys.writes + 2), read = {keys.read};
   if (value) {
-    const Side values(append.value, value, value_data, value_scale, false);
+    const Side values(append.value, value, value_data, value_scale, value_rotation, false);
     const auto fits = [](const View& a, const View& b) { return std::equal(a.sizes, a.sizes + 3, b.sizes); };
     if (!fits(keys.source, values.source) || !fits(keys.target, values.target)) {
       fail("key and value have one batch, heads and length, before and in the cache; got " + shape(keys.source) + ", " +
@@ -158,7 +165,7 @@ void append_int8_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const std::vector<AppendSpan> spans = take_spans(numbers, keys.source, keys.target);
   if (spans.empty() || append.K == 0) return;
   require_apart(written, read);
-  append_int8(append, spans.data(), spans.size());
+  append_codes(append, spans.data(), spans.size());
 }
 
 }  // namespace
@@ -168,10 +175,10 @@ const Operator kCache[2] = {
      "attend_held(Tensor query, Tensor key, Tensor? key_scale, Tensor value, Tensor? value_scale, Tensor? table, "
      "SymInt length, " HEADWISE_RULES ", Tensor? gate, float dropout, Tensor? seed) -> (Tensor, Tensor)",
      "CPU", attend_held_boxed},
-    {"append_int8",
-     "append_int8(Tensor key, Tensor? value, Tensor(a!) key_data, Tensor(b!) key_scale, Tensor(c!)? value_data, "
-     "Tensor(d!)? value_scale, SymInt[] spans) -> ()",
-     "CPU", append_int8_boxed},
+    {"append_codes",
+     "append_codes(Tensor key, Tensor? value, Tensor(a!) key_data, Tensor(b!) key_scale, Tensor(c!)? value_data, "
+     "Tensor(d!)? value_scale, SymInt[] spans, Tensor? key_rotation=None, Tensor? value_rotation=None) -> ()",
+     "CPU", append_codes_boxed},
 };
 
 }  // namespace headwise

@@ -25,6 +25,7 @@ struct Arguments {
   const std::vector<int64_t> places;
   const int64_t value_dim;
   const Rules rules;
+  const Handle key_rotation, value_rotation;
 
   explicit Arguments(const StableIValue* stack)
       : query(stack[0]),
@@ -42,7 +43,9 @@ struct Arguments {
         table(optional(stack[12])),
         places(take_integers(stack[13])),
         value_dim(static_cast<int64_t>(stack[14])),
-        rules(stack + 15) {}
+        rules(stack + 15),
+        key_rotation(optional(stack[15 + kRuleCount])),
+        value_rotation(optional(stack[16 + kRuleCount])) {}
 };
 
 // Reads angles of the shape (n), (B|1, n) or (B|1, 1, n), where n is size or size / 2.
@@ -162,7 +165,6 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Handle &values = call.values ? call.values : call.keys,
                &scale = call.values ? call.value_scale : call.key_scale;
   fill_cache_problem(p, query, {call.keys, call.key_scale}, {values, scale}, call.table, length);
-  if (p.bytes() && p.key.dtype != Dtype::i8) fail("a decode step does not write packed codes");
   p.S = length;
   if (call.values ? call.value_dim != p.V : call.value_dim < 1 || call.value_dim > p.D) {
     fail("value_dim must be that of the values, or of the keys' columns that are values; got " +
@@ -178,6 +180,11 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   if (call.value) {
     step.value = take_new(read_view(call.value, "value"), "value", p, p.V, query.torch_dtype);
     step.value_width = p.V;
+  }
+  if (p.bytes() && p.key.dtype != Dtype::i8) {
+    if (!call.values) fail("values that are columns of the keys have no packed codes");
+    step.key_rotation = read_rotation(call.key_rotation, "key_rotation", p.D);
+    step.value_rotation = read_rotation(call.value_rotation, "value_rotation", p.V);
   }
   take_rotary(step.rotary, call, B, p.D, query.torch_dtype);
   require_rows(p.key, p.D, "keys");
@@ -208,7 +215,8 @@ const Operator kStep = {
     "decode_step",
     "decode_step(Tensor query, Tensor key, Tensor? value, Tensor? cos, Tensor? sin, int first, int turned, "
     "bool interleaved, Tensor(a!) keys, Tensor(b!)? values, Tensor(c!)? key_scale, Tensor(d!)? value_scale, "
-    "Tensor? table, SymInt[] places, SymInt value_dim, " HEADWISE_RULES ") -> Tensor",
+    "Tensor? table, SymInt[] places, SymInt value_dim, " HEADWISE_RULES
+    ", Tensor? key_rotation=None, Tensor? value_rotation=None) -> Tensor",
     "CPU", decode_step_boxed};
 
 }  // namespace headwise

@@ -2,6 +2,7 @@
 // keys and values are written into a cache. The letters are those of attention_call.h.
 #pragma once
 
+#include "call/append_call.h"
 #include "call/attention_call.h"
 
 namespace headwise {
@@ -24,10 +25,11 @@ struct Step {
   int64_t value_width = 0;          // of `value`
   char* rotated = nullptr;          // (B, H, D) contiguous in the query's dtype: where the rotated queries are written
   const int64_t* places = nullptr;  // (B): the index of the new key in its row
+  Rotation key_rotation, value_rotation;  // of a cache of packed codes; the queries are rotated as the keys are
 };
 
 // Writes the new keys and values into `cache`, whose key and value are the whole cache, and the rotated queries into
-// `step.rotated`. An int8 cache gets them quantised; see kernels/cache/quantize-inl.h.
+// `step.rotated`. A cache of codes gets them quantised; see kernels/cache/quantize-inl.h.
 void place_step(const Call& cache, const Step& step);
 
 }  // namespace headwise

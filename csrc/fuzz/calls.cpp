@@ -81,8 +81,9 @@ void Tensors::poison(const Case& k) {
     const double bad[] = {NAN, HUGE_VAL, 3e38, -HUGE_VAL};  // 3e38 is finite, but its product with an int8 is not
     if (!k.key_scale.aliased()) write(*key_scale, row, bad[row % 4]);
     if (!k.value_scale.aliased()) write(*value_scale, row, bad[(row + 3) % 4]);
-    for (int64_t d = 0; d < c.D && !k.key.aliased(); ++d) write(*key, row * c.D + d, -128);
-    for (int64_t d = 0; d < c.V && !k.value.aliased(); ++d) write(*value, row * c.V + d, 127);
+    const int64_t keys = c.D * k.bits / 8, values = c.V * k.bits / 8;
+    for (int64_t d = 0; d < keys && !k.key.aliased(); ++d) write(*key, row * keys + d, k.bits < 8 ? 255 : -128);
+    for (int64_t d = 0; d < values && !k.value.aliased(); ++d) write(*value, row * values + d, 127);
   }
   if (!k.bytes && !k.key.aliased() && !k.value.aliased()) {
     for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {

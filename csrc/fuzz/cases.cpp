@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "fuzz/reference/packed.h"
+
 namespace fuzz {
 namespace {
 
@@ -297,6 +299,28 @@ void lay_far_apart(Draw& draw, DrawnTensor& t) {
   t.strides = {column * t.sizes[2] * step, column * width, column * step, column};
 }
 
+// Draws keys or values of codes: int8 in any layout, or packed rows, which are contiguous.
+DrawnTensor draw_codes(Draw& draw, const Case& k, int64_t width) {
+  const naive::Call& c = k.call;
+  const auto byte = [&] { return static_cast<double>(k.bits == 8 ? draw.between(-128, 127) : draw.below(256)); };
+  DrawnTensor t = draw_tensor(draw, k.bits == 8 ? kByte : kPacked, {c.B, c.K, c.S, width * k.bits / 8}, true, byte);
+  if (k.bits == 8) return t;
+  const int64_t row = t.sizes[3] + draw.below(9), head = c.S * row;
+  t.strides = draw.once_in(2) ? std::vector<int64_t>{c.K * head, head, row, 1}
+                              : std::vector<int64_t>{c.K * head, row, c.K * row, 1};
+  return t;
+}
+
+// The levels of all packed rows.
+std::vector<double> levels_of(const DrawnTensor& t, int bits, int64_t width) {
+  std::vector<double> all;
+  for (size_t row = 0; row < t.x.size(); row += static_cast<size_t>(t.sizes[3])) {
+    const std::vector<double> levels = levels_of(&t.x[row], bits, width);
+    all.insert(all.end(), levels.begin(), levels.end());
+  }
+  return all;
+}
+
 Case draw_case(uint64_t seed, double most) {
   Draw draw(seed * 0x2545f4914f6cdd1du + 1);
   Case k;
@@ -317,15 +341,19 @@ Case draw_case(uint64_t seed, double most) {
   const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}),
                high = draw.one_of<double>({1, 1, 1, power, 1 / power});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
-  k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
   k.bytes = !k.plain && !k.far_apart && draw.once_in(4);
+  if (k.bytes && draw.once_in(2)) {
+    k.bits = static_cast<int>(draw.between(3, 4));
+    c.D = (c.D + 7) / 8 * 8;
+    c.V = (c.V + 7) / 8 * 8;
+  }
+  k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
   k.paged = !k.plain && draw.once_in(3);
   if (k.bytes) {
-    const auto byte = [&] { return static_cast<double>(draw.between(-128, 127)); };
     const double spread = draw.one_of<double>({0, 0, 3});
     const auto scale = [&] { return high * size / 64 * exp(spread * draw.normal()) * (draw.once_in(30) ? -1 : 1); };
-    k.key = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.D}, true, byte);
-    k.value = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.V}, true, byte);
+    k.key = draw_codes(draw, k, c.D);
+    k.value = draw_codes(draw, k, c.V);
     k.key_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, [&] { return draw.normal() * size / 64 / far; });
     k.value_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, scale);
   } else {
@@ -343,8 +371,8 @@ Case draw_case(uint64_t seed, double most) {
   }
   if (!k.bytes && dtype != kHalf && draw.once_in(12) && !k.query.aliased() && !k.key.aliased()) draw_overflow(draw, k);
   c.query = k.query.x;
-  c.key = k.key.x;
-  c.value = k.value.x;
+  c.key = k.bits < 8 ? levels_of(k.key, k.bits, c.D) : k.key.x;
+  c.value = k.bits < 8 ? levels_of(k.value, k.bits, c.V) : k.value.x;
   if (k.bytes) {
     for (size_t n = 0; n < c.key.size(); ++n) c.key[n] *= k.key_scale.x[n / static_cast<size_t>(c.D)];
     for (size_t n = 0; n < c.value.size(); ++n) c.value[n] *= k.value_scale.x[n / static_cast<size_t>(c.V)];
@@ -365,13 +393,13 @@ std::string Case::describe() const {
   snprintf(
       text, sizeof text,
       "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
-      "bounds=%d segments=%zu dense=%zu maps=%zu relative=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d "
+      "bounds=%d segments=%zu dense=%zu maps=%zu relative=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bits=%d "
       "paged=%d lost=%d far=%d",
       static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
       static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
       static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
       static_cast<long long>(c.high), bounds.present, c.segments.size(), dense.size(), maps.size(), relative.size(),
-      c.alibi.size(), sinks.present, gate.present, c.dropout, plain, bytes, paged, overflows, far_apart);
+      c.alibi.size(), sinks.present, gate.present, c.dropout, plain, bytes ? bits : 0, paged, overflows, far_apart);
   return text;
 }
 

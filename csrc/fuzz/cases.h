@@ -18,7 +18,8 @@ struct Case {
   std::vector<DrawnMap> maps;
   std::vector<DrawnTensor> relative;
   bool plain = false;      // the operator `attend`, without extras
-  bool bytes = false;      // int8 keys and values with their scales: `attend_held`
+  bool bytes = false;      // keys and values are codes with scales: `attend_held`
+  int bits = 8;            // of a code; 4 and 3 are packed
   bool paged = false;      // run a second time with keys and values in pages, for the same bits
   bool overflows = false;  // some scores are -inf in float32
   bool special = false;    // a bias has an element that is Inf or very large

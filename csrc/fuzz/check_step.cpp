@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "fuzz/calls.h"
+#include "fuzz/reference/packed.h"
 
 namespace fuzz {
 namespace {
@@ -18,6 +19,8 @@ struct Drawn {
   bool interleaved, bytes, shared;
   double scale, softcap = 0;
   fake::Tensor query, key, value, cos, sin, keys, values, key_scale, value_scale, table, sinks, bounds;
+  fake::Tensor key_rotation, value_rotation;
+  int bits = 8;
   std::vector<int64_t> places;
 
   explicit Drawn(uint64_t seed) {
@@ -30,10 +33,17 @@ struct Drawn {
     H = K * draw.one_of<int64_t>({1, 1, 2, 3, 4, 8});
     D = width();
     dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
-    bytes = draw.once_in(3);
-    shared = draw.once_in(4);
+    bytes = draw.once_in(2);
+    if (bytes && draw.once_in(2)) bits = static_cast<int>(draw.between(3, 4));
+    shared = bits == 8 && draw.once_in(4);
+    if (bits < 8) D = (D + 7) / 8 * 8;
     interleaved = draw.once_in(2);
     V = shared ? draw.between(1, D) : draw.once_in(2) ? D : width();
+    if (bits < 8) {
+      V = (V + 7) / 8 * 8;
+      key_rotation = rotation_of(D);
+      value_rotation = rotation_of(V);
+    }
     value_dim = V;
     scale = static_cast<float>(1 / sqrt(static_cast<double>(D)));
     const double size = draw.one_of<double>({1, 1, 0.01, 8});
@@ -98,9 +108,12 @@ struct Drawn {
     }
     const int64_t places_of_row = table == nullptr ? room : page;
     const auto side = [&](int64_t width, fake::Tensor& data, fake::Tensor& scales) {
-      data = draw_laid(draw, bytes ? kByte : dtype, {rows, K, places_of_row, width}, true);
-      for (int64_t n = 0; n < data->numel(); ++n)
-        write(*data, n, bytes ? static_cast<double>(draw.between(-127, 127)) : draw.normal() * size);
+      const int32_t of = !bytes ? dtype : bits < 8 ? kPacked : kByte;
+      data = draw_laid(draw, of, {rows, K, places_of_row, width * (bytes ? bits : 8) / 8}, true);
+      for (int64_t n = 0; n < data->numel(); ++n) {
+        const int64_t byte = bits < 8 ? draw.below(256) : draw.between(-127, 127);
+        write(*data, n, bytes ? static_cast<double>(byte) : draw.normal() * size);
+      }
       if (!bytes) return;
       scales = draw_laid(draw, kFloat, {rows, K, places_of_row}, false);
       for (int64_t n = 0; n < scales->numel(); ++n) write(*scales, n, draw.unit() * size / 64);
@@ -172,6 +185,8 @@ std::string Drawn::run() const {
                                      static_cast<StableIValue>(high),
                                      give_optional(bounds)};
   for (int list = 0; list < 5; ++list) stack.push_back(give_list(nullptr));
+  stack.push_back(give_optional(key_rotation));
+  stack.push_back(give_optional(value_rotation));
   std::string error = call("decode_step", stack, 1);
   last_out = error.empty() ? take(stack[0]) : nullptr;
   return error;
@@ -315,7 +330,53 @@ std::string accepts_wrong(uint64_t seed) {
 
 }  // namespace
 
+// A step into packed codes: the tokens get codes of theirs, nothing else is written, and the output has the same bits
+// on any number of threads. What the output is follows from `attend_held`, which has its own cases.
+static std::string check_packed_step(uint64_t seed) {
+  const Drawn fresh(seed);
+  for (const std::string& isa : isas()) {
+    use(isa);
+    std::vector<double> one;
+    for (const int threads : {1, static_cast<int>(2 + seed % 7)}) {
+      fake::set_threads(threads);
+      const Drawn drawn(seed);
+      const std::string error = drawn.run();
+      if (!error.empty()) return isa + " refuses a step: " + error;
+      const std::vector<double> out = numbers(last_out);
+      last_out = nullptr;
+      if (threads == 1) one = out;
+      if (!same_bits(one, out)) return isa + ": other bits of a step on more threads";
+      const auto check = [&](const fake::Tensor& data, const fake::Tensor& scale, const fake::Tensor& before,
+                             const fake::Tensor& scale_before, bool is_key) -> std::string {
+        std::vector<double> got = numbers(data), units = numbers(scale);
+        const int64_t bytes = data->sizes[3];
+        for (int64_t n = 0; n < drawn.B * drawn.K; ++n) {
+          const int64_t b = n / drawn.K, head = n % drawn.K, width = is_key ? drawn.D : drawn.V;
+          const auto at = static_cast<size_t>(drawn.row(b, head, drawn.place(b)));
+          std::vector<float> x;
+          for (int64_t d = 0; d < width && !is_key; ++d)
+            x.push_back(static_cast<float>(read(*drawn.value, n * width + d)));
+          if (is_key) x = rotate(drawn, *drawn.key, b, head, drawn.K);
+          const std::string wrong = compare_token(x, &got[at * static_cast<size_t>(bytes)], units[at], drawn.bits);
+          if (!wrong.empty()) return wrong;
+          const std::vector<double> old = numbers(before);
+          const auto place = static_cast<std::ptrdiff_t>(at) * bytes;
+          std::copy_n(old.begin() + place, bytes, got.begin() + place);
+          units[at] = read(*scale_before, static_cast<int64_t>(at));
+        }
+        const bool kept = same_numbers(got, numbers(before)) && same_numbers(units, numbers(scale_before));
+        return kept ? "" : "a step writes elsewhere";
+      };
+      std::string wrong = check(drawn.keys, drawn.key_scale, fresh.keys, fresh.key_scale, true);
+      if (wrong.empty()) wrong = check(drawn.values, drawn.value_scale, fresh.values, fresh.value_scale, false);
+      if (!wrong.empty()) return isa + ": " + wrong;
+    }
+  }
+  return accepts_wrong(seed);
+}
+
 std::string check_step(uint64_t seed) {
+  if (Drawn(seed).bits < 8) return check_packed_step(seed);
   const Expected expected(Drawn(seed), seed);
   const naive::Result result = naive::attention(expected.k.call, rounding(expected.k.query.dtype));
   for (const std::string& isa : isas()) {
@@ -343,9 +404,9 @@ std::string check_step(uint64_t seed) {
 std::string corrupt_step(uint64_t seed) {
   Draw draw(seed + 79);
   Drawn drawn(seed);
-  fake::Tensor* const all[] = {&drawn.query,       &drawn.key,   &drawn.value,  &drawn.cos,
-                               &drawn.sin,         &drawn.keys,  &drawn.values, &drawn.key_scale,
-                               &drawn.value_scale, &drawn.table, &drawn.sinks,  &drawn.bounds};
+  fake::Tensor* const all[] = {&drawn.query, &drawn.key,    &drawn.value,        &drawn.cos,           &drawn.sin,
+                               &drawn.keys,  &drawn.values, &drawn.key_scale,    &drawn.value_scale,   &drawn.table,
+                               &drawn.sinks, &drawn.bounds, &drawn.key_rotation, &drawn.value_rotation};
   const auto odd = [&](int64_t n) {
     const auto plus = [&](uint64_t more) { return static_cast<int64_t>(static_cast<uint64_t>(n) + more); };  // may wrap
     return draw.one_of<int64_t>({-1, 0, plus(1), plus(UINT64_MAX), plus(100), INT64_MAX, INT64_MIN, int64_t{1} << 62});
@@ -355,10 +416,10 @@ std::string corrupt_step(uint64_t seed) {
     write(*drawn.table, draw.below(drawn.table->numel()), page);
   }
   for (int64_t times = draw.between(1, 2); times > 0; --times) {
-    fake::Tensor& one = *all[draw.below(12)];
+    fake::Tensor& one = *all[draw.below(14)];
     if (draw.once_in(12)) one = nullptr;
     if (one != nullptr && draw.once_in(2)) corrupt(draw, *one);
-    if (draw.once_in(10)) one = *all[draw.below(12)];
+    if (draw.once_in(10)) one = *all[draw.below(14)];
     if (draw.once_in(4)) drawn.places[draw.below(static_cast<int64_t>(drawn.places.size()))] = odd(drawn.room);
     if (draw.once_in(6)) drawn.first = odd(drawn.first);
     if (draw.once_in(6)) drawn.rotated = odd(drawn.rotated);

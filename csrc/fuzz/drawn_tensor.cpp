@@ -131,6 +131,7 @@ double read(const AtenTensorOpaque& t, int64_t element) {
     case kLong: return static_cast<double>(static_cast<int64_t>(bits));
     case kBool: return bits != 0;
     case kByte: return static_cast<int8_t>(bits);
+    case kPacked: return static_cast<double>(bits);
     case kHalf: return half_value(static_cast<uint16_t>(bits));
     case kDouble: return loaded<double>(from);
     case kFloat: return loaded<float>(from);
@@ -148,6 +149,7 @@ void write(AtenTensorOpaque& t, int64_t element, double value) {
   if (t.dtype == kLong) bits = static_cast<uint64_t>(static_cast<int64_t>(value));
   else if (t.dtype == kBool) bits = value != 0;
   else if (t.dtype == kByte) bits = static_cast<uint8_t>(static_cast<int8_t>(value));
+  else if (t.dtype == kPacked) bits = static_cast<uint8_t>(value);
   else if (t.dtype == kHalf) bits = half_bits(value);
   else if (t.dtype == kDouble) memcpy(&bits, &value, 8);
   else memcpy(&bits, &single, 4);

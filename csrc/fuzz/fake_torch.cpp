@@ -112,6 +112,7 @@ int64_t code_size(int32_t dtype) {
     case kDouble:
     case kLong: return 8;
     case kBool:
+    case kPacked:
     case kByte: return 1;
     default: return 2;
   }

@@ -166,10 +166,16 @@ static void run_items(const Call& p, const Plan& plan, char* scratch, const Item
   });
 }
 
-static const Kernels kernels = {HW_NAME,        make_plan,      run_items,         merge_rows,   plan_backward,
-                                run_backward,   merge_backward, run_backward_bias, round_floats, plan_statistics,
-                                run_statistics, plan_key_mass,  run_key_mass,      append_span,  step_scratch_bytes,
-                                place_row,      linear_padded,  pack_linear,       run_linear};
+static const Kernels kernels = {HW_NAME,        make_plan,
+                                run_items,      merge_rows,
+                                plan_backward,  run_backward,
+                                merge_backward, run_backward_bias,
+                                round_floats,   plan_statistics,
+                                run_statistics, plan_key_mass,
+                                run_key_mass,   append_scratch_floats,
+                                append_span,    step_scratch_bytes,
+                                place_row,      linear_padded,
+                                pack_linear,    run_linear};
 
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -143,9 +143,10 @@ struct Kernels {
   void (*run_statistics)(const Call&, const Plan&, const Statistics&, int64_t group, char* scratch);
   ItemPlan (*plan_key_mass)(const Call&);
   void (*run_key_mass)(const Call&, const KeyMass&, const ItemPlan&, int64_t item, char* scratch);
-  // Appends one head of a span to an int8 cache (call/append_call.h). `row` has room for the wider of a key and a
+  // Appends one head of a span to a cache of codes (call/append_call.h). The scratch is for the wider of a key and a
   // value.
-  void (*append)(const Append&, const AppendSpan&, int64_t head, float* row);
+  int64_t (*append_scratch_floats)(int64_t width);
+  void (*append)(const Append&, const AppendSpan&, int64_t head, float* scratch);
   // Rotates and writes one batch row of a decode step (call/step_call.h). The scratch is for heads of `width` elements.
   int64_t (*step_scratch_bytes)(int64_t width);
   void (*place_row)(const Call&, const Step&, int64_t b, char* scratch);

@@ -1,4 +1,4 @@
-// Runs an append to an int8 cache on torch's threads, some tokens of a head in each item.
+// Runs an append to a cache of codes on torch's threads, some tokens of a head in each item.
 #include "call/append_call.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace headwise {
 
-void append_int8(const Append& append, const AppendSpan* spans, size_t count) {
+void append_codes(const Append& append, const AppendSpan* spans, size_t count) {
   constexpr int64_t piece = 64;  // tokens of an item
   std::vector<AppendSpan> pieces;
   int64_t tokens = 0;
@@ -23,11 +23,12 @@ void append_int8(const Append& append, const AppendSpan* spans, size_t count) {
   }
   const int64_t widest = std::max(append.key.width, append.value.width);
   const int64_t rows = tokens * append.K, width = append.key.width + append.value.width;
-  const double nanoseconds = static_cast<double>(rows) * (20.0 + static_cast<double>(width) / 4.0);
+  double nanoseconds = static_cast<double>(rows) * (20.0 + static_cast<double>(width) / 4.0);
+  if (append.key.rotation.data != nullptr) nanoseconds *= 4.0;
   const Kernels& set = kernels();
   for_each_item(
       workers_for(nanoseconds), static_cast<int64_t>(pieces.size()) * append.K, true,
-      (widest + 16) * static_cast<int64_t>(sizeof(float)),
+      set.append_scratch_floats(widest) * static_cast<int64_t>(sizeof(float)),
       [&](int64_t i, char* scratch) {
         const AppendSpan& span = pieces[static_cast<size_t>(i / append.K)];
         set.append(append, span, i % append.K, reinterpret_cast<float*>(scratch));

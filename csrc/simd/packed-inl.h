@@ -69,10 +69,14 @@ HW_INLINE void unpack_3_bits(int8_t* HW_RESTRICT out, const uint8_t* HW_RESTRICT
 static inline void unpack(int8_t* HW_RESTRICT out, const char* row, Dtype dtype, int64_t width) {
   const auto* bytes = reinterpret_cast<const uint8_t*>(row);
   const int64_t plane = dtype == Dtype::i4 ? width / 2 : width / 8;
-  if (dtype == Dtype::i4 && plane >= 8)
-    return plane >= 16 ? unpack_4_bits<16>(out, bytes, plane) : unpack_4_bits<8>(out, bytes, plane);
-  if (dtype == Dtype::i3 && plane >= 8)
+  if (dtype == Dtype::i4) {
+    if (plane >= 64) return unpack_4_bits<64>(out, bytes, plane);
+    if (plane >= 32) return unpack_4_bits<32>(out, bytes, plane);
+    if (plane >= 16) return unpack_4_bits<16>(out, bytes, plane);
+    if (plane >= 8) return unpack_4_bits<8>(out, bytes, plane);
+  } else if (plane >= 8) {
     return plane >= 16 ? unpack_3_bits<16>(out, bytes, plane) : unpack_3_bits<8>(out, bytes, plane);
+  }
   for (int64_t i = 0; i < width; ++i) out[i] = static_cast<int8_t>(packed_level(row, dtype, width, i));
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import NATIVE, instructions
+from backends import NATIVE, instructions, natives
 from torch import Tensor
 
 import headwise
@@ -21,7 +21,7 @@ from headwise.cache import (
     quantization_error,
     quantize,
 )
-from headwise.ops.storage.packed import pack, rotated, rotation, unpack
+from headwise.ops.storage.packed import encoded, pack, rotated, rotation, unpack
 from headwise.testing import assert_same_bits
 
 BITS = pytest.mark.parametrize("bits", [4, 3])
@@ -108,6 +108,7 @@ CALLS = [
     (2, 6, 2, 1, 301, 64, 64),
     (1, 3, 3, 1, 1031, 80, 40),
     (1, 8, 1, 2, 129, 128, 24),
+    (1, 4, 2, 3, 37, 8, 8),
     (2, 4, 2, 57, 203, 40, 128),
     (1, 2, 1, 131, 131, 8, 16),
 ]
@@ -196,6 +197,53 @@ def test_a_cache_holds_what_quantize_makes(bits: int, kind: int) -> None:
         out = headwise.attention(q[:, :, part], cache.append(k[:, :, part], v[:, :, part]))
         true = headwise.attention(q[:, :, part], key[:, :, :end], value[:, :, :end], mask=mask)
         torch.testing.assert_close(out, true, rtol=1e-4, atol=1e-5)
+
+
+@BITS
+@natives
+def test_the_kernel_writes_the_codes_of_the_definition(bits: int, backend: str) -> None:
+    """But for codes next to the middle of two levels, which the order of the sums of a rotation decides."""
+    for width in (8, 24, 64, 80, 136):
+        x = drawn(2, 3, 37, width) * torch.logspace(-20, 15, 37)[:, None]
+        x[0, 1, 5, 3], x[1, 2, 7, 1], x[1, 0, 9] = math.nan, math.inf, 0.0
+        with instructions(backend):
+            made = quantize(x, bits)
+        data, scale = encoded(x, bits)
+        torch.testing.assert_close(made.scale, scale, rtol=1e-5, atol=0.0, equal_nan=True)
+        finite = ~scale.isnan()
+        far = (unpack(made.data, bits).int() - unpack(data, bits).int())[finite].abs()
+        assert far.max() <= 1 and far.float().mean() < 1e-3, (width, int(far.max()))
+
+
+@BITS
+@natives
+def test_a_token_has_the_same_codes_alone_and_among_others(bits: int, backend: str) -> None:
+    x = drawn(2, 2, 67, 80).bfloat16()
+    with instructions(backend):
+        whole = quantize(x, bits)
+        for place in (0, 3, 66):
+            alone = quantize(x[:, :, place : place + 1], bits)
+            assert_same_bits(alone.data, whole.data[:, :, place : place + 1])
+            assert_same_bits(alone.scale, whole.scale[:, :, place : place + 1])
+
+
+@BITS
+@natives
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_step_in_one_call_is_append_and_attend(bits: int, backend: str, kind: int) -> None:
+    step, whole = caches(bits)[kind], caches(bits)[kind]
+    prompt = drawn(2, 2, 129, 64), drawn(2, 2, 129, 40, seed=1)
+    query, *token = drawn(2, 6, 1, 64, seed=2), drawn(2, 2, 1, 64, seed=3), drawn(2, 2, 1, 40, seed=4)
+    with instructions(backend), torch.no_grad():
+        for cache in (step, whole):
+            cache.append(*prompt)
+        for _ in range(3):
+            out = step.step(query, *token)
+            whole.append(*token)
+            assert out is not None, "the kernel takes the step"
+            true = whole.attend(query)
+            assert_same_bits(step.attend(query), true)  # what both caches hold
+            torch.testing.assert_close(out, true, rtol=1e-5, atol=1e-6)
 
 
 @BITS

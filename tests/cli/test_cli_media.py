@@ -22,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from headwise import cli, hf
-from headwise.cli.options import media
+from headwise.cli.options import media, texts
 from headwise.extras import MissingExtra
 from headwise.hf.loading import processor as senses
 from headwise.hf.loading import tokenizer as tokens
@@ -83,7 +83,7 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path, monkeypatch: pyte
         ):
             with pytest.raises(typer.BadParameter, match=message.replace("(", r"\(")):
                 read(path)
-    monkeypatch.setattr(media, "MAX_FILE", 100)
+    monkeypatch.setattr(texts, "MAX_FILE", 100)
     (tmp_path / "f").write_bytes(b"0" * 101)
     with pytest.raises(typer.BadParameter, match="more than 0 MB; give a smaller file"):
         media.read_image(str(tmp_path / "f"))

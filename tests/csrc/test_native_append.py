@@ -67,7 +67,7 @@ def check(key: Tensor, value: Tensor | None, spans: Any = SPANS) -> None:
         for row, place, to, at, count in spans:
             data[to, :, at : at + count] = small.data[row, :, place : place + count]
             scale[to, :, at : at + count] = small.scale[row, :, place : place + count]
-    torch.ops.headwise.append_int8(key, value, *got, [n for span in spans for n in span])
+    torch.ops.headwise.append_codes(key, value, *got, [n for span in spans for n in span])
     for one, other in zip(got, wanted, strict=True):
         if one is not None:
             assert_same_bits(one, other)
@@ -89,7 +89,7 @@ def test_every_width(backend: str) -> None:
             x = torch.randn(1, 1, 3, width, generator=torch.Generator().manual_seed(width))
             x[0, 0, 1, -1] = 50.0  # the largest is the last
             data, scale = torch.zeros(1, 1, 3, width, dtype=torch.int8), torch.zeros(1, 1, 3)
-            torch.ops.headwise.append_int8(x, None, data, scale, None, None, [0, 0, 0, 0, 3])
+            torch.ops.headwise.append_codes(x, None, data, scale, None, None, [0, 0, 0, 0, 3])
             small = quantize(x)
             attempt(f"{width}", assert_same_bits, data, small.data)
             attempt(f"{width}, scale", assert_same_bits, scale, small.scale)
@@ -114,7 +114,7 @@ def test_many_tokens_on_threads(backend: str) -> None:
     for count in (1, 3):
         data, scale = torch.zeros(2, 2, 500, 64, dtype=torch.int8), torch.zeros(2, 2, 500)
         with threads(count):
-            torch.ops.headwise.append_int8(
+            torch.ops.headwise.append_codes(
                 x, x, data, scale, data.clone(), scale.clone(), [0, 0, 1, 0, 500, 1, 0, 0, 0, 500]
             )
         assert_same_bits(data, small.data.flip(0))
@@ -137,8 +137,8 @@ def caches(shared: bool) -> Iterator[tuple[str, Callable[[], KVCache]]]:
 def test_every_cache_appends_in_one_call(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths of their own, padding on either side, over the ends of pages: what Python quantises, by one call each."""
     calls: list[int] = []
-    operator = library.append_int8
-    monkeypatch.setattr(library, "append_int8", lambda *args: calls.append(1) or operator(*args))
+    operator = library.append_codes
+    monkeypatch.setattr(library, "append_codes", lambda *args: calls.append(1) or operator(*args))
 
     def lives(make: Callable[[], KVCache], native: bool) -> list[Any]:
         if not native:
@@ -198,7 +198,7 @@ def call(**change: Any) -> None:
     key, value = tokens()
     names = ("key_data", "key_scale", "value_data", "value_scale")
     arguments = {"key": key, "value": value, **dict(zip(names, stores(), strict=True)), "spans": [0, 0, 0, 0, T]}
-    torch.ops.headwise.append_int8(**(arguments | {name: make(arguments[name]) for name, make in change.items()}))
+    torch.ops.headwise.append_codes(**(arguments | {name: make(arguments[name]) for name, make in change.items()}))
 
 
 SHARED = torch.zeros(ROWS * K * PLACES * V * 4, dtype=torch.int8)
@@ -245,10 +245,10 @@ REFUSED: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "very many": ({"spans": lambda x: [0, 0, 0, 1, (1 << 63) - 1]}, "a span lies outside"),
     "less than none": ({"spans": lambda x: [0, 0, 0, 0, -1]}, "a span lies outside"),
     "a place twice": ({"spans": lambda x: [0, 0, 2, 4, 3, 1, 0, 2, 6, 1]}, "two spans write place 6 of row 2"),
-    "on no device": ({"key": lambda x: x.to("meta")}, "append_int8 takes tensors of one device, got cpu, meta"),
+    "on no device": ({"key": lambda x: x.to("meta")}, "append_codes takes tensors of one device, got cpu, meta"),
     "a cache on no device": ({"key_data": lambda x: x.to("meta")}, "of one device, got cpu, meta"),
-    "sparse tokens": ({"key": lambda x: x.to_sparse()}, "Could not run 'headwise::append_int8'"),
-    "sparse scales": ({"key_scale": lambda x: x.to_sparse()}, "Could not run 'headwise::append_int8'"),
+    "sparse tokens": ({"key": lambda x: x.to_sparse()}, "Could not run 'headwise::append_codes'"),
+    "sparse scales": ({"key_scale": lambda x: x.to_sparse()}, "Could not run 'headwise::append_codes'"),
     "zeros without memory": ({"key_scale": lambda x: torch._efficientzerotensor(x.shape)}, "ZeroTensor"),
 }  # fmt: skip
 
@@ -270,7 +270,7 @@ def test_refused() -> None:
 def test_a_refused_append_writes_nothing() -> None:
     kept = stores()
     with pytest.raises(RuntimeError, match="a span lies outside"):
-        torch.ops.headwise.append_int8(*tokens(), *kept, [0, 0, 0, 0, T, 0, 0, 1, PLACES, 1])
+        torch.ops.headwise.append_codes(*tokens(), *kept, [0, 0, 0, 0, T, 0, 0, 1, PLACES, 1])
     for x, y in zip(kept, stores(), strict=True):
         assert x is not None and y is not None
         assert_same_bits(x, y)
@@ -278,5 +278,5 @@ def test_a_refused_append_writes_nothing() -> None:
 
 @pytest.mark.parametrize("backend", BEST)
 def test_opcheck(backend: str) -> None:
-    result = torch.library.opcheck(torch.ops.headwise.append_int8.default, (*tokens(), *stores(), [0, 0, 1, 2, T]))
+    result = torch.library.opcheck(torch.ops.headwise.append_codes.default, (*tokens(), *stores(), [0, 0, 1, 2, T]))
     assert set(result.values()) == {"SUCCESS"}, result

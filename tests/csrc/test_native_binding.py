@@ -182,7 +182,7 @@ def test_views_with_pending_operations(name: str) -> None:
     Where an operator writes, torch refuses such a view.
     """
     arguments = calls()[name]
-    written = [x for what, x in arguments.items() if name == "append_int8" and what.endswith(("_data", "_scale"))]
+    written = [x for what, x in arguments.items() if name == "append_codes" and what.endswith(("_data", "_scale"))]
     wanted = results(name, arguments)
     for what, x, put in tensors(arguments):
         if x.dtype == torch.bool:

@@ -64,7 +64,7 @@ def of_other_dtypes(name: str, what: str, x: Tensor) -> Iterator[tuple[str, Tens
     allowed = OTHER_DTYPES.get(what, set()) | {x.dtype}
     if what == "query" and name.startswith("attend_held"):  # beside int8 any that is served
         allowed |= {torch.float32, torch.bfloat16, torch.float16}
-    if what in ("key", "value") and name == "append_int8":
+    if what in ("key", "value") and name == "append_codes":
         allowed |= ANY_FLOAT
     for dtype in DTYPES:
         if dtype not in allowed:
@@ -165,7 +165,7 @@ def test_any_layout_is_read_or_refused(name: str) -> None:
                 attempt(f"{what}, turned", same, put(turned))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("attend", "append_int8", "dropout_keep")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("attend", "append_codes", "dropout_keep")])
 def test_how_many_there_may_be(name: str) -> None:
     """Of masks, segments and slopes; and with which others an argument goes."""
     arguments = calls()[name]

@@ -116,14 +116,14 @@ def test_angles_in_the_dtype_of_the_query_are_rounded_at_each_step(backend: str)
 
 
 def test_a_step_into_int8() -> None:
-    """Has the bits of appending by append_int8, and of attending after it."""
+    """Has the bits of appending by append_codes, and of attending after it."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = call(dtype, small=True) | {"cos": None, "sin": None, "turned": 0, "first": 0}
         ours, theirs = copied(inputs), copied(inputs)
         out = step(ours)
         spans = [n for b, place in enumerate(inputs["places"]) for n in (b, 0, b, place, 1)]
         stores = [theirs[name] for name in ("keys", "key_scale", "values", "value_scale")]
-        torch.ops.headwise.append_int8(theirs["key"], theirs["value"], *stores, spans)
+        torch.ops.headwise.append_codes(theirs["key"], theirs["value"], *stores, spans)
         for name in WRITTEN:
             assert_same_bits(ours[name], theirs[name], what=name)
         rules = list(inputs.values())[list(inputs).index("scale") :]

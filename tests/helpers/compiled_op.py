@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import headwise
 from headwise.cache import Quantized, quantize
-from headwise.ops.native.append import AppendSpan, append_int8
+from headwise.ops.native.append import AppendSpan, append_codes
 from headwise.ops.native.library import isas
 from headwise.testing import assert_same_bits, make_qkv
 
@@ -247,7 +247,7 @@ def test_appending_int8() -> None:
     q, k, v = make_qkv(1, 4, 2, 1, 1, 16, 8)
 
     def step(q: Tensor, k: Tensor, v: Tensor, stores: list[Tensor], place: int) -> Tensor:
-        assert append_int8(k, v, tuple(stores), [AppendSpan(0, 0, 0, place, 1)])
+        assert append_codes(k, v, tuple(stores), [AppendSpan(0, 0, 0, place, 1)])
         return headwise.attention(q, Quantized(*stores[:2]), Quantized(*stores[2:]))
 
     def empty() -> list[Tensor]:

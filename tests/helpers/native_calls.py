@@ -81,14 +81,14 @@ def calls() -> dict[str, dict[str, Any]]:
         },
         "attend_statistics": {**qkv, **every, **requests},
         "attend_received": {"query": query, "key": key, **ends, **every},
-        "append_int8": append | {"spans": [0, 0, 2, 1, T, B - 1, 1, H - 1, 0, 2]},
+        "append_codes": append | {"spans": [0, 0, 2, 1, T, B - 1, 1, H - 1, 0, 2]},
         "dropout_keep": {"seed": seed, "dropout": 0.3, "B": B, "H": H, "first": 0, "rows": T, "S": S},
     }  # fmt: skip
 
 
 NAMES = (
     "attend", "attend_full", "attend_held", "attend_held, pages", "attend_backward", "attend_statistics",
-    "attend_received", "append_int8", "dropout_keep",
+    "attend_received", "append_codes", "dropout_keep",
 )  # fmt: skip
 
 

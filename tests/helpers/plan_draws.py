@@ -57,6 +57,15 @@ def values(field: str, about: dict[str, Any], sizes: dict[str, int], dice: rando
         "conv_kernel": lambda: dice.randint(2, 5),
         "moe_latent_size": lambda: dice.choice([None, 6, 11]),
     }
+    if "shared_key" in about:
+        kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+        drawn |= {
+            "layer_types": lambda: dice.choice([None, dice.choices(kinds, k=layers)]),
+            "compress_rates": lambda: dict(zip(kinds[1:], (dice.randint(2, 4), dice.randint(3, 6)), strict=True)),
+            "num_key_value_heads": lambda: 1,
+            "head_dim": lambda: dice.choice([8, 12, 16, 20]),
+            "o_groups": lambda: dice.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        }
     return {field: drawn[field]()} if field in drawn else {}
 
 
@@ -71,6 +80,8 @@ def possible(name: str, about: dict[str, Any], config: dict[str, Any], dice: ran
             config["layer_types"] = ["linear_attention", *["full_attention"] * (layers - 1)]
     if name == "kimi_linear" and kinds is None and layers < 5:
         config["layer_types"] = ["full_attention"] * layers
+    if "shared_key" in about:
+        config["partial_rotary_factor"] = 0.5
     if about.get("inner_by_layer") and dice.random() < 0.5:
         config["intermediate_size"] = [dice.randint(2, 30) for _ in range(layers)]
     if not config.get("hidden_size_per_layer_input", 1):  # transformers slices these inputs where keys are shared

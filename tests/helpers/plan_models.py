@@ -20,7 +20,7 @@ from headwise.plan.costs import totals as costs
 from headwise.plan.model.model import Model, model_of
 
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
-OWN_CACHE = "minimax"  # takes no fixed cache
+OWN_CACHES = ("minimax", "deepseek_v4")  # takes no fixed cache
 KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
 LAST_TOKEN_ONLY = ("gemma4_text",)  # its layers without keys, where only the last logits are asked for
 IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
@@ -292,9 +292,10 @@ def bytes_held(cache: Any) -> int:
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
             tensors += states.values()
         tensors.append(getattr(layer, "indexer_keys", None))
+        tensors += getattr(layer, "compressed_kv", {}).values()
     tensors += getattr(cache, "linear_cache", [])
-    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    own = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}  # keys that are values are one tensor
+    return sum(t.numel() * t.element_size() for t in own.values())
 
 
 def dynamic_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
@@ -327,9 +328,25 @@ def as_run(name: str, ours: Model, config: Any) -> Model:
             for part in ours.others
         )
         return replace(ours, others=others)
+    if "shared_key" in architectures()[name]:  # attention is computed over all compressed keys, and masked
+        layers = []
+        for layer in ours.layers:
+            one = layer.compressor
+            if one is not None and one.indexer is not None:
+                every = replace(one, indexer=replace(one.indexer, top_k=TOKENS))
+                assert layer.shared_key is not None
+                layer = replace(layer, shared_key=replace(layer.shared_key, compressor=every))
+            layers.append(layer)
+        return ours.with_layers(tuple(layers))
     if getattr(config, "new_decoder_architecture", False):
         return ours.with_layers(tuple(replace(layer, num_kv_heads=layer.num_heads) for layer in ours.layers))
     return ours
+
+
+def weighted_by_elements(ours: Model) -> int:
+    """Multiply-adds of one query in the sums over index heads of compressed keys: no matrix products there."""
+    indexers = [(layer, layer.compressor and layer.compressor.indexer) for layer in ours.layers]
+    return sum(one.heads * layer.compressed_keys(TOKENS) for layer, one in indexers if one)
 
 
 # --- ours against theirs ----------------------------------------------------------------------------------------------
@@ -349,6 +366,7 @@ def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[in
         return with_parameters(cost, ours, BATCH * TOKENS), seen.flops
     all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
     index = sum(layer.index_macs(TOKENS, TOKENS, masked=False) for layer in ours.layers)
+    index -= TOKENS * weighted_by_elements(ours)
     return cost.projections + cost.dense + cost.rest + 2 * BATCH * index + all_logits, seen.flops
 
 
@@ -367,7 +385,7 @@ def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int
     )
     if ours.states and cost is not None:
         return with_parameters(cost, ours, BATCH), seen.flops
-    return 0 if cost is None else cost.total, seen.flops
+    return 0 if cost is None else cost.total - 2 * BATCH * weighted_by_elements(ours), seen.flops
 
 
 def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tuple[int, int]]:
@@ -382,7 +400,7 @@ def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tupl
     for tokens in (3, TOKENS):
         planned = states + costs.cache_bytes(between, tokens, FLOAT32, windowed=windowed)
         pairs.append((planned, dynamic_cache_bytes(name, config, real, tokens)))
-    if architectures()[name].get("stack") != "pair" and name != OWN_CACHE:
+    if architectures()[name].get("stack") != "pair" and name not in OWN_CACHES:
         planned = states + costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
         pairs.append((planned, static_cache_bytes(name, config, real, TOKENS)))
     return pairs

@@ -13,6 +13,8 @@ from plan_models import build, config_of, parameters_of, random_config
 from headwise import plan
 from headwise.plan.config.fields import architectures
 from headwise.plan.costs import totals as costs
+from headwise.plan.model.compressed import Compressor
+from headwise.plan.model.indexer import Indexer
 from headwise.plan.model.model import model_of
 from headwise.plan.model.parts import distinct_experts
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.unchecked
 NEW = (
     "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text",
     "minimax_m2", "glm_moe_dsa", "deepseek_v32", "kimi_linear", "kimi_k25", "nemotron_h", "granitemoehybrid",
-    "lfm2_moe", "olmo_hybrid", "glm4_moe_lite", "mistral4", "solar_open", "exaone_moe",
+    "deepseek_v4", "lfm2_moe", "olmo_hybrid", "glm4_moe_lite", "mistral4", "solar_open", "exaone_moe",
 )  # fmt: skip
 
 
@@ -129,6 +131,58 @@ def test_a_layer_that_shares_the_chosen_keys_has_no_indexer() -> None:
         model_of({**fields, "indexer_types": ["shared", "full", "full"], "model_type": "glm_moe_dsa"})
 
 
+# --- compressed keys --------------------------------------------------------------------------------------------------
+
+
+def test_deepseek_v4_flash_has_the_size_of_its_model_card() -> None:
+    found = plan.of("deepseek-v4-flash")
+    assert round(found.parameters()["total"] / 1e9) == 284 and found.model.active_parameters() // 10**9 == 13
+
+
+def test_compressed_keys_by_hand() -> None:
+    """A window of 128, and one key for 4 tokens with its index key (20 layers) or one for 128 tokens (23 layers)."""
+    context, dim, index = 2**20, 512, 128
+    found = plan.of("deepseek-v4-flash", context=context)
+    cost, model = found.contexts[0], found.model
+    fours, many = context // 4, context // 128
+    assert cost.cache_bytes == 2 * (43 * 128 * dim + 20 * fours * (dim + index) + 23 * many * dim)
+    assert found.bytes_per_token == 2 * (43 * dim + 20 * (dim + index) // 4 + 23 * dim // 128)
+    read = 43 * 128 * dim + 20 * (512 * dim + fours * index) + 23 * many * dim
+    assert costs.cache_bytes_read(model, context, 2) == 2 * read
+    assert cost.decode is not None
+    assert cost.decode.attention == 2 * 64 * 2 * dim * (43 * 128 + 20 * 512 + 23 * many)
+    assert cost.decode.indexer == 2 * 20 * fours * (64 * index + 64)
+    text = str(found)
+    assert "a key for 4 tokens" in text and "512 per query" in text and "all attended" in text
+    plain = costs.as_kv_heads(model, 1)
+    assert plain is not None and [layer.window for layer in plain.layers] == [None] * 43
+
+
+def test_pairs_of_compressed_keys_are_those_of_a_loop() -> None:
+    dice = random.Random(2)
+    for _ in range(300):
+        rate, top_k, first = dice.randint(1, 9), dice.randint(1, 6), dice.randint(0, 40)
+        stop = first + dice.randint(0, 60)
+        ends = [(i + 1) // rate for i in range(first, stop)]
+        chooses = Compressor(rate, True, Indexer(2, 8, top_k))
+        assert chooses.pairs(first, stop) == sum(min(top_k, n) for n in ends)
+        assert chooses.pairs(first, stop, chosen=False) == Compressor(rate, False).pairs(first, stop) == sum(ends)
+        assert [chooses.attended(n) for n in (stop, 99)] == [min(top_k, n // rate) for n in (stop, 99)]
+
+
+def test_layers_of_older_configs() -> None:
+    ours = [
+        model_of({"model_type": "deepseek_v4", "num_hidden_layers": 3, **fields}).layers
+        for fields in (
+            {"compress_ratios": [0, 4, 128, 4], "compress_rate_csa": 5},
+            {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+             "compress_rates": {"compressed_sparse_attention": 5, "heavily_compressed_attention": 128}},
+        )
+    ]  # fmt: skip
+    assert ours[0] == ours[1]
+    assert [layer.compressor and layer.compressor.rate for layer in ours[0]] == [None, 5, 128]
+
+
 # --- keys of other layers ---------------------------------------------------------------------------------------------
 
 
@@ -173,6 +227,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         "names each of the layers 1 to 2 once",
     ),
+    "an unknown rate": (
+        {"model_type": "deepseek_v4", "num_hidden_layers": 2, "compress_ratios": [4, 8]},
+        "compress_ratios has 0, 4 or 128 for each of 2 layers",
+    ),
+    "a rate of no tokens": (
+        {"model_type": "deepseek_v4", "compress_rates": {"compressed_sparse_attention": 0}},
+        "a whole number from 1 to 1,000,000 for compressed_sparse_attention; got 0",
+    ),
+    "rates as a list": ({"model_type": "deepseek_v4", "compress_rates": [4]}, "compress_rates is an object"),
+    "groups of heads": ({"model_type": "deepseek_v4", "o_groups": 7}, "o_groups = 7 does not divide"),
+    "no window": ({"model_type": "deepseek_v4", "sliding_window": None}, "sliding_window is null"),
+    "keys of more heads": (
+        {"model_type": "deepseek_v4", "num_key_value_heads": 2},
+        "changes the model in a way that is not supported",
+    ),
     "small index heads": (
         {"model_type": "deepseek_v32", "index_head_dim": 32},
         "is less than qk_rope_head_dim",
@@ -188,7 +257,7 @@ def test_what_no_model_has_is_refused_in_one_line(name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma3n"])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "deepseek-v4-flash", "gemma3n"])
 def test_over_several_ranks_such_models_are_refused(name: str) -> None:
     config = name if "-" in name else {"model_type": "gemma3n_text"}
     with pytest.raises(ValueError, match="over several ranks"):

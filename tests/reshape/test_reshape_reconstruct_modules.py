@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.reshape.repair.paired_models import Projections, batches_of
+from headwise.reshape.repair.paired_models import ModuleBatch, Projections, batches_of
 from headwise.reshape.repair.reconstruct_modules import reconstruct_modules
 from headwise.reshape.repair.ridge import NormalEquations, best
-from headwise.reshape.repair.value_solver import Sample, ValueSystem, error, solve_values
+from headwise.reshape.repair.value_solver import ValueSystem, error, solve_values
 
 M = 22
 
@@ -275,11 +275,11 @@ def test_of_the_steps_for_the_values_the_best_is_taken_not_the_last_that_helps()
     mha = headwise.MultiHeadAttention(M, 2, head_dim=5, value_dim=7).double()
     layer = ValueSystem(mha.o_proj.weight.detach().T, None, None, 2)
 
-    def sample(tokens: int) -> Sample:
+    def sample(tokens: int) -> ModuleBatch:
         x = torch.randn(1, tokens, M, dtype=torch.float64)
         with torch.no_grad(), headwise.nn.probe(mha) as seen:
             target = mha(x) + 0.3 * torch.randn(1, tokens, M, dtype=torch.float64)
-        return Sample(seen.calls[0], x, target, target)
+        return ModuleBatch(target, target, x, seen.calls[0])
 
     fit, check = [sample(101)], [sample(211)]
     start = mha.v_proj.weight.detach().T + torch.randn(M, 14, dtype=torch.float64)

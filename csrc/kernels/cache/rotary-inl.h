@@ -10,7 +10,7 @@ namespace HW_ISA {
 
 // A thread's scratch. Each array has room for the whole vectors of a head.
 struct StepScratch {
-  float *x, *partner, *cos, *sin;
+  float *x, *partner, *cos, *sin, *rows, *rotated;
   uint16_t* halves;
 
   StepScratch(char* base, int64_t width) {
@@ -19,11 +19,13 @@ struct StepScratch {
     partner = x + n;
     cos = partner + n;
     sin = cos + n;
-    halves = reinterpret_cast<uint16_t*>(sin + n);
+    rows = sin + n;
+    rotated = rows + kRotatedRows * n;
+    halves = reinterpret_cast<uint16_t*>(rotated + kRotatedRows * n);
   }
 };
 
-static int64_t step_scratch_bytes(int64_t width) { return round_up(width, W) * 18; }
+static int64_t step_scratch_bytes(int64_t width) { return round_up(width, W) * (18 + 8 * kRotatedRows); }
 
 static inline void round_in_place(float* x, int64_t n, Dtype dtype, uint16_t* halves) {
   if (dtype == Dtype::f32) return;
@@ -76,25 +78,42 @@ static void place_row(const Call& cache, const Step& step, int64_t b, char* scra
   const StepScratch s(scratch, max(D, V));
   const Dtype dtype = step.query.dtype;
   if (step.rotary.cos != nullptr) load_angles(step.rotary, b, s);
-  for (int64_t h = 0; h < cache.H; ++h) {
-    rotate_row(step.rotary, at(step.query, b, h, 0), dtype, step.query.stride[3], D, s);
-    write_floats(step.rotated + (b * cache.H + h) * D * size_of(dtype), dtype, s.x, D);
+  const bool packed = step.key_rotation.data != nullptr;
+  const int64_t together = packed ? kRotatedRows : 1, pitch = round_up(D, W);
+  for (int64_t first = 0; first < cache.H; first += together) {
+    const int64_t count = min(together, cache.H - first);
+    const float* rows = s.x;
+    for (int64_t n = 0; n < count; ++n) {
+      rotate_row(step.rotary, at(step.query, b, first + n, 0), dtype, step.query.stride[3], D, s);
+      if (packed) memcpy(s.rows + n * pitch, s.x, static_cast<size_t>(pitch) * sizeof(float));
+    }
+    if (packed) {
+      rotate_rows(s.rows, count, pitch, step.key_rotation, D, s.rotated);
+      rows = s.rotated;
+    }
+    for (int64_t n = 0; n < count; ++n)
+      write_floats(step.rotated + (b * cache.H + first + n) * D * size_of(dtype), dtype, rows + n * pitch, D);
   }
   const int64_t place = step.places[b], page = cache.table == nullptr ? 0 : place / cache.page;
   const int64_t to_row = cache.table == nullptr ? b : cache.table[b * cache.table_stride + page];
   const int64_t to_place = cache.table == nullptr ? place : place % cache.page;
-  const auto write = [&](const Tensor4& to, const Tensor4& scale, int64_t head, int64_t n) {
+  const auto write = [&](const Tensor4& to, const Tensor4& scale, const Rotation& rotation, int64_t head, int64_t n) {
     char* data = const_cast<char*>(at(to, to_row, head, to_place));
-    if (to.dtype != Dtype::i8) return write_floats(data, dtype, s.x, n);
-    const char* of = at(scale, to_row, head, to_place);
-    *reinterpret_cast<float*>(const_cast<char*>(of)) = quantize_floats(s.x, n, reinterpret_cast<int8_t*>(data));
+    if (!is_code(to.dtype)) return write_floats(data, dtype, s.x, n);
+    auto* unit = reinterpret_cast<float*>(const_cast<char*>(at(scale, to_row, head, to_place)));
+    if (to.dtype == Dtype::i8) {
+      *unit = quantize_floats(s.x, n, reinterpret_cast<int8_t*>(data));
+      return;
+    }
+    rotate_rows<1>(s.x, 0, rotation, n, s.rotated);
+    *unit = encode_floats(s.rotated, n, floats_are_finite(s.x, n), to.dtype, reinterpret_cast<uint8_t*>(data));
   };
   for (int64_t head = 0; head < cache.K; ++head) {
     rotate_row(step.rotary, at(step.key, b, head, 0), dtype, step.key.stride[3], D, s);
-    write(cache.key, cache.key_scale, head, D);
+    write(cache.key, cache.key_scale, step.key_rotation, head, D);
     if (step.value.data == nullptr) continue;
     copy_floats(s.x, at(step.value, b, head, 0), dtype, step.value.stride[3], V, round_up(V, W));
-    write(cache.value, cache.value_scale, head, V);
+    write(cache.value, cache.value_scale, step.value_rotation, head, V);
   }
 }
 

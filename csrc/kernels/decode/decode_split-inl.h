@@ -23,36 +23,46 @@ HW_INLINE bool pack_digits(SplitScratch& s, int r, float* line, int64_t padded) 
   return true;
 }
 
+// Moves the columns of a line's last step. The step starts earlier, so that it ends with the row, and the columns that
+// it repeats are multiplied by 0.
+template <class T>
+HW_INLINE void place_last_step(T* line, int64_t D, int64_t step) {
+  const int64_t last = (D - 1) / step * step, first = first_column(last / step, D, step);
+  if (first == last) return;
+  memmove(line + last + (last - first), line + last, static_cast<size_t>(D - last) * sizeof(T));
+  memset(line + last, 0, static_cast<size_t>(last - first) * sizeof(T));
+}
+
 // Packs the queries of an item. Returns false if two digits are not enough.
 template <class Read, int R>
 static inline bool pack_split_query(const Call& p, int64_t b, SplitScratch& s) {
   using Shape = TileShape<Read, R>;
-  const int64_t steps = (p.D + Read::kStep - 1) / Read::kStep, padded = steps * Read::kStep;
+  const int64_t padded = round_up(p.D, Read::kStep);
   QueryRows& rows = *s.rows;
+  [[maybe_unused]] const uint16_t* halves[R];
   for (int r = 0; r < R; ++r) {
     float* line = s.lines + r * padded;
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
     const bool is = r < rows.n && row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
     rows.query_bad[r] = r < rows.n && !is;
-    copy_floats(line, row, p.query.dtype, p.query.stride[3], is ? p.D : 0, padded);
-    // the last step starts earlier, and the columns that it repeats are multiplied by 0
-    const int64_t first = first_column(steps - 1, p.D, Read::kStep), last = (steps - 1) * Read::kStep;
-    if (first < last) {
-      memmove(line + last + (last - first), line + last, static_cast<size_t>(p.D - last) * sizeof(float));
-      memset(line + last, 0, static_cast<size_t>(last - first) * sizeof(float));
-    }
     if constexpr (Shape::kBytes) {
+      copy_floats(line, row, p.query.dtype, p.query.stride[3], is ? p.D : 0, padded);
+      place_last_step(line, p.D, Read::kStep);
       if (!pack_digits<Read, R>(s, r, line, padded)) return false;
+    } else if (is && p.query.stride[3] == 1 && padded == p.D) {
+      halves[r] = reinterpret_cast<const uint16_t*>(row);
+    } else {
+      auto* copy = reinterpret_cast<uint16_t*>(line);
+      copy_halves(copy, row, p.query.stride[3], is ? p.D : 0, padded);
+      place_last_step(copy, p.D, Read::kStep);
+      halves[r] = copy;
     }
   }
   if constexpr (!Shape::kBytes) {
     for (int64_t d = 0; d < padded; d += Read::kStep) {
       F x[R];
       HW_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const float* line = s.lines + r * padded + d;
-        x[r] = round_two(load(line), load(line + W));
-      }
+      for (int r = 0; r < R; ++r) x[r] = load(reinterpret_cast<const float*>(halves[r] + d));
       interleave_words<R>(x);
       HW_UNROLL
       for (int r = 0; r < R; ++r) store(reinterpret_cast<float*>(s.query) + d / 2 * R + r * W, x[r]);

@@ -115,6 +115,23 @@ class SplitPass {
   static constexpr int64_t kColumns = Read::kStep, kSize = sizeof(typename Read::T);
   static constexpr int kTiles = Read::kTile / W;
 
+  // Adds x - x of numbers that must be finite to a sum in memory. During its lifetime the sum is in a register: after
+  // each store the compiler would have to load it again.
+  class Finite {
+   public:
+    HW_MEMBER explicit Finite(F& rest) : all_(rest), rest_(rest) {}
+    HW_MEMBER ~Finite() { all_ = rest_; }
+    HW_MEMBER void add(F x) { rest_ = HW_ISA::add(rest_, sub(x, x)); }
+    HW_MEMBER void put(float* to, F x) {
+      store(to, x);
+      add(x);
+    }
+
+   private:
+    F& all_;
+    F rest_;
+  };
+
   struct KeyTile {
     int64_t j0;
     int n;
@@ -184,17 +201,20 @@ class SplitPass {
 
   HW_MEMBER void read_scores(int t, int j) {
     float* x = scores(t) + first_key(j, tiles_[t].n);
+    Finite finite(rest_);
+    HW_UNROLL
     for (int r = 0; r < R; r += 4) {
       F row[4];
       columns_of_sums(key_sums(t, 0) + j * W + r, row);
       HW_UNROLL
-      for (int i = 0; i < (R < 4 ? R : 4); ++i) put(x + (r + i) * kScorePitch, row[i]);
+      for (int i = 0; i < (R < 4 ? R : 4); ++i) finite.put(x + (r + i) * kScorePitch, row[i]);
     }
   }
 
   HW_MEMBER void read_digits(int t, int j) {
     const int first = first_key(j, tiles_[t].n);
     const F scale = load(scales_[t % 2] + first);
+    Finite finite(rest_);
     for (int part = 0; part < Shape::kParts; ++part) {
       for (int c = 0; c < Shape::kColumns; c += 4) {
         F digits[4];
@@ -205,7 +225,7 @@ class SplitPass {
           HW_UNROLL
           for (int d = Read::kDigits - 2; d >= 0; --d) sum = fma(sum, set1(256.0f), floats_of_ints(digits[i + d]));
           const int r = part * Shape::kRows + (c + i) / Shape::kWords;
-          put(scores(t) + r * kScorePitch + first, mul(mul(sum, set1(s_.query_unit[r])), scale));
+          finite.put(scores(t) + r * kScorePitch + first, mul(mul(sum, set1(s_.query_unit[r])), scale));
         }
       }
     }
@@ -228,12 +248,6 @@ class SplitPass {
     }
   }
 
-  // Stores numbers that must be finite.
-  HW_MEMBER void put(float* to, F x) {
-    store(to, x);
-    rest_ = add(rest_, sub(x, x));
-  }
-
   void read_scales(int t, bool values) {
     const KeyTile& tile = tiles_[t];
     const Call& p = pages_.tile(b_, tile.j0);
@@ -249,6 +263,7 @@ class SplitPass {
 
   HW_MEMBER void write_weights(int t, int64_t j) {
     const F scale = set1(softmax_scale_);
+    Finite finite(rest_);
     HW_UNROLL
     for (int r = 0; r < R; ++r) {
       float* x = scores(t) + r * kScorePitch + j;
@@ -257,7 +272,7 @@ class SplitPass {
       if constexpr (Shape::kBytes) {
         w = mul(w, load(scales_[t % 2] + j));
         largest_[r] = max(largest_[r], abs(w));
-        rest_ = add(rest_, sub(w, w));
+        finite.add(w);
       }
       store(x, w);
     }
@@ -333,6 +348,7 @@ class SplitPass {
   void read_sums() {
     const int64_t steps = pitch() / kColumns;
     constexpr int N = static_cast<int>(kColumns) / W;
+    Finite finite(rest_);
     for (int r = 0; r < R; ++r) {
       float* row = s_.lines + r * pitch();
       for (int64_t step = 0; step < steps; ++step) {
@@ -346,7 +362,7 @@ class SplitPass {
         interleave_words<N>(x);
         float* to = row + first_column(step, p_.V, kColumns);
         HW_UNROLL
-        for (int i = 0; i < N; ++i) put(to + i * W, x[i]);
+        for (int i = 0; i < N; ++i) finite.put(to + i * W, x[i]);
       }
     }
   }

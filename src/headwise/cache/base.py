@@ -17,6 +17,7 @@ from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
 from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, decode_step, runs_plain
 from ..ops.options import ScoreOptions
+from ..ops.storage.packed import BITS
 from ..ops.storage.paged import Paged
 from ..ops.storage.quantized import Quantized
 from ..shapes import default_scale
@@ -274,9 +275,9 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
             sinks: as for `attend`.
 
         Returns:
-            (B, H, 1, V) in the memory order (B, 1, H, V), bit for bit as from `append` and `attend`. None if the kernel
-            does not support the sizes, dtypes or mask. Then nothing was added; call `append` and `attend`, which also
-            raise the errors.
+            (B, H, 1, V) in the memory order (B, 1, H, V), bit for bit as from `append` and `attend`; with 4 and 3 bits
+            within the rounding of the rotations. None if the kernel does not support the sizes, dtypes or mask. Then
+            nothing was added; call `append` and `attend`, which also raise the errors.
         """
         mask = EVERYTHING if mask is None else mask
         if not self._fits(query, key, value, sinks):
@@ -321,7 +322,7 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
             and key.shape == (B, K, 1, self.head_dim)
             and (value is None or value.shape == (B, K, 1, self.value_dim))
             and dtype in STEP_DTYPES
-            and self.dtype in (dtype, torch.int8)
+            and self.dtype in (dtype, *BITS)
             and (sinks is None or (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()))
         )
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..ops.attention import attention
 from ..ops.masks.mask import Mask
-from ..ops.storage.packed import BITS, encoded
+from ..ops.native.append import AppendSpan, append_codes
+from ..ops.storage.packed import BITS, encoded, packed_width
 from ..ops.storage.quantized import Quantized
 from ..shapes import DTYPES, check_attention, describe
 from ..shapes.arguments import check_dense, shown
@@ -59,6 +60,12 @@ def quantize(x: Float[Tensor, "B K S D"], bits: int = 8) -> Quantized:
     check_bits(bits, D=x.shape[3])
     check_learns_nothing("x", x, "wrap the call in torch.no_grad(), or pass x.detach()")
     with torch.no_grad():
+        size, width = x.shape[:3], packed_width(x.shape[3], bits)
+        data = torch.empty((*size, width), dtype=torch.int8 if bits == 8 else torch.uint8, device=x.device)
+        scale = torch.empty(size, dtype=torch.float32, device=x.device)
+        spans = [AppendSpan(b, 0, b, 0, size[2]) for b in range(size[0])]
+        if append_codes(x, None, (data, scale, None, None), spans):
+            return Quantized(data, scale, bits)
         return Quantized(*(rounded(x) if bits == 8 else encoded(x, bits)), bits)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.native.append import AppendSpan, append_int8
+from ..ops.native.append import AppendSpan, append_codes
 from ..ops.native.decode_step import CacheStep
-from ..ops.storage.packed import BITS, encoded, packed_width
+from ..ops.storage.packed import BITS, encoded, kernel_rotation, packed_width
 from ..ops.storage.quantized import Quantized
 from ..ops.triton.appending import append_on_device
 from .huge_pages import on_huge_pages, reserve
@@ -54,10 +54,10 @@ class Store(Saved):
         return sum(x.nbytes for x in self._tensors().values())
 
     def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[AppendSpan]) -> bool:
-        """Write spans of (B, K, T, n) to an int8 store in one native call; if it returns False, use `put`."""
-        if self.key_scale is None or self.bits != 8:
+        """Write spans of (B, K, T, n) to a store of codes in one native call; if it returns False, use `put`."""
+        if self.key_scale is None:
             return False
-        return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
+        return append_codes(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
 
     def append(self, key: Tensor, value: Tensor | None, **places: Any) -> bool:
         """Write tokens (B, K, T, n) in one kernel launch on a GPU; if it returns False, use `put`."""
@@ -68,7 +68,11 @@ class Store(Saved):
 
     def storage(self, table: Tensor | None, places: list[int]) -> CacheStep:
         """Return the store in the form of a decode step, whose tokens are written to the columns `places`."""
-        return CacheStep(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
+        step = CacheStep(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
+        if self.bits in (0, 8):
+            return step
+        head_dim = self.key.shape[3] * 8 // self.bits
+        return step._replace(rotations=(kernel_rotation(head_dim), kernel_rotation(self.value_dim)))
 
     def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
         """Write tokens at an index of (N, K, L)."""

@@ -61,16 +61,8 @@ for command, name, example in (
     (tour.tour, "tour", "tour --out tour.html --open"),
     (trace._trace, "trace", "trace path/to/checkpoint --text 'The cat sat.' --layer 2 --head 1"),
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
-    (
-        regroup._regroup,
-        "regroup",
-        "regroup path/to/checkpoint --kv-heads 4 --reconstruct --file text.txt --out new",
-    ),
-    (
-        regroup._distill,
-        "distill",
-        "distill smaller --teacher path/to/checkpoint --steps 200 --corpus texts --out new",
-    ),
+    (regroup._regroup, "regroup", "regroup path/to/checkpoint --kv-heads 4 --reconstruct --file text.txt --out new"),
+    (regroup._distill, "distill", "distill smaller --teacher path/to/checkpoint --steps 200 --corpus texts --out new"),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):
     app.command(name, cls=Command, epilog=f"Example: headwise {example}")(command)

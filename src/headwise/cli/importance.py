@@ -8,17 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from .options.models import ModelArgument, load
-from .options.texts import check_named, cut_default_text, read_text
-from .output import progress, put, warn_unstable
+from .options.look_outputs import written
+from .options.models import Dtype, ModelArgument, load
+from .options.texts import File, Text, check_named, cut_default_text, read_text
+from .output import progress, put, show, warn_unstable
 
-Text = Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")]
-File = Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")]
 Device = Annotated[str, typer.Option(help="The device: cpu, cuda, cuda:1 or mps.")]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
-]
 PAGE = ".html"
 SCREEN, LISTED = 64, 24  # of a model with more heads than fit a screen, so many are listed
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
@@ -52,10 +47,7 @@ def importance(
         return importance(loaded.model, ids, by=names, mask_id=loaded.mask_id, name=loaded.name, progress=show)
 
     result = measured("importance", model, device, dtype, on_text(work, content))
-    if as_json:
-        print(result.to_json())
-    else:
-        put(result.table(by=names[0]))
+    show(result.to_dict(), lambda _: result.table(by=names[0]), as_json)
     warn_unstable(result.stability)
 
 
@@ -84,12 +76,7 @@ def ablate(
         return ablate(loaded.model, ids, pairs, progress=show, **options)
 
     result = measured("ablate", model, device, dtype, on_text(work, content))
-    if as_json:
-        print(result.to_json())
-        return
-    put(result.table())
-    if result.places:
-        put(result.places_table())
+    show(result.to_dict(), lambda _: result, as_json)
 
 
 def redundancy(
@@ -110,10 +97,7 @@ def redundancy(
         return redundancy(loaded.model, ids, threshold=threshold, name=loaded.name, progress=show)
 
     result = measured("redundancy", model, device, dtype, on_text(work, content))
-    if as_json:
-        print(result.to_json())
-    else:
-        put(result)
+    show(result.to_dict(), lambda _: result, as_json)
 
 
 def circuits(
@@ -179,21 +163,11 @@ def check_out(out: str | None, endings: Sequence[str]) -> None:
 
 def write_out(result: Any, out: str | None, as_json: bool) -> None:
     """Write the file of ``--out``, if any, and print its name; on stderr if stdout has JSON."""
-    if out is None:
-        return
-    from headwise.files.text import visible
-
-    if out.lower().endswith(PAGE):
+    if out is not None:
         from headwise import report
 
-        of_circuits = hasattr(result, "compositions")
-        write: Callable[[Any, str], int] = report.write_circuits if of_circuits else report.write_effects
-        size, then = write(result, out), ": open it in a browser"
-    else:
-        from headwise.look import files
-
-        size, then = files.write(result, out), ""
-    typer.echo(f"{visible(out)} ({size / 1000:,.0f} kB){then}", err=as_json)
+        write: Callable[..., int] = report.write_circuits if hasattr(result, "compositions") else report.write_effects
+        typer.echo(written(result, out, lambda: write(result, out)), err=as_json)
 
 
 def pairs_of(heads: str) -> list[tuple[int, int]]:

@@ -12,10 +12,10 @@ from .compare import LookPair, check_measured, read_plan, side_by_side
 from .options import look_inputs as reading
 from .options import look_outputs as writing
 from .options import media, ranks
-from .options.models import ModelArgument, folder_of, load
+from .options.models import Dtype, ModelArgument, folder_of, load
 from .options.table_width import remove_frame
-from .options.texts import cut_default_text, read_text
-from .output import console, progress, put
+from .options.texts import Text, cut_default_text, read_text
+from .output import AsJson, console, progress, put
 
 Against = Annotated[
     str | None,
@@ -25,15 +25,14 @@ Against = Annotated[
 
 def _look(  # private: a command has many options, and Python users call headwise.look.at instead
     model: ModelArgument = None,
-    text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
+    text: Text = None,
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
     image: media.Image = None,
     audio: media.Audio = None,
     target: media.TargetOption = None,
     pair: media.PairOption = None,
     corpus: Annotated[
-        str | None,
-        typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines."),
+        str | None, typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines.")
     ] = None,
     length: Annotated[
         int | None,
@@ -41,10 +40,7 @@ def _look(  # private: a command has many options, and Python users call headwis
     ] = None,
     state: Annotated[
         str | None,
-        typer.Option(
-            help="With --corpus: resume file; rerun the command to continue.",
-            show_default=reading.STATE,
-        ),
+        typer.Option(help="With --corpus: resume file; rerun the command to continue.", show_default=reading.STATE),
     ] = None,
     sentences: Annotated[
         str | None,
@@ -56,14 +52,10 @@ def _look(  # private: a command has many options, and Python users call headwis
         bool, typer.Option("--needles", help="Hide needles in the text: finds retrieval heads.")
     ] = False,
     importance: Annotated[
-        bool,
-        typer.Option("--importance", help="Also compute each head's gradient importance and contribution."),
+        bool, typer.Option("--importance", help="Also compute each head's gradient importance and contribution.")
     ] = False,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
-    ] = None,
+    dtype: Dtype = None,
     out: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,7 +73,7 @@ def _look(  # private: a command has many options, and Python users call headwis
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Print a line for every head, however many.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what each attention head of a model does on a text, a picture or a sound, and write a report to open."""
     beside = (image, audio, target, pair)
@@ -144,15 +136,8 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
             return reading.look_beside(loaded, text, more, beside, name, show)
         ids, tokens = loaded.encode(text)
         read = reading.readings(loaded, more, ids[0].tolist())
-        result = looking.at(
-            loaded.model,
-            ids,
-            tokens=tokens,
-            delimiters=loaded.delimiters,
-            name=name,
-            readings=read,
-            progress=show,
-        )
+        seen = {"tokens": tokens, "delimiters": loaded.delimiters, "readings": read}
+        result = looking.at(loaded.model, ids, **seen, name=name, progress=show)
         return reading.with_more(loaded, result, ids, read, more)
 
 

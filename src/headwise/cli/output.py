@@ -7,15 +7,17 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from .options.ranks import is_first
 
 if TYPE_CHECKING:
     import rich.console
 
-
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
 STABLE = 0.5
 """The rank correlation between halves of a text under which a ranking by gradient is reported as unstable."""
 
@@ -39,6 +41,16 @@ def put(what: Any) -> None:
         if isinstance(part, Table):
             fit(part, shown)
         shown.print(part)
+
+
+def put_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table of texts."""
+    from rich.table import Table
+
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    put(table)
 
 
 def warn_unstable(stability: float | None) -> None:

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .importance import PAGE, Device, Dtype, Json, check_out, measured, pairs_of, write_out
-from .options.models import ModelArgument
+from .importance import PAGE, Device, Json, check_out, measured, pairs_of, write_out
+from .options.models import Dtype, ModelArgument
 from .options.texts import typed_text, typed_token
-from .output import put
+from .output import show
 
 AnswerToken = Annotated[str, typer.Option(help="What should follow the text, one token, with its space: ' Mary'.")]
 WrongToken = Annotated[str, typer.Option(help="The token that it is compared with: ' John'.")]
@@ -46,10 +46,7 @@ def patch(
         return patch(loaded.model, clean_ids, corrupted_ids, metric, progress=show, **options)
 
     result = measured("patch", model, device, dtype, work)
-    if as_json:
-        print(result.to_json())
-    else:
-        put(result.table())
+    show(result.to_dict(), lambda _: result, as_json)
     write_out(result, out, as_json)
 
 
@@ -76,10 +73,7 @@ def attribute(
         return attribute(loaded.model, ids, *pair, decode=loaded.decode, name=loaded.name)
 
     result = measured("attribute", model, device, dtype, work)
-    if as_json:
-        print(result.to_json())
-    else:
-        put(result.table())
+    show(result.to_dict(), lambda _: result, as_json)
     write_out(result, out, as_json)
 
 

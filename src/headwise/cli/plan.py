@@ -9,7 +9,7 @@ import typer
 
 from .options.models import folder_of
 from .options.texts import check_named
-from .output import show
+from .output import AsJson, show
 
 CONTEXT = "8192,131072"
 
@@ -37,10 +37,11 @@ def _plan(  # private: a command has many options, and Python users call headwis
     csv: Annotated[
         str | None, typer.Option(help="Write the numbers to this file, one line per config and context.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what the attention of a model costs, from its config alone: parameters, cache, operations, time."""
     from headwise import plan as planning
+    from headwise.files.atomic_file import put
 
     if list_cards:
         options = (context, batch, kv_dtype, heads_plan, bandwidth, flops, tensor, context_ranks, link, svg, csv)
@@ -83,7 +84,7 @@ def _plan(  # private: a command has many options, and Python users call headwis
     ]
     for name, content in ((svg, planning.svg), (csv, planning.csv)):
         if name is not None:
-            _put(content(plans), name)
+            put(content(plans).encode("utf-8", "backslashreplace"), name)
     if several:
         show([one.to_dict() for one in plans], lambda _: planning.side_by_side(plans), as_json)
     else:
@@ -101,9 +102,3 @@ def _check(kind: str, name: str | None) -> None:
     if Path(name).suffix.lower() != f".{kind}":
         article = "an" if kind == "svg" else "a"
         raise typer.BadParameter(f"--{kind} {name}: {article} {kind.upper()} is written; end the name in .{kind}")
-
-
-def _put(content: str, name: str) -> None:
-    from headwise.report import put
-
-    put(content.encode("utf-8", "backslashreplace"), name)

@@ -12,12 +12,13 @@ from .options import media
 from .options.models import RequiredModel
 from .options.reshape import (
     TOKENS,
-    AsJson,
     Beside,
     DryRun,
     OutOption,
+    Reconstruct,
     Roles,
     Verify,
+    check_has_text,
     check_out,
     check_place,
     libraries,
@@ -26,8 +27,8 @@ from .options.reshape import (
     tensors,
     texts_of,
 )
-from .options.texts import cut_default_text
-from .output import progress, warn_unstable
+from .options.texts import File, cut_default_text
+from .output import AsJson, progress, warn_unstable
 
 MEASURED = ("importance", "ablation", "redundancy")
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
@@ -54,7 +55,7 @@ def _prune(  # private: a command has many options, and Python users call headwi
     text: Annotated[
         str | None, typer.Option(help="The text on which heads are ranked and losses are compared.")
     ] = None,
-    file: Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")] = None,
+    file: File = None,
     corpus: Annotated[
         str | None,
         typer.Option(help=f"Many texts instead: a file, a folder, or JSON Lines; {TOKENS:,} tokens are read."),
@@ -70,9 +71,7 @@ def _prune(  # private: a command has many options, and Python users call headwi
         bool,
         typer.Option("--zero", help="Set the heads to zero instead: works for any heads of any model; the size stays."),
     ] = False,
-    reconstruct: Annotated[
-        bool, typer.Option("--reconstruct", help="Fit W_O and the values to the original on the text, in closed form.")
-    ] = False,
+    reconstruct: Reconstruct = False,
     dry_run: DryRun = False,
     verify: Verify = True,
     as_json: AsJson = False,
@@ -83,7 +82,7 @@ def _prune(  # private: a command has many options, and Python users call headwi
     different number of heads in each layer; transformers loads it after headwise.hf is imported.
     """
     check_out(out, dry_run)
-    _check_reconstruct_has_text(reconstruct, text, file, corpus)
+    check_has_text(reconstruct, text, file, corpus)
     by = _criterion(by, heads, keep_fraction, budget_mb, context)
     beside = Beside.opened(image, audio, target, corpus=corpus, reconstruct=reconstruct)
     if reconstruct and zero:
@@ -113,14 +112,6 @@ def _prune(  # private: a command has many options, and Python users call headwi
             else:
                 facts = _write(hf, plan, out, loaded, rows, show, verify=verify)
     print_facts(facts, None if dry_run else out, as_json)
-
-
-def _check_reconstruct_has_text(reconstruct: bool, *texts: str | None) -> None:
-    """Raise BadParameter if --reconstruct has no text to fit on."""
-    if reconstruct and not any(text is not None for text in texts):
-        raise typer.BadParameter(
-            "--reconstruct needs a text; give --file with a few thousand words like the training text"
-        )
 
 
 def _write(hf: Any, plan: Any, out: Any, loaded: Any, rows: Any, show: Any, *, verify: bool) -> dict[str, Any]:

@@ -13,11 +13,12 @@ import typer
 
 from .options.models import MODELS, RequiredModel, folder_of
 from .options.reshape import (
-    AsJson,
     DryRun,
     OutOption,
+    Reconstruct,
     Roles,
     Verify,
+    check_has_text,
     check_out,
     check_place,
     libraries,
@@ -26,7 +27,8 @@ from .options.reshape import (
     tensors,
     texts_of,
 )
-from .output import progress, put
+from .options.texts import File
+from .output import AsJson, progress, put_table
 
 MOST_HELD = 16  # the most windows that are held out in a distillation
 Corpus = Annotated[str | None, typer.Option(help="Many texts instead: a file, a folder, or JSON Lines.")]
@@ -41,11 +43,9 @@ def _regroup(
     text: Annotated[
         str | None, typer.Option(help="The text on which heads are compared, and to which --reconstruct fits.")
     ] = None,
-    file: Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")] = None,
+    file: File = None,
     corpus: Corpus = None,
-    reconstruct: Annotated[
-        bool, typer.Option("--reconstruct", help="Fit W_O and the values to the original on the text, in closed form.")
-    ] = False,
+    reconstruct: Reconstruct = False,
     seed: Annotated[int, typer.Option(help="Seed for the search for groups if there are many heads.")] = 0,
     out: OutOption = None,
     dry_run: DryRun = False,
@@ -56,12 +56,8 @@ def _regroup(
     check_out(out, dry_run)
     if seed < 0:
         raise typer.BadParameter(f"--seed is at least 0; got {seed}")
-    has_text = (text, file, corpus) != (None,) * 3
-    if reconstruct and not has_text:
-        raise typer.BadParameter(
-            "--reconstruct needs a text; give --file with a few thousand words like the training text"
-        )
-    texts = texts_of(text, file, corpus) if has_text else None
+    check_has_text(reconstruct, text, file, corpus)
+    texts = texts_of(text, file, corpus) if (text, file, corpus) != (None,) * 3 else None
     with progress() as show:
         show("loading the libraries")
         hf = libraries("headwise regroup")
@@ -224,12 +220,6 @@ def _told(show: Any) -> Any:
 
 def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
     """Print the tables of a regrouping or a distillation, then those of every reshaped checkpoint."""
-    if not as_json:
-        from rich.table import Table
-
-        for head, body in facts["tables"]:
-            table = Table(*head)
-            for row in body:
-                table.add_row(*row)
-            put(table)
+    for head, body in () if as_json else facts["tables"]:
+        put_table(head, body)
     print_facts(facts, out, as_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options.models import TINY, folder_of
-from .options.texts import check_named, read_text
+from .options.texts import File, check_named, read_text
 
 
 def tour(
@@ -19,7 +19,7 @@ def tour(
         ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text of the model when the page opens.")] = None,
-    file: Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")] = None,
+    file: File = None,
     out: Annotated[str, typer.Option(help="The page to write.")] = "tour.html",
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:

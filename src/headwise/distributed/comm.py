@@ -137,7 +137,8 @@ class Comm:
             if "error" in other:
                 raise RankError(operation, rank, f"raised: {other['error']}")
         for name in ("operation", "count"):
-            _compare(operation, "order", [self._step(other) for other in headers], [other[name] for other in headers])
+            steps = [f"{other['operation']!r} as its operation {other['count']}" for other in headers]
+            _compare(operation, "order", steps, [other[name] for other in headers])
         for name in [*facts, *(headers[0]["same"].keys() - facts.keys())]:
             values = [other["same"].get(name) for other in headers]
             _compare(operation, name, values, values)
@@ -151,10 +152,6 @@ class Comm:
         except Exception as error:
             self.agree(operation, {}, error=error)
             raise  # not reached, because `agree` raises the error
-
-    @staticmethod
-    def _step(header: Mapping[str, Any]) -> str:
-        return f"{header['operation']!r} as its operation {header['count']}"
 
     def _headers(self, operation: str, header: dict[str, Any]) -> list[dict[str, Any]]:
         if self.world == 1:
@@ -200,10 +197,7 @@ class Comm:
     @eager
     def gather(self, kind: str, x: Tensor, shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
         """Return the `x` of every rank, ordered by rank; they have these shapes and one dtype."""
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        receives = {rank: ReceiveBuffer(tuple(shapes[rank]), x.dtype, x.device) for rank in others}
-        heard = self.exchange(kind, dict.fromkeys(others, x), receives, step=step).wait()
-        return [x if rank == self.rank else heard[rank] for rank in range(self.world)]
+        return self.scatter(kind, [x] * self.world, shapes, step=step)
 
     @eager
     def scatter(self, kind: str, parts: Sequence[Tensor], shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:

@@ -24,14 +24,6 @@ class ReceiveBuffer(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensor in bytes."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
-
 
 class Pending:
     """Pending messages. `wait` returns the received tensors: rank -> tensor."""

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.masks.mask import as_mask
-from ..plan.shape import AttentionShape, check_size
+from ..plan.shape import AttentionShape, memory_widths
 from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_tensor, shown, whole_numbers
 from .decode.cache_protocol import cache_traits, rows_of
 from .latent_costs import check_form
 
-MemoryDim = int | tuple[int, int] | None
-
 
 def check_sizes(
-    memory: MemoryDim, d_model: int, num_heads: int, **sizes: Any
+    memory: int | tuple[int, int] | None, d_model: int, num_heads: int, **sizes: Any
 ) -> tuple[AttentionShape, tuple[int, int]]:
     """Return a module's shape with defaults filled in, and the widths of the inputs for keys and values.
 
@@ -28,14 +26,9 @@ def check_sizes(
     shape = AttentionShape.of(d_model, num_heads, **sizes)
     widest = {"num_heads * head_dim": num_heads * shape.head_dim, "num_heads * value_dim": num_heads * shape.value_dim}
     check_counts(1, d_model=d_model, **widest)
-    pair = memory if isinstance(memory, tuple) else (memory, memory)
-    if len(pair) != 2 or (memory is not None and any(width is None for width in pair)):
-        raise ValueError(f"memory_dim is one width, or a pair (of the keys, of the values); got {shown(memory)}")
-    for width in pair:
-        check_size("memory_dim", width, optional=True)
-    key_width, value_width = (d_model if width is None else width for width in pair)
-    check_counts(1, memory_dim=max(key_width, value_width))
-    return shape, (key_width, value_width)
+    widths = memory_widths(memory, d_model)
+    check_counts(1, memory_dim=max(widths))
+    return shape, widths
 
 
 def check_part(name: str, part: Any, what: str) -> None:

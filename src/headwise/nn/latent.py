@@ -182,7 +182,9 @@ class LatentAttention(nn.Module):
         absorbed = self._absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
         q_nope_BHTN, q_rope_BHTR = self._queries(x)
         latent_B1TC, k_rope_B1TR = self._compress(x)
-        places = positions_for(self._places(x, cache, positions), x.shape[1], x.device)
+        if cache is not None and positions is None:
+            positions = positions_of(cache, x.shape[1], x.device)
+        places = positions_for(positions, x.shape[1], x.device)
         q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, places)
         key_B1TE = self._join(latent_B1TC, k_rope_B1TR)
         if absorbed:
@@ -368,13 +370,6 @@ class LatentAttention(nn.Module):
                 'form="absorbed" leaves that to the cache'
             )
         return bool(why)
-
-    @staticmethod
-    def _places(x: Tensor, cache: LatentCache | None, positions: Positions) -> Positions:
-        """Return the positions of the call; by default they continue after the tokens in the cache."""
-        if cache is None or positions is not None:
-            return positions
-        return positions_of(cache, x.shape[1], x.device)
 
     def _attend_cached(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Any) -> Tensor:
         """Append the new latents, and return weighted sums of the cached latents (B, H, T, C)."""

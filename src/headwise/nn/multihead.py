@@ -10,14 +10,7 @@ from ..ops.masks.mask import Mask, as_mask
 from ..plan.shape import BiasOption
 from ..shapes.arguments import check_counts
 from .attention_mode import check_mode, positions_for
-from .checks import (
-    check_cache,
-    check_input,
-    check_memory,
-    check_norm,
-    check_part,
-    check_sizes,
-)
+from .checks import check_cache, check_input, check_memory, check_norm, check_part, check_sizes
 from .decode.cache_protocol import ModuleCache, cache_traits, positions_of, step
 from .decode.fused_step import multihead_step, projected
 from .head_views import Head, check_heads, fill_heads, join_heads, rows_of, split_heads
@@ -266,12 +259,7 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_heads(
-        cls,
-        heads: Sequence[Head],
-        *,
-        num_kv_heads: int | None = None,
-        output_bias: Tensor | None = None,
-        **parts: Any,
+        cls, heads: Sequence[Head], *, num_kv_heads: int | None = None, output_bias: Tensor | None = None, **parts: Any
     ) -> "MultiHeadAttention":
         """Build a module from single heads; their numbers are copied.
 

@@ -164,10 +164,7 @@ class Rotary(nn.Module):
         self.frequencies = None if frequencies is None else tuple(frequencies)
 
     def forward(
-        self,
-        query: Float[Tensor, "B H T D"],
-        key: Float[Tensor, "B K S D"],
-        positions: Positions = None,
+        self, query: Float[Tensor, "B H T D"], key: Float[Tensor, "B K S D"], positions: Positions = None
     ) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B K S D"]]:
         """Rotate query and key.
 

@@ -76,7 +76,8 @@ def attention_max_logits(
         else:
             out, logits_BHT = _run(call, backend)[0], _by_blocks(call)
     assert logits_BHT is not None
-    return out, _of_heads(logits_BHT)
+    none = logits_BHT.new_full((logits_BHT.shape[1], 1), -torch.inf)  # a batch may be empty
+    return out, torch.cat([logits_BHT.transpose(0, 1).flatten(1), none], 1).amax(1)
 
 
 def _by_blocks(call: Call) -> Tensor:
@@ -90,8 +91,3 @@ def _by_blocks(call: Call) -> Tensor:
             largest = torch.cat([scores, none], -1).amax(-1)
             pieces.append(largest.masked_fill(largest == torch.inf, torch.nan))  # a product overflowed
     return show(torch.cat(pieces, 2), bad_BHT) if pieces else query.new_empty(*query.shape[:2], 0)
-
-
-def _of_heads(logits_BHT: Tensor) -> Tensor:
-    none = logits_BHT.new_full((logits_BHT.shape[1], 1), -torch.inf)  # a batch may be empty
-    return torch.cat([logits_BHT.transpose(0, 1).flatten(1), none], 1).amax(1)

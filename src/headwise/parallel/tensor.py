@@ -215,7 +215,6 @@ def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: i
     place: Placement = Shard(0) if keys is None else Replicate()
     for name in ("weight", "bias"):
         _place(own, name, group, place)
-    own.train(linear.training)
     return own
 
 

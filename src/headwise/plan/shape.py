@@ -90,6 +90,17 @@ def check_size(name: str, size: object, *, optional: bool = False) -> None:
         raise ValueError(f"{name} is at least 1; got {size if size > -MOST else 'a negative number'}")
 
 
+def memory_widths(memory_dim: int | tuple[int, int] | None, d_model: int) -> tuple[int, int]:
+    """Return the widths of the inputs for keys and values; raise TypeError or ValueError for another `memory_dim`."""
+    pair = memory_dim if isinstance(memory_dim, tuple) else (memory_dim, memory_dim)
+    if len(pair) != 2 or (memory_dim is not None and any(width is None for width in pair)):
+        raise ValueError(f"memory_dim is one width, or a pair (of the keys, of the values); got {short(memory_dim)}")
+    for width in pair:
+        check_size("memory_dim", width, optional=True)
+    key_width, value_width = (d_model if width is None else width for width in pair)
+    return key_width, value_width
+
+
 def check_heads(d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
     """Raise ValueError if K does not divide H, or if H does not divide d_model and no head dim is given."""
     if num_heads % num_kv_heads:

@@ -59,7 +59,7 @@ def read_config(config: Any) -> AttentionShape:
     Raises:
         TypeError: neither a name nor a config.
         ValueError: a one-line message that names the config: as for `headwise.plan.of`, or attention that has no such
-            shape (latent attention, biases of single projections).
+            shape (latent attention, keys that are values, biases of single projections).
 
     Example:
         >>> read_config("gpt-3").num_heads
@@ -69,12 +69,11 @@ def read_config(config: Any) -> AttentionShape:
     """
     name, model, _ = find_model(config)
     one = next((layer for layer in model.layers if layer.role == "self"), model.layers[0])
-    if one.latent is not None or one.bias not in BIAS:
-        what = (
-            "latent attention"
-            if one.latent is not None
-            else "attention with biases on some of q_proj, k_proj and v_proj"
-        )
+    whole = one.latent is None and one.shared_key is None
+    if not whole or one.bias not in BIAS:
+        what = "attention with biases on some of q_proj, k_proj and v_proj"
+        if not whole:
+            what = "latent attention" if one.latent is not None else "attention whose keys are its values"
         raise ValueError(f"{name!r}: {what} cannot be described by these sizes; give the sizes yourself")
     count = sum(layer.role == one.role for layer in model.layers)
     sizes = (one.d_model, one.num_heads, one.num_kv_heads, one.head_dim, one.value_dim)

@@ -9,7 +9,7 @@
   content security policy allows only the two scripts with the listed hashes, and no network requests.
 - `comparison` is the page of two looks side by side, `effects_page` that of a patching or an attribution,
   `circuits` that of the heads that read each other.
-- `page` joins template, style and scripts; `save` writes the file atomically.
+- `page` joins template, style and scripts, and writes the file atomically.
 
 The maps are drawn on a plain canvas: that takes a screen of script, while any plotting library would be larger than
 the data. Axes and charts are drawn by a 51 KB part of D3; see ``vendor/README.md``.
@@ -20,8 +20,7 @@ from headwise.files.atomic_file import check_destination, put
 from .circuits.circuits_page import render_circuits, write_circuits
 from .comparison import render_comparison, write_comparison
 from .effects_page import render_effects, write_effects
-from .page import check_engine, render
-from .save import write
+from .page import check_engine, render, write
 
 __all__ = [
     "check_destination",

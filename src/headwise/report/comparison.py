@@ -6,10 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headwise.files.atomic_file import check_destination, put
-
 from .escape import cut
-from .page import joined
+from .page import joined, written
 
 if TYPE_CHECKING:
     from headwise.look.compare import HeadChange
@@ -33,14 +31,24 @@ def render_comparison(before: Look, after: Look, *, kept: Mapping[Any, Any] | No
     from headwise.look.compare import compare  # not at the top: the tour is made without torch
     from headwise.look.views import palette
 
+    from .numbers import rounded
+    from .role_catalog import marking
+
     changes = compare(before, after, kept=kept)
     names = list(dict.fromkeys(s.name for look in (before, after) for head in look.heads for s in head.roles))
     counts = {name: [_count(look, name) for look in (before, after)] for name in names}
     names.sort(key=lambda name: (bool(palette.mark(name)), -max(count or 0 for count in counts[name]), name))
     index = {name: i for i, name in enumerate(names)}
     data = {
-        "sides": [_side(look, index) for look in (before, after)],
-        "roles": [_role(name, counts[name]) for name in names],
+        "sides": [
+            {
+                "model": cut(look.model),
+                "width": look.num_heads,
+                "heads": [[h.layer, h.head, [[index[s.name], rounded(s.value)] for s in h.roles]] for h in look.heads],
+            }
+            for look in (before, after)
+        ],
+        "roles": [{**marking(name), "counts": counts[name]} for name in names],
         "pairs": [_pair(change, index) for change in changes.heads],
         "summary": [cut(line, 300) for line in changes.summary()],
     }
@@ -74,31 +82,12 @@ def write_comparison(
     ...     headwise.report.write_comparison(look, look, path) == path.stat().st_size
     True
     """
-    check_destination(path)
-    content = render_comparison(before, after, kept=kept).encode()
-    put(content, path)
-    return len(content)
-
-
-def _side(look: Look, index: Mapping[str, int]) -> dict[str, Any]:
-    """Return one look: its name, and for each head its place and the roles that it plays with their values."""
-    from .numbers import rounded
-
-    heads = [[head.layer, head.head, [[index[s.name], rounded(s.value)] for s in head.roles]] for head in look.heads]
-    return {"model": cut(look.model), "width": look.num_heads, "heads": heads}
+    return written(path, lambda: render_comparison(before, after, kept=kept))
 
 
 def _count(look: Look, name: str) -> int | None:
     """Return the number of heads that play a role; None if the look did not measure it."""
     return len(look.with_role(name)) if any(name in head.scores for head in look.heads) else None
-
-
-def _role(name: str, counts: list[int | None]) -> dict[str, Any]:
-    from headwise.look.views import palette
-
-    letter, colour = palette.letter_and_colour(name)
-    about = {"label": cut(palette.label(name)), "letter": letter, "colour": colour, "mark": palette.mark(name)}
-    return {**about, "counts": counts}
 
 
 def _pair(change: HeadChange, index: Mapping[str, int]) -> dict[str, Any]:

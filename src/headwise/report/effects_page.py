@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from headwise.files.atomic_file import check_destination, put
-
 from .escape import cut
-from .page import joined
+from .page import joined, written
 
 if TYPE_CHECKING:
     from headwise.look import Attribution, Patching
@@ -65,10 +63,7 @@ def write_effects(result: Patching | Attribution, path: str | os.PathLike[str]) 
     ...     headwise.report.write_effects(found, path) == path.stat().st_size
     True
     """
-    check_destination(path)
-    content = render_effects(result).encode()
-    put(content, path)
-    return len(content)
+    return written(path, lambda: render_effects(result))
 
 
 def _of_patching(found: Patching) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 from headwise.look.records.axes import TEXT as WORDS
 from headwise.look.records.axes import Axis
 from headwise.look.records.head import HeadRecord
-from headwise.look.records.images import Picture
 from headwise.look.result import Look
 from headwise.look.roles.catalog import ROLES, TEXT
 
@@ -62,7 +61,7 @@ def page_data(look: Look) -> dict[str, Any]:
         "version": cut(look.version, 100),
         "cells": cells,
         "axes": [_axis(axis, n == main) for n, axis in enumerate(axes)],
-        "pictures": [_picture(one) for one in look.pictures[:MOST_PICTURES]],
+        "pictures": [{**one.to_dict(), "kind": cut(one.kind, 20)} for one in look.pictures[:MOST_PICTURES]],
         "excerpts": _excerpts(look),
         "tokens": _tokens(look, inner["tokens"] if inner["data"] else 0) if pooled else [],
         "places": [
@@ -121,10 +120,6 @@ def _axis(axis: Axis, main: bool) -> dict[str, Any]:
     apart = {cut(name, 60): list(places) for name, places in axis.apart.items()}
     about = {"kind": axis.kind, "total": axis.length, "main": main, "names": names}
     return {**about, "at": at, "grids": [list(grid) for grid in axis.grids], "apart": apart}
-
-
-def _picture(one: Picture) -> dict[str, Any]:
-    return {**one.to_dict(), "kind": cut(one.kind, 20)}
 
 
 def _tokens(look: Look, first: int) -> list[tuple[int, str]]:

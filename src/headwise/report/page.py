@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from headwise.extras import missing_extra
+from headwise.files.atomic_file import check_destination, put
 from headwise.files.text import visible
 
 from .escape import json_for_html
@@ -18,27 +20,49 @@ if TYPE_CHECKING:
 _SHARED = ("dom", "acting", "colour")
 """Scripts that the tour also uses; they come first."""
 
-_SCRIPTS = tuple(
-    f"{name}.js"
-    for name in (
-        *(
-            "data",
-            "text",
-            "panels/heat",
-            "panels/vectors",
-            "panels/overview",
-            "filter",
-            "panels/chart",
-            "panels/map",
-            "panels/arcs",
-            "sum",
-            "panels/evidence",
-            "panels/picture",
-        ),
-        *("panels/tokens", "panels/table", "keys", "main"),
-    )
+_SCRIPTS = (
+    *("data", "text", "panels/heat", "panels/vectors", "panels/overview", "filter", "panels/chart", "panels/map"),
+    *("panels/arcs", "sum", "panels/evidence", "panels/picture", "panels/tokens", "panels/table", "keys", "main"),
 )
 """Scripts in order: each uses only earlier ones."""
+
+
+def write(look: Look, path: str | os.PathLike[str]) -> int:
+    """Write the report of a look; the file is written atomically.
+
+    Args:
+        look: the result of :func:`headwise.look.at`.
+        path: the file to write; an existing file is replaced, a symbolic link is followed.
+
+    Returns:
+        The number of bytes written.
+
+    Raises:
+        TypeError: not a look, or not a path.
+        FileNotFoundError: the folder does not exist.
+        PermissionError: the folder is not writable.
+        IsADirectoryError: the path is a folder.
+        OSError: the path is a device or similar, or the disk is full.
+
+    >>> import pathlib, tempfile
+    >>> import headwise.report
+    >>> from headwise.look import Look
+    >>> look = Look(model="none", num_layers=0, num_heads=0, length=0, tokens=(), heads=(), kind="decoder",
+    ...             seconds=0.0, version="0")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "report.html")
+    ...     headwise.report.write(look, path) == path.stat().st_size
+    True
+    """
+    return written(path, lambda: render(look))
+
+
+def written(path: str | os.PathLike[str], rendered: Callable[[], str]) -> int:
+    """Write a page atomically and return its number of bytes; the path is checked before the page is rendered."""
+    check_destination(path)
+    content = rendered().encode()
+    put(content, path)
+    return len(content)
 
 
 def render(look: Look) -> str:
@@ -59,7 +83,7 @@ def render(look: Look) -> str:
         "template.html.j2",
         title=look.model,
         data=page_data(look),
-        scripts=[*(f"shared/{name}.js" for name in _SHARED), *(f"js/{name}" for name in _SCRIPTS)],
+        scripts=[*(f"shared/{name}.js" for name in _SHARED), *(f"js/{name}.js" for name in _SCRIPTS)],
         styles=["shared/tokens.css", "report.css"],
         library="vendor/d3.min.js",
     )

@@ -31,14 +31,10 @@ def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
     listed = []
     for name in order:
         role = known.get(name)
-        letter, colour = palette.letter_and_colour(name)
         listed.append(
             {
                 "name": name,
-                "label": cut(palette.label(name)),
-                "letter": letter,
-                "colour": colour,
-                "mark": palette.mark(name),
+                **marking(name),
                 "plain": plain_words.sentence(name),
                 "played": counts[name],
                 "threshold": thresholds[name],
@@ -49,3 +45,9 @@ def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
             }
         )
     return listed
+
+
+def marking(name: str) -> dict[str, Any]:
+    """Return how the pages mark a role: its label, letter, color and mark."""
+    letter, colour = palette.letter_and_colour(name)
+    return {"label": cut(palette.label(name)), "letter": letter, "colour": colour, "mark": palette.mark(name)}

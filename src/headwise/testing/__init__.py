@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -213,25 +212,18 @@ def poison(tensor: Shaped[Tensor, "..."], where: Shaped[Tensor, "..."], what: fl
     return copy.requires_grad_(tensor.requires_grad)
 
 
-@dataclass
-class _Largest:
+class _Largest(TorchDispatchMode):
     """The element count and shape of the largest tensor that an operation returned."""
 
     numel: int = 0
     shape: tuple[int, ...] = ()
 
-
-class _Watch(TorchDispatchMode):
-    def __init__(self, seen: _Largest) -> None:
-        super().__init__()
-        self.seen = seen
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             numel = x.untyped_storage().nbytes() // max(1, x.element_size()) if isinstance(x, Tensor) else 0
-            if numel > self.seen.numel:
-                self.seen.numel, self.seen.shape = numel, tuple(x.shape)
+            if numel > self.numel:
+                self.numel, self.shape = numel, tuple(x.shape)
         return result
 
 
@@ -247,7 +239,7 @@ def largest_tensor() -> Iterator[_Largest]:
     >>> seen.numel
     35
     """
-    with _Watch(seen := _Largest()):
+    with _Largest() as seen:
         yield seen
 
 
@@ -346,10 +338,8 @@ def _check(
     """Check the arguments of `oracle` and `naive` with the checks of `headwise.attention`."""
     check_attention(query, key, value)
     check_options(query, scale, softcap, sinks, 0.0)
-    rules = as_mask(mask)
-    if rules is not None:
-        B, H, T, _ = query.shape
-        rules.check(B, H, T, key.shape[2], query.device)
+    B, H, T, _ = query.shape
+    as_mask(mask).check(B, H, T, key.shape[2], query.device)
     if gate is not None:
         check_gate(gate, (*query.shape[:3], value.shape[3]), query.device)
 

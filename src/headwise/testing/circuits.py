@@ -281,9 +281,8 @@ class _Scores:
 
         That is -j^2 + 2 j (i + step), plus a term that depends only on the query, which the softmax cancels.
         """
-        j = (
-            torch.arange(self.layout.places) - self.layout.places // 2.0
-        )  # centered, as smaller numbers have smaller rounding errors
+        # Centered, because smaller numbers have smaller rounding errors.
+        j = torch.arange(self.layout.places) - self.layout.places // 2.0
         self.W_Q[self.layout.one, 0], self.W_K[self.place, 0] = 1, -SHARP * j.square()
         self.W_Q[self.place, 1], self.W_Q[self.token, 1], self.W_K[self.place, 1] = 2 * SHARP * j, 2 * SHARP * steps, j
 

@@ -206,10 +206,8 @@ class _Ids(nn.Module):
     def __init__(self, layout: StreamSlots, tables: Tables) -> None:
         super().__init__()
         self.tables = tables
-        self.embed, self.place = (
-            nn.Embedding(layout.vocabulary, layout.width),
-            nn.Embedding(layout.places, layout.width),
-        )
+        self.embed = nn.Embedding(layout.vocabulary, layout.width)
+        self.place = nn.Embedding(layout.places, layout.width)
         self.unembed = nn.Linear(layout.width, layout.vocabulary, bias=False)
         with torch.no_grad():
             self.embed.weight.zero_()[torch.arange(layout.vocabulary), layout.block("token")] = 1

@@ -129,13 +129,7 @@ def look_beside(
     from headwise.hf import prepared
     from headwise.look import at
 
-    read = prepared(
-        loaded,
-        text,
-        **media,
-        target=more.target,
-        pair=more.pair,
-    )
+    read = prepared(loaded, text, **media, target=more.target, pair=more.pair)
     seen = at(
         loaded.model,
         read.values,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,24 @@ def _check(name: str, endings: Sequence[str]) -> None:
 def write(what: Any, names: Sequence[str]) -> list[str]:
     """Write the files; return one line to print for each, the report last."""
     from headwise import report
+
+    def page(name: str) -> int:
+        if hasattr(what, "changes"):
+            return report.write_comparison(what[0], what[1], name, kept=what.kept)
+        return report.write(what, name)
+
+    ordered = sorted(names, key=lambda name: Path(name).suffix.lower() in PAGES)
+    return [written(getattr(what, "changes", what), name, partial(page, name)) for name in ordered]
+
+
+def written(what: Any, name: str, page: Callable[[], int]) -> str:
+    """Write a file, a page by `page`, and return the line to print."""
     from headwise.files.text import visible
 
-    lines = []
-    for name in sorted(names, key=lambda name: Path(name).suffix.lower() in PAGES):
-        if Path(name).suffix.lower() in PAGES:
-            if hasattr(what, "changes"):
-                size = report.write_comparison(what[0], what[1], name, kept=what.kept)
-            else:
-                size = report.write(what, name)
-            then = ": open it in a browser"
-        else:
-            from headwise.look import files
+    if Path(name).suffix.lower() in PAGES:
+        size, then = page(), ": open it in a browser"
+    else:
+        from headwise.look import files
 
-            size, then = files.write(getattr(what, "changes", what), name), ""
-        lines.append(f"{visible(name)} ({size / 1000:,.0f} kB){then}")
-    return lines
+        size, then = files.write(what, name), ""
+    return f"{visible(name)} ({size / 1000:,.0f} kB){then}"

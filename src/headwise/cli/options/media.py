@@ -13,20 +13,18 @@ import typer
 from headwise.extras import missing_extra
 from headwise.files.text import one_line
 
-from .texts import check_named
+from .texts import read_file
 
 Image = Annotated[
     str | None, typer.Option(help="An image file (PNG, JPEG, ...), in addition to the text if the model reads both.")
 ]
 Audio = Annotated[str | None, typer.Option(help="A sound file (WAV).")]
 TargetOption = Annotated[
-    str | None,
-    typer.Option(help="The text for the decoder of an encoder-decoder.", show_default="the encoder's text"),
+    str | None, typer.Option(help="The text for the decoder of an encoder-decoder.", show_default="the encoder's text")
 ]
 PairOption = Annotated[str | None, typer.Option(help="A second sentence; the model reads both as a pair.")]
 """The options of `headwise look` for inputs in addition to its text."""
 
-MAX_FILE = 64_000_000
 MAX_PIXELS = 50_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LEAST_SOUND = 400
@@ -40,7 +38,7 @@ def read_image(path: str) -> Any:
         from PIL import ImageOps
     except ImportError as error:
         raise missing_extra("--image", "look", error) from None
-    content = _content(path, "--image")
+    content = read_file("--image", path, "give a smaller file")
     where = f"--image {path}"
     try:
         with warnings.catch_warnings():
@@ -53,9 +51,7 @@ def read_image(path: str) -> Any:
                 )
             image.load()
             return (ImageOps.exif_transpose(image) or image).convert("RGB")
-    except typer.BadParameter:
-        raise
-    except MemoryError:
+    except (typer.BadParameter, MemoryError):
         raise
     except Exception as error:  # decoding an untrusted file may raise any exception
         raise typer.BadParameter(
@@ -67,7 +63,7 @@ def read_sound(path: str) -> tuple[Any, int]:
     """Return the sound of a WAV file as float32 (N,), the mean of its channels from -1 to 1, and its sample rate."""
     import numpy as np
 
-    content = _content(path, "--audio")
+    content = read_file("--audio", path, "give a smaller file")
     where = f"--audio {path}"
     try:
         with wave.open(io.BytesIO(content)) as file:
@@ -101,20 +97,6 @@ def _numbers(data: bytes, width: int) -> Any:
     if width in (2, 4):
         return np.frombuffer(data, f"<i{width}") / math.ldexp(1.0, 8 * width - 1)
     raise ValueError(f"{8 * width} bits per sample")
-
-
-def _content(path: str, option: str) -> bytes:
-    check_named(option, path)
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE + 1)
-    except OSError as error:
-        raise typer.BadParameter(f"{option} {path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:  # a NUL in the name
-        raise typer.BadParameter(f"{option}: not a file name ({error})") from None
-    if len(content) > MAX_FILE:
-        raise typer.BadParameter(f"{option} {path}: more than {MAX_FILE // 10**6} MB; give a smaller file")
-    return content
 
 
 def _short(error: Exception) -> str:

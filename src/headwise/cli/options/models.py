@@ -27,6 +27,10 @@ def folder_of(name: str | None) -> str | None:
 MODELS = "A checkpoint folder, a hub name, or tiny (the model in the package)."
 RequiredModel = Annotated[str, typer.Argument(help=MODELS, callback=folder_of)]
 ModelArgument = Annotated[str | None, typer.Argument(help=MODELS, callback=folder_of, show_default=TINY)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
+]
 
 
 def load(

@@ -6,16 +6,13 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..output import put
+from ..output import put_table
 from .media import read_image, read_sound
 from .texts import check_corpus, check_named, read_text
-
-if TYPE_CHECKING:
-    import rich.table
 
 ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens: the most per row, the fewest per row, and the most in all
 
@@ -29,10 +26,11 @@ LEGEND = (
 OutOption = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
 Verify = Annotated[
-    bool,
-    typer.Option("--verify/--no-verify", help="Verify the result against the original before moving it to --out."),
+    bool, typer.Option("--verify/--no-verify", help="Verify the result against the original before moving it to --out.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
+Reconstruct = Annotated[
+    bool, typer.Option("--reconstruct", help="Fit W_O and the values to the original on the text, in closed form.")
+]
 
 
 def check_out(out: str | None, dry_run: bool) -> None:
@@ -42,6 +40,14 @@ def check_out(out: str | None, dry_run: bool) -> None:
     check_named("--out", out, give="the folder to write")
     if out is not None and os.path.lexists(out):
         raise typer.BadParameter(f"--out {out}: already exists; give a new name, or remove it")
+
+
+def check_has_text(reconstruct: bool, *texts: str | None) -> None:
+    """Raise BadParameter if --reconstruct has no text to fit on."""
+    if reconstruct and not any(text is not None for text in texts):
+        raise typer.BadParameter(
+            "--reconstruct needs a text; give --file with a few thousand words like the training text"
+        )
 
 
 def check_place(out: str | None, source: Any) -> None:
@@ -161,6 +167,7 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, reconstruct: bool 
 def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
     """Print the changes: notes and tables, or everything as JSON."""
     from headwise.files.text import visible
+    from headwise.reshape.write.readme import rows
 
     if as_json:
         print(json.dumps(facts | {"out": out}, allow_nan=False))
@@ -168,28 +175,8 @@ def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
     for note in facts["notes"]:
         print(visible(note, limit=600))
     if facts["gone"]:
-        put(_heads(facts))
-    put(_table(facts))
+        gone = [(layer, ", ".join(map(str, heads))) for layer, heads in facts["gone"].items()]
+        put_table(("layer", f"heads {facts['change']}"), gone)
+    put_table(("", "before", "after"), rows(facts))
     if out is not None:
         print(f"{visible(out)}: {facts['done'].lower()}; RESHAPE.md in it has the details")
-
-
-def _heads(facts: dict[str, Any]) -> rich.table.Table:
-    from rich.table import Table
-
-    table = Table("layer", f"heads {facts['change']}")
-    for layer, heads in facts["gone"].items():
-        table.add_row(layer, ", ".join(map(str, heads)))
-    return table
-
-
-def _table(facts: dict[str, Any]) -> rich.table.Table:
-    """Return the table of values before and after, as in RESHAPE.md."""
-    from rich.table import Table
-
-    from headwise.reshape.write.readme import rows
-
-    table = Table("", "before", "after")
-    for row in rows(facts):
-        table.add_row(*row)
-    return table

@@ -6,12 +6,14 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from . import ranks
 
+Text = Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")]
+File = Annotated[str | None, typer.Option(help="The text from a file (UTF-8), or - for stdin.")]
 MAX_FILE = 64_000_000
 
 
@@ -34,7 +36,8 @@ def read_text(text: str | None, file: str | None) -> str:
         from headwise.models import default_text
 
         return default_text()
-    return _with_words(_decode(_read(file), f"--file {file}"), f"--file {file}")
+    content = read_file("--file", file, "give a shorter text", stdin=True)
+    return _with_words(_decode(content, f"--file {file}"), f"--file {file}")
 
 
 def typed_text(text: str, option: str = "--text") -> str:
@@ -89,15 +92,18 @@ def _typed(text: str, option: str) -> bytes:
         raise typer.BadParameter(f"{option}: contains half of a surrogate pair; give UTF-8 text") from None
 
 
-def _read(file: str) -> bytes:
-    check_named("--file", file)
+def read_file(option: str, path: str, instead: str, *, stdin: bool = False) -> bytes:
+    """Return the bytes of an option's file, or of stdin for - if `stdin`; raise BadParameter if it is too large."""
+    check_named(option, path)
     try:
-        with open(file, "rb") if file != "-" else contextlib.nullcontext(sys.stdin.buffer) as source:
+        with contextlib.nullcontext(sys.stdin.buffer) if stdin and path == "-" else open(path, "rb") as source:
             content: bytes = source.read(MAX_FILE + 1)
     except OSError as error:
-        raise typer.BadParameter(f"--file {file}: cannot be read ({error.strerror or error})") from None
+        raise typer.BadParameter(f"{option} {path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:  # a NUL in the name
+        raise typer.BadParameter(f"{option}: not a file name ({error})") from None
     if len(content) > MAX_FILE:
-        raise typer.BadParameter(f"--file {file}: more than {MAX_FILE // 1_000_000} MB; give a shorter text")
+        raise typer.BadParameter(f"{option} {path}: more than {MAX_FILE // 10**6} MB; {instead}")
     return content
 
 

@@ -264,10 +264,6 @@ def _lengths(rule: Lengths, at: _Place) -> Tensor:
     return seen if rule.start is None else seen & (at.j >= at.row(rule.start))
 
 
-def _segments(rule: Segments, at: _Place) -> Tensor:
-    return at.id(rule.query_ids, at.i) == at.id(rule.key_ids, at.j)
-
-
 def _dense(rule: Keep | Bias, at: _Place) -> Tensor:
     places = (at.b, at.h, at.i, at.j)
     return rule.full[tuple(x if size > 1 else 0 for x, size in zip(places, rule.full.shape, strict=True))]
@@ -283,10 +279,6 @@ def _relative(rule: Relative, at: _Place) -> Tensor:
     return rule.table[at.h, (at.j - at.pos(rule.offset)).clamp(-R, R) + R]
 
 
-def _dilated(rule: Dilated, at: _Place) -> Tensor:
-    return (at.pos(rule.offset) - at.j) % rule.step == 0
-
-
 def _blocks(rule: Blocks, at: _Place) -> Tensor:
     mine, its = (torch.div(x, rule.size, rounding_mode="floor") for x in (at.pos(rule.offset), at.j))
     return mine == its
@@ -299,12 +291,12 @@ def _joined(join: Callable[[Any, Any], Any]) -> Callable[[Any, _Place], Tensor]:
 FORMS: dict[type[Rule], Callable[[Any, _Place], Tensor]] = {
     Band: _band,
     Lengths: _lengths,
-    Segments: _segments,
+    Segments: lambda rule, at: at.id(rule.query_ids, at.i) == at.id(rule.key_ids, at.j),
     Keep: _dense,
     Bias: _dense,
     Alibi: _alibi,
     Relative: _relative,
-    Dilated: _dilated,
+    Dilated: lambda rule, at: (at.pos(rule.offset) - at.j) % rule.step == 0,
     Blocks: _blocks,
     Function: lambda rule, at: rule.function(at.b, at.h, at.i, at.j),
     AllOf: _joined(torch.logical_and),

@@ -64,7 +64,11 @@ LIMITS = (
         f"({FLASH_HEAD_DIM_BACKWARD} with a gradient), and torch would build the T x S matrix",
     ),
     Limit(
-        lambda c: c.device_type == "cuda" and c.query.dtype != torch.float32 and _has_bias(c),
+        lambda c: (
+            c.device_type == "cuda"
+            and c.query.dtype != torch.float32
+            and any(rule.biases for rule in c.options.mask.parts)
+        ),
         "on CUDA, torch's fused kernels take a bias only in the query's dtype, and rounding it would change the scores",
     ),
 )
@@ -74,10 +78,6 @@ def _has_groups_on_cuda(call: Call) -> bool:
     """Return True for groups of query heads that are not folded into the rows (`_fused`)."""
     _, H, K, T, _ = call.sizes
     return call.device_type == "cuda" and H != K and not statically_true(T <= FOLD_ROWS)
-
-
-def _has_bias(call: Call) -> bool:
-    return any(rule.biases for rule in call.options.mask.parts)
 
 
 def is_slower(call: Call) -> bool:

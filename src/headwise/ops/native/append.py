@@ -1,4 +1,4 @@
-"""Append tokens to an int8 cache: one call of the native library quantises keys and values into the cache."""
+"""Append tokens to a cache of codes: one call of the native library quantises keys and values into the cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..storage.packed import kernel_rotation
 from . import library as native_library
 from .library import error_for, raise_unless_refused
 
@@ -23,7 +24,7 @@ class AppendSpan(NamedTuple):
     tokens: int
 
 
-def append_int8(
+def append_codes(
     key: Tensor,
     value: Tensor | None,
     storage: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
@@ -36,7 +37,8 @@ def append_int8(
     Args:
         key: any float dtype.
         value: None if the values are columns of the keys.
-        storage: int8 keys (N, K, L, D), their scales (N, K, L), values and their scales; they are written to.
+        storage: keys (N, K, L, D) in int8 or packed codes, their scales (N, K, L), values and their scales; they are
+            written to.
         spans: no place may occur twice.
     """
     if (
@@ -47,9 +49,11 @@ def append_int8(
     ):
         return False
     numbers = [number for span in spans for number in span]
+    packed = storage[0].dtype != torch.int8
+    rotations = [kernel_rotation(x.shape[3]) if packed and x is not None else None for x in (key, value)]
     try:
         with torch.no_grad():
-            native_library.append_int8(key, value, *storage, numbers)
+            native_library.append_codes(key, value, *storage, numbers, *rotations)
     except RuntimeError as error:  # raised before anything is written: unsupported strides, or a tensor subclass
         raise_unless_refused(error)
         return False

@@ -203,10 +203,7 @@ def _with_rules(
         gate = check_gate(gate, (B, H, T, value.shape[3]), query.device).expand(B, H, T, value.shape[3])
     try:
         rules = (*lowered(options, T, S), gate, 0.0, None)
-    except (
-        UnsupportedMask,
-        RuntimeError,
-    ):  # the mask does not fit; the full path raises the error
+    except (UnsupportedMask, RuntimeError):  # the mask does not fit; the full path raises the error
         return None
     try:
         if layout is None:

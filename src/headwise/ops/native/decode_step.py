@@ -1,6 +1,7 @@
 """The decode step of one layer in one call of the native kernel: rotate, append to the cache, attend.
 
-Output and cache have the same bits as separate calls of `Rotary` (or a model's own rotation), `append` and `attend`.
+Output and cache have the same bits as separate calls of `Rotary` (or a model's own rotation), `append` and `attend`;
+with codes of 4 or 3 bits the output is the same within rounding, because queries are rotated in another order of sums.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from ...shapes.arguments import FAR
 from ..options import ScoreOptions
+from ..storage.packed import rotated
 from . import library as native_library
 from .library import raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered
@@ -43,11 +45,12 @@ class CacheStep(NamedTuple):
 
     key: Tensor  # (B, K, capacity, D), or in pages (P, K, size, D)
     value: Tensor | None  # None: the values are the first `value_dim` columns of the keys
-    key_scale: Tensor | None  # set if the keys are int8
+    key_scale: Tensor | None  # set if the keys are codes
     value_scale: Tensor | None
     table: Tensor | None  # int64 (B, N)
     places: list[int]  # the column of each row's new key; one number if all rows have the same
     value_dim: int
+    rotations: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)  # of packed codes: `kernel_rotation` of D and V
 
 
 class VisibleKeys(NamedTuple):
@@ -101,9 +104,9 @@ def decode_step(
         (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)
     )
     try:
-        out: Tensor = native_library.decode_step(query, key, value, *turned, *storage, *rules)
+        out: Tensor = native_library.decode_step(query, key, value, *turned, *storage[:7], *rules, *storage.rotations)
     except RuntimeError as error:
         raise_unless_refused(error)
         return None
     increment_version([x for x in storage[:4] if x is not None])
-    return out
+    return out if storage.rotations[0] is None else rotated(out, back=True)

@@ -105,22 +105,21 @@ def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tens
         leaves = [x.view_as(x) if x.requires_grad else x for x in leaves_of(call, biases)]
     call, learning = with_leaves(call, biases, leaves), [x for x in leaves if x.requires_grad]
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        out, lse = reference(
-            call.query,
-            call.key,
-            call.value,
-            mask=call.mask,
-            scale=call.rules.scale,
-            softcap=call.rules.softcap or None,
-            sinks=call.rules.sinks,
-            dropout=call.dropout,
-            kept=kept,
-        )
+        out, lse = _by_reference(call, kept)
         results = [out] if grad_lse is None else [out, lse]
         grads = [grad_out] if grad_lse is None else [grad_out, grad_lse]
         gradients = iter(torch.autograd.grad(results, learning, grads, create_graph=again, allow_unused=True))
     wanted = [next(gradients) if x.requires_grad else None for x in leaves]
     return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(wanted, leaves, strict=True)]
+
+
+def _by_reference(call: Training, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return out and lse; `kept` are the weights that dropout keeps, drawn here by default."""
+    scale, softcap, sinks = call.rules[:3]
+    return reference(
+        call.query, call.key, call.value,
+        mask=call.mask, scale=scale, softcap=softcap or None, sinks=sinks, dropout=call.dropout, kept=kept,
+    )  # fmt: skip
 
 
 def by_reference(
@@ -144,12 +143,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, low: int, hi
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
     """Compute the operator of this name from the reference."""
-    call = Training.of(*args)
-    scale, softcap, sinks = call.rules[:3]
-    return reference(
-        call.query, call.key, call.value,
-        mask=call.mask, scale=scale, softcap=softcap or None, sinks=sinks, dropout=call.dropout,
-    )  # fmt: skip
+    return _by_reference(Training.of(*args))
 
 
 def attend_full(*args: Any) -> tuple[Tensor, Tensor]:

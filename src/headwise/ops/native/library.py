@@ -1,7 +1,7 @@
 """The operators of the native kernel for the backends, and the gradients of those that have one.
 
 `operators` loads the library and registers `torch.ops.headwise`. The operators are stored here as objects, because the
-lookup by name takes a tenth of a small call. `append_int8` and `decode_step` write to a cache and are not meant for
+lookup by name takes a tenth of a small call. `append_codes` and `decode_step` write to a cache and are not meant for
 tracing.
 """
 
@@ -35,7 +35,7 @@ attend_full = _operator("attend_full")
 attend_held = _operator("attend_held")
 attend_kept = _operator("attend_kept")
 attend_backward = _operator("attend_backward")
-append_int8 = _operator("append_int8")
+append_codes = _operator("append_codes")
 decode_step = _operator("decode_step")
 linear = _operator("linear")
 

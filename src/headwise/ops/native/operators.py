@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
     "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_part_backward",
-    "attend_statistics", "attend_received", "append_int8", "decode_step", "linear", "dropout_keep", "isa", "isas",
+    "attend_statistics", "attend_received", "append_codes", "decode_step", "linear", "dropout_keep", "isa", "isas",
     "use_isa",
 )  # fmt: skip
 RULES = (
@@ -138,7 +138,7 @@ def _define(native: bool) -> None:
         "attend_part_backward": _empty_gradients,
         "attend_statistics": _empty_statistics,
         "attend_received": _empty_received,
-        "append_int8": _nothing,
+        "append_codes": _nothing,
         "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),
     }
     for name, fake in fakes.items():
@@ -218,7 +218,7 @@ def _nothing(*args: Any) -> None:
     """Check the devices for an operator that writes: a real tensor together with a fake one would not be written."""
     devices = {x.device.type for x in args if hasattr(x, "device")}
     if len(devices) > 1:
-        raise RuntimeError(f"headwise: append_int8 takes tensors of one device, got {', '.join(sorted(devices))}")
+        raise RuntimeError(f"headwise: append_codes takes tensors of one device, got {', '.join(sorted(devices))}")
 
 
 def _empty_gradients(

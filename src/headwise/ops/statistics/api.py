@@ -127,18 +127,8 @@ def statistics(
         >>> heads.offsets[0, 0]        # (1 + 1/2 + 1/3 + 1/4) / 4 on itself, (1/2 + 1/3 + 1/4) / 3 on the one before
         tensor([0.5208, 0.3611])
     """
-    request = checked(
-        query,
-        key,
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        offsets=offsets,
-        features=features,
-        targets=targets,
-        pool=pool,
-    )
+    sums: StatisticsSums = {"offsets": offsets, "features": features, "targets": targets, "pool": pool}
+    request = checked(query, key, mask=mask, scale=scale, softcap=softcap, sinks=sinks, **sums)
     return HeadStatistics(**_measured(request, received=True)[1])
 
 

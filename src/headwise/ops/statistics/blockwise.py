@@ -11,6 +11,7 @@ from ...shapes import compute_dtype
 from ..autocast import without_autocast
 from ..row_blocks import ScoreBlock, row_blocks, score_block
 from ..tracing import is_symbol
+from .means import feature_mass, mean
 from .request import Request
 
 
@@ -132,6 +133,7 @@ class _Sums:
     def result(self) -> dict[str, Any]:
         """Return the means, rounded to the compute dtype."""
         rows = (self.keys > 0).sum(-1)
+        features = {name: feature_mass(x, self.received, self.received_rows) for name, x in self.features.items()}
         return dict(
             entropy=self.entropy,
             largest=self.largest,
@@ -139,22 +141,14 @@ class _Sums:
             distance=self.distance,
             keys=self.keys,
             sink=self.sink,
-            offsets=self._mean(self.offsets, self.offset_rows),
-            features={name: self._mean(self._feature(f_BS), rows) for name, f_BS in self.features.items()},
-            targets={name: self._mean(mass, self.target_rows[name]) for name, mass in self.target_mass.items()},
-            received=self._mean(self.received, self.received_rows),
-            pooled=self._mean(self.pooled, self.pooled_rows[..., None]),
+            offsets=mean(self.offsets, self.offset_rows, self.dtype),
+            features={name: mean(total, rows, self.dtype) for name, total in features.items()},
+            targets={name: mean(mass, self.target_rows[name], self.dtype) for name, mass in self.target_mass.items()},
+            received=mean(self.received, self.received_rows, self.dtype),
+            pooled=mean(self.pooled, self.pooled_rows[..., None], self.dtype),
             pooled_rows=self.pooled_rows,
             rows=rows,
         )
-
-    def _feature(self, f_BS: Tensor) -> Tensor:
-        """Return sum_ij P_ij f_j: the mass that each key received over all rows, times its feature."""
-        product = self.received * f_BS[:, None].to(self.received.dtype)
-        return product.masked_fill(self.received_rows == 0, 0.0).sum(-1)  # 0 * NaN for a key that no row may attend to
-
-    def _mean(self, total: Tensor, count: Tensor) -> Tensor:
-        return (total / count.clamp(min=1)).to(self.dtype)
 
 
 def _first(pick: slice) -> int:

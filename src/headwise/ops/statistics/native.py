@@ -15,6 +15,7 @@ from ..native import backend as native
 from ..native.mask_arguments import lowered
 from ..native.picked_keys import is_picked
 from ..tracing import without_numbers
+from .means import mean, of_second_pass
 from .request import Request
 
 
@@ -48,23 +49,21 @@ def measure_natively(request: Request, value: Tensor | None, *, received: bool) 
         distance=distance,
         keys=keys,
         sink=sink,
-        offsets=_mean(mass[..., :n], seen[..., :n]),
+        offsets=mean(mass[..., :n], seen[..., :n]),
         targets={
-            name: _mean(mass[..., n + i], (alive & (x >= 0).any(-1)[:, None]).sum(-1))
+            name: mean(mass[..., n + i], (alive & (x >= 0).any(-1)[:, None]).sum(-1))
             for i, (name, x) in enumerate(targets.items())
         },
         rows=rows,
-        pooled=_mean(pooled[..., :-1], pooled[..., -1:]),
+        pooled=mean(pooled[..., :-1], pooled[..., -1:]),
         pooled_rows=pooled[..., -1].long(),
     )
     if second:
         mass, seen = torch.ops.headwise.attend_received(query, key, top, largest, *rules)
-        fields["features"] = {name: _mean(_feature(x, mass, seen), rows) for name, x in request.features.items()}
-        if received:
-            fields["received"] = _mean(mass, seen)
+        fields |= of_second_pass(request, mass, seen, rows, received=received)
     else:
         featured = totals[..., 2 * sums :].unbind(-1)
-        fields["features"] = {name: _mean(x, rows) for name, x in zip(request.features, featured, strict=True)}
+        fields["features"] = {name: mean(x, rows) for name, x in zip(request.features, featured, strict=True)}
     return out, fields
 
 
@@ -85,13 +84,3 @@ def _picks(request: Request) -> tuple[Tensor, Tensor]:
         return beside[None], steps
     B = request.query.shape[0]
     return torch.cat([beside.expand(B, -1, -1), *request.targets.values()], -1), torch.cat(slots)
-
-
-def _feature(x_BS: Tensor, mass_BHS: Tensor, seen_BHS: Tensor) -> Tensor:
-    """Return sum_ij P_ij f_j: the mass that each key received over all rows, times its feature."""
-    product = mass_BHS * x_BS[:, None].to(mass_BHS.dtype)
-    return product.masked_fill(seen_BHS == 0, 0.0).sum(-1)  # 0 * NaN for a key that no row may attend to
-
-
-def _mean(total: Tensor, count: Tensor) -> Tensor:
-    return (total / count.clamp(min=1)).float()

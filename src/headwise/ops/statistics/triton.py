@@ -10,6 +10,7 @@ from torch import Tensor
 from ..call import Call, refusal
 from ..triton import triton_backend as backend
 from ..triton.launch import power
+from .means import mean, of_second_pass
 from .request import Request
 
 DEVICES = ("cuda",)
@@ -64,11 +65,9 @@ def measure_by_triton(
     fields["pooled_rows"] = per_bin.long()
     if second:
         mass, seen = ops.triton_received(query, key, floats, *rules)
-        fields["features"] = {name: _mean(_feature(x, mass, seen), rows) for name, x in request.features.items()}
-        if received:
-            fields["received"] = _mean(mass, seen)
+        fields |= of_second_pass(request, mass, seen, rows, received=received)
     else:
-        featured = _mean(totals[..., bins_S:].sum(2, dtype=torch.float64), rows[..., None]).unbind(-1)
+        featured = mean(totals[..., bins_S:].sum(2, dtype=torch.float64), rows[..., None]).unbind(-1)
         fields["features"] = dict(zip(exact, featured, strict=True))
     return None if value is None else out, fields
 
@@ -96,9 +95,9 @@ def _picked(request: Request, floats: Tensor, rules: tuple[Any, ...], alive: Ten
     mass = weights.sum(2, dtype=torch.float64)
     of_targets = mass[..., n:].split([x.shape[-1] for x in targets.values()], -1)
     return {
-        "offsets": _mean(mass[..., :n], seen[..., :n].sum(2)),
+        "offsets": mean(mass[..., :n], seen[..., :n].sum(2)),
         "targets": {
-            name: _mean(part.sum(-1), (alive & (x >= 0).any(-1)[:, None]).sum(-1))
+            name: mean(part.sum(-1), (alive & (x >= 0).any(-1)[:, None]).sum(-1))
             for (name, x), part in zip(targets.items(), of_targets, strict=True)
         },
     }
@@ -111,13 +110,3 @@ def _offsets(offsets: tuple[int, ...], device: torch.device) -> Tensor:
     if n and step and offsets == tuple(range(offsets[0], offsets[0] + step * n, step)):
         return torch.arange(offsets[0], offsets[0] + step * n, step, device=device)
     return torch.tensor(offsets, dtype=torch.long, device=device)
-
-
-def _feature(x_BS: Tensor, mass_BHS: Tensor, seen_BHS: Tensor) -> Tensor:
-    """Return sum_ij P_ij f_j: the mass that each key received over all rows, times its feature."""
-    product = mass_BHS.double() * x_BS[:, None]
-    return product.masked_fill(seen_BHS == 0, 0.0).sum(-1)  # 0 * NaN for a key that no row may attend to
-
-
-def _mean(total: Tensor, count: Tensor) -> Tensor:
-    return (total / count.clamp(min=1)).float()

@@ -71,6 +71,12 @@ def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (signs[:, None] * waves).to(device, dtype)
 
 
+@lru_cache(maxsize=16)
+def kernel_rotation(width: int) -> Tensor:
+    """Return the rotation in the form that the native kernel reads: float32 on the CPU, its rows padded to vectors."""
+    return torch.nn.functional.pad(rotation(width, torch.float32, torch.device("cpu")), (0, -width % 16)).contiguous()
+
+
 def rotated(x: Tensor, *, back: bool = False) -> Tensor:
     """Return x (..., n) rotated, or rotated back, in its dtype; computed in float32 at least."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -305,16 +305,11 @@ def _of_keys(query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor]
     return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int32)
 
 
-def _fake_attend(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    used, _, statistics = rest[-3:]
-    return _made(query, value, used, statistics)
-
-
 def _define() -> torch.library.Library:
     """Register the operators; they exist as long as the returned library."""
     library = torch.library.Library("headwise", "FRAGMENT")
     functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "triton_attend": (attend, _fake_attend),
+        "triton_attend": (attend, lambda query, key, value, *rest: _made(query, value, rest[-3], rest[-1])),
         "triton_decode": (decode, _of_rows),
         "triton_append": (append, lambda *_: None),
         "triton_picks": (picks, _picked),

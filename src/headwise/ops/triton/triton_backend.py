@@ -27,10 +27,7 @@ LIMITS = (
     Limit(lambda c: c.layout is not None and c.layout.bits < 8, "the Triton kernels read no keys of 4 or 3 bits"),
     Limit(lambda c: in_onnx_export(), "ONNX has no operator for the Triton kernels"),
     Limit(lambda c: c.is_transformed, "the Triton kernels have no torch.func rules (vmap, jvp)"),
-    Limit(
-        lambda c: c.needs_grad,
-        "the Triton kernels give no gradient; SDPA and FlexAttention do",
-    ),
+    Limit(lambda c: c.needs_grad, "the Triton kernels give no gradient; SDPA and FlexAttention do"),
     Limit(lambda c: c.options.dropout > 0, "the Triton kernels have no dropout"),
     Limit(lambda c: trouble_with(c.options.mask) is not None, lambda c: trouble_with(c.options.mask) or ""),
     Limit(

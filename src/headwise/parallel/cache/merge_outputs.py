@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from ...distributed.comm import Comm
 from ...distributed.messages import ReceiveBuffer
 from ...ops.sharding.heads import Share
+from ...plan.ranks.sharding import shard_ranges
 from ...shapes import compute_dtype
 from ..context_layouts.block import Partial
 from ..context_layouts.merge import Merged
@@ -54,13 +53,10 @@ class HeadExchange:
             return query
         return torch.cat(self.comm.gather("cache queries", query, [tuple(query.shape)] * self.comm.world), dim=1)
 
-    def rows(self, query: Tensor) -> list[tuple[int, int]]:
+    def rows(self, query: Tensor) -> tuple[tuple[int, int], ...]:
         """Return the range of the H B T rows that each rank merges: the rows of its own heads, or an even share."""
         B, H, T, _ = query.shape
-        world = self.comm.world
-        sizes = [H * B * T // world] * world if self.share is not None else _even(H * B * T, world)
-        ends = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
-        return list(pairwise(ends))
+        return shard_ranges(H * B * T, self.comm.world)
 
     def back(self, kept: Partial, query: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
         """Return out (B, H, T, V) and lse (B, H, T) from the rows (1, n, 1, V) that every rank merged.
@@ -115,7 +111,3 @@ def merged(
         each = sinks.repeat_interleave(B * T)
         total.finish(each if heads.share is not None else each[first:last])
     return total.result(dtype)
-
-
-def _even(number: int, parts: int) -> list[int]:
-    return [number // parts + (part < number % parts) for part in range(parts)]

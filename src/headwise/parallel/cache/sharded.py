@@ -105,15 +105,8 @@ class ShardedCache(KVCache):
             raise TypeError(f"a sharded cache is a StaticCache, a PagedCache or a RollingCache; got {shown(kind)}")
         self.local: Any = kind(*sizes, **options)
         own = self.local
-        super().__init__(
-            own.batch,
-            own.num_kv_heads,
-            own.head_dim,
-            own.value_dim,
-            own.dtype,
-            shared=own.shared,
-            causal=own.causal,
-        )
+        dims = (own.batch, own.num_kv_heads, own.head_dim, own.value_dim)
+        super().__init__(*dims, own.dtype, shared=own.shared, causal=own.causal)
         share = None
         if own_heads is not None:
             check_counts(1, own_heads=own_heads)
@@ -309,11 +302,8 @@ class ShardedCache(KVCache):
     def _attend_parts(self, query: Tensor, rules: Mask, numbers: dict[str, Any], options: dict[str, Any]) -> Any:
         query, T, S = self._of.queries(query), query.shape[2], max(self.lengths)
         seen = self._seen(rules, T, S)
-        active = [
-            rank
-            for rank in range(self.comm.world)
-            if any(self.owners.of(rank).count(b) > self.owners.of(rank).count(a) for a, b in seen)
-        ]
+        owners = map(self.owners.of, range(self.comm.world))
+        active = [one.rank for one in owners if any(one.count(b) > one.count(a) for a, b in seen)]
         part = None
         if self.comm.rank in active:
             key, value = self.local.view()

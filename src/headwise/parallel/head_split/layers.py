@@ -27,11 +27,9 @@ class RankHeadsLinear(nn.Linear):
         return nn.functional.linear(x, weight, bias)
 
     def _own(self, parameter: Tensor) -> Tensor:
-        spread = as_dtensor(parameter)
         if self.keys is None:
-            local: Tensor = spread.to_local()
-            return local
-        heads = as_replica(spread, self.group.dim).unflatten(0, (-1, self.size))
+            return local_part(parameter)
+        heads = as_replica(parameter, self.group.dim).unflatten(0, (-1, self.size))
         return pick_heads(heads, self.keys, 0).flatten(0, 1)
 
 
@@ -42,8 +40,7 @@ class SumOfHeads(nn.Linear):
 
     def forward(self, heads: Tensor) -> Tensor:
         """Return (B, T, d_model) from the heads of this rank (B, T, n * size)."""
-        spread: Any = self.weight
-        out = self.group.summed(nn.functional.linear(heads, spread.to_local()))
+        out = self.group.summed(nn.functional.linear(heads, local_part(self.weight)))
         return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
 
 

@@ -106,11 +106,9 @@ class HeadShards:
     def parameter(self, x: Tensor) -> Tensor:
         """Return a parameter for the heads of this rank: a slice if it has one number per head, else all of it."""
         spread = as_dtensor(x)
-        if spread is not None and any(place.is_shard() for place in spread.placements):
-            local: Tensor = spread.to_local()
-            return local
         if spread is not None:
-            return as_replica(spread, self.group.dim)
+            is_cut = any(place.is_shard() for place in spread.placements)
+            return local_part(spread) if is_cut else as_replica(spread, self.group.dim)
         x = self.group.shared(x)
         return x[self.share.heads] if x.shape == (self.share.num_heads,) else x
 

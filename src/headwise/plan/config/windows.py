@@ -38,8 +38,8 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
             if wrong:
                 raise ValueError(f"{name} = {short(fields.config[name])} is not supported for this architecture")
         return [None] * layers
-    word = rule.get("word", SLIDING)
-    sliding = fields.layer_types(layers, word)
+    word = rule.get("word", SLIDING)  # null where the types of layers say something else
+    sliding = None if word is None else fields.layer_types(layers, word)
     if sliding is None:
         sliding = _RULES[rule["rule"]](fields, rule, layers)
     if rule.get("last_full"):  # whatever layer_types says

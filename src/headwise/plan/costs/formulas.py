@@ -5,7 +5,7 @@ One multiply-add is two floating-point operations (FLOPs), as is usual.
 
 from __future__ import annotations
 
-from ..shape import AttentionShape, BiasOption, check_size, short
+from ..shape import AttentionShape, BiasOption, check_size, memory_widths, short
 
 
 def parameter_counts(
@@ -30,17 +30,12 @@ def parameter_counts(
     shape = AttentionShape.of(
         d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, bias=bias
     )
-    pair = memory_dim if isinstance(memory_dim, tuple) else (memory_dim, memory_dim)
-    if len(pair) != 2 or (memory_dim is not None and any(width is None for width in pair)):
-        raise ValueError(f"memory_dim is one width, or a pair (of the keys, of the values); got {short(memory_dim)}")
-    key_width, value_width = pair
-    check_size("memory_dim", key_width, optional=True)
-    check_size("memory_dim", value_width, optional=True)
+    key_width, value_width = memory_widths(memory_dim, d_model)
     H, K, D, V = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
     matrices = {
         "q_proj": (d_model, H * D),
-        "k_proj": (key_width or d_model, K * D),
-        "v_proj": (value_width or d_model, K * V),
+        "k_proj": (key_width, K * D),
+        "v_proj": (value_width, K * V),
         "o_proj": (H * V, d_model),
     }
     biased = {False: (), True: tuple(matrices), "qkv": ("q_proj", "k_proj", "v_proj")}[bias]

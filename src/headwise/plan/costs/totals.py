@@ -8,6 +8,7 @@ not.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from ..model.layer import AttentionLayer, with_kv_heads
@@ -71,6 +72,7 @@ def cache_bytes(
     source = model.source_tokens(context)
     return batch * sum(
         layer.cached_bytes(number_bytes, scale_bytes) * layer.cached_tokens(context, source, windowed=windowed)
+        + layer.compressed_bytes(number_bytes, scale_bytes) * layer.compressed_keys(context)
         for layer in model.layers
     )
 
@@ -81,8 +83,14 @@ def state_bytes(model: Model, *, batch: int = 1) -> int:
 
 
 def bytes_per_token(model: Model, number_bytes: int, scale_bytes: int = 0) -> int:
-    """Return the cache bytes of one more token while no window is full."""
-    return sum(layer.cached_bytes(number_bytes, scale_bytes) for layer in model.layers if layer.role == "self")
+    """Return the cache bytes of one more token while no window is full, with its share of compressed keys."""
+    own = [layer for layer in model.layers if layer.role == "self"]
+    shares = sum(
+        Fraction(layer.compressed_bytes(number_bytes, scale_bytes), layer.compressor.rate)
+        for layer in own
+        if layer.compressor is not None
+    )
+    return sum(layer.cached_bytes(number_bytes, scale_bytes) for layer in own) + round(shares)
 
 
 def as_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
@@ -103,7 +111,7 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
         made, positions = layer.position_macs(queries, keys)
         once += made
         attention += layer.score_macs() * layer.pairs(queries, keys) + positions
-        dense += layer.score_macs() * queries * keys + positions
+        dense += layer.score_macs() * queries * (keys + layer.compressed_keys(keys)) + positions
         index += layer.index_macs(queries, keys)
     head = [part for part in model.others if part.name == "lm_head"]
     rest = [part for part in model.others if part.name != "lm_head"]
@@ -131,10 +139,11 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
         if layer.role == "encoder":
             continue
         keys = layer.cached_tokens(context, source)
-        index += layer.index_macs(1, keys)
+        index += layer.index_macs(1, keys if layer.compressor is None else context)
         if layer.latent is None:
             projections += layer.projection_macs("decoder")
-            attention += layer.score_macs() * keys
+            compressed = 0 if layer.compressor is None else layer.compressor.attended(context)
+            attention += layer.score_macs() * (keys + compressed)
             continue
         expansion = layer.expansion_macs()
         projections += layer.projection_macs("decoder") - expansion
@@ -160,9 +169,9 @@ def _twice(batch: int, *macs_of: int) -> Flops:
 def eager_bytes(model: Model, context: int, *, batch: int = 1, number_bytes: int = 2) -> tuple[int, int]:
     """Return the bytes of the attention weights of the largest layer, and of one float32 per query and head."""
     source = model.source_tokens(context)
-    sizes = [(layer.num_heads, *_lengths(layer, context, source, model.is_encoder)) for layer in model.layers]
-    matrix = max(heads * queries * keys for heads, queries, keys in sizes)
-    return batch * matrix * number_bytes, batch * max(heads * queries for heads, queries, _ in sizes) * 4
+    sizes = [(layer, *_lengths(layer, context, source, model.is_encoder)) for layer in model.layers]
+    matrix = max(one.num_heads * queries * (keys + one.compressed_keys(keys)) for one, queries, keys in sizes)
+    return batch * matrix * number_bytes, batch * max(one.num_heads * queries for one, queries, _ in sizes) * 4
 
 
 # --- the least time ---------------------------------------------------------------------------------------------------

@@ -23,11 +23,6 @@ from .parts import BIASES, Part, table
 OTHERS = "*"
 
 
-def layer_key(layer: AttentionLayer, *, alone: bool) -> str:
-    """Return the name of the layer in a plan; `alone` means that the model has only one kind of attention layer."""
-    return str(layer.index) if alone or layer.role == "self" else f"{layer.role}.{layer.index}"
-
-
 def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
     """Return the model after the heads plan.
 
@@ -38,8 +33,10 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
     entries = plan.get("layers")
     if set(plan) != {"layers"} or not isinstance(entries, Mapping) or not entries:
         raise ValueError('a heads plan is {"layers": {"0": {"keep": [0, 1]}, "1": {"kv_heads": 2}}}')
-    alone = model.is_encoder
-    keys = [layer_key(layer, alone=alone) for layer in model.layers]
+    alone = model.is_encoder  # there is only one kind of attention layer
+    keys = [
+        str(layer.index) if alone or layer.role == "self" else f"{layer.role}.{layer.index}" for layer in model.layers
+    ]
     for key in entries:
         if key != OTHERS and key not in keys:
             raise ValueError(f"heads plan: there is no layer {short(key)}; the layers are {keys[0]} to {keys[-1]}")
@@ -52,15 +49,11 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
             raise ValueError(f"heads plan: layer {key}: {wrong}") from None
     if any(layer.keys_of is not None for layer in changed) and tuple(changed) != model.layers:
         raise ValueError("heads plan: in this model layers read the keys of other layers, so their heads cannot change")
-    if any(layer.shared for layer in changed) and len({_sizes(layer) for layer in changed}) > 1:
+    if any(layer.shared for layer in changed) and len({(one.num_heads, one.num_kv_heads) for one in changed}) > 1:
         raise ValueError(
             f"heads plan: all layers of this architecture share their weights, and so their heads; use {OTHERS!r}"
         )
     return replace(model.with_layers(tuple(changed)), others=tuple(_others(model, changed)))
-
-
-def _sizes(layer: AttentionLayer) -> tuple[int, int]:
-    return layer.num_heads, layer.num_kv_heads
 
 
 def _others(model: Model, changed: Sequence[AttentionLayer]) -> Iterator[Part]:

@@ -8,10 +8,14 @@ from functools import cached_property
 from typing import Literal
 
 from ..costs.mask_pairs import mask_pairs
+from .compressed import Compressor, SharedKey
+from .indexer import Indexer
 from .parts import Part, linear, macs, parameters, vector
 
 LayerRole = Literal["self", "cross", "encoder"]
 QkNorm = Literal["", "head", "each", "all"]
+STREAMS = {"self": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "memory")}
+"""The stream of tokens for q_proj and o_proj, and that for k_proj and v_proj, by role."""
 
 
 @dataclass(frozen=True)
@@ -61,40 +65,6 @@ class PositionTerms:
 
 
 @dataclass(frozen=True)
-class Indexer:
-    """The indexer of sparse attention: it scores all earlier keys with small heads, and attention reads the best ones.
-
-    Attributes:
-        heads: The number of its heads.
-        dim: Their size; one index key of this size per token is cached, shared by all heads.
-        top_k: The number of keys that a query attends to.
-        shared: True if the layer attends to the keys that an earlier layer chose, so it has no indexer of its own.
-    """
-
-    heads: int
-    dim: int
-    top_k: int
-    shared: bool = False
-
-    def parts(self, width: int, q_rank: int, stream: str) -> Iterator[Part]:
-        """Yield its matrices: queries from the latent of the queries, one key, and a weight for each head."""
-        if self.shared:
-            return
-        yield linear("index_q_proj", "attention", q_rank, self.heads * self.dim, stream=stream)
-        yield linear("index_k_proj", "attention", width, self.dim, stream=stream)
-        yield vector("index_norm", "attention", 2 * self.dim, stream=stream)
-        yield linear("index_weights", "attention", width, self.heads, stream=stream)
-
-    def cached_numbers(self) -> int:
-        """Return the numbers that one token adds to the cache."""
-        return 0 if self.shared else self.dim
-
-    def pair_macs(self) -> int:
-        """Return the multiply-adds of one (query, key) pair: a score in each head, and their weighted sum."""
-        return 0 if self.shared else self.heads * self.dim + self.heads
-
-
-@dataclass(frozen=True)
 class Biases:
     """The projections that have a bias."""
 
@@ -132,6 +102,7 @@ class AttentionLayer:
         indexer: The indexer that chooses the keys of each query, or None.
         keys_as_values: True if the output of k_proj also makes the values, so there is no v_proj.
         keys_of: Index of the earlier layer whose cached keys and values this layer reads; it makes and caches none.
+        shared_key: The one key of a token that is also its value, with compressed keys beside the window, or None.
     """
 
     role: LayerRole
@@ -156,6 +127,7 @@ class AttentionLayer:
     indexer: Indexer | None = None
     keys_as_values: bool = False
     keys_of: int | None = None
+    shared_key: SharedKey | None = None
 
     @property
     def kind(self) -> str:
@@ -177,20 +149,17 @@ class AttentionLayer:
 
     @cached_property
     def _parts(self) -> tuple[Part, ...]:
-        parts = self._latent_parts(self.latent) if self.latent is not None else self._plain_parts()
+        if self.shared_key is not None:
+            parts = self.shared_key.parts(self.d_model, self.num_heads, self.head_dim)
+        else:
+            parts = self._latent_parts(self.latent) if self.latent is not None else self._plain_parts()
         if not self.shared:
             return tuple(parts)
         return tuple(replace(part, parameters=0) for part in parts)
 
-    def _streams(self) -> tuple[str, str]:
-        """Return the stream of tokens for q_proj and o_proj, and that for k_proj and v_proj."""
-        return {"self": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "memory")}[
-            self.role
-        ]
-
     def _plain_parts(self) -> Iterator[Part]:
-        (H, K, D, V), (query, key) = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim), self._streams()
-        width = self.d_model
+        H, K, D, V, width = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.d_model
+        query, key = STREAMS[self.role]
         gate = H * V if self.gated else 0
         yield linear("q_proj", "attention", width, H * D + gate, bias=self.bias.q, stream=query)
         if self.keys_of is None:
@@ -263,6 +232,8 @@ class AttentionLayer:
         """Return the numbers of the keys and values of one token that this layer attends to, its own or another's."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
+        if self.shared_key is not None:
+            return self.head_dim
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def cached_vectors(self) -> int:
@@ -273,11 +244,25 @@ class AttentionLayer:
 
     def key_value_vectors(self) -> int:
         """Return the vectors of the keys and values of one token."""
-        return 1 if self.latent is not None else 2 * self.num_kv_heads
+        return 1 if self.latent is not None or self.shared_key is not None else 2 * self.num_kv_heads
 
     def cached_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes that one token adds to the cache."""
         return self.cached_numbers() * number_bytes + self.cached_vectors() * scale_bytes
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """What makes compressed keys, or None."""
+        return None if self.shared_key is None else self.shared_key.compressor
+
+    def compressed_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
+        """Return the bytes of one compressed key in the cache; 0 without a compressor."""
+        one = self.compressor
+        return 0 if one is None else one.cached_bytes(self.head_dim, number_bytes, scale_bytes)
+
+    def compressed_keys(self, tokens: int) -> int:
+        """Return the compressed keys of a text of `tokens` tokens."""
+        return 0 if self.compressor is None else tokens // self.compressor.rate
 
     def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
         """Return the tokens in the cache: the encoder's for cross-attention, else the context, cut to the window."""
@@ -287,13 +272,15 @@ class AttentionLayer:
     def read_bytes(self, context: int, source: int, number_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of the cache that a decode step reads for one text.
 
-        An indexer reads the index keys of all tokens, and its attention only the chosen ones; a layer that reads the
-        keys of another reads them once more.
+        An indexer reads the index keys of all tokens, and its attention only the chosen ones; the same holds for
+        compressed keys. A layer that reads the keys of another reads them once more.
         """
         if self.role == "encoder":
             return 0
         tokens = self.cached_tokens(context, source)
         each = self.key_value_numbers() * number_bytes + self.key_value_vectors() * scale_bytes
+        if self.compressor is not None:
+            return each * tokens + self.compressor.read_bytes(context, self.head_dim, number_bytes, scale_bytes)
         if self.indexer is None:
             return each * tokens
         index = 0 if self.indexer.shared else self.indexer.dim * number_bytes + scale_bytes
@@ -321,7 +308,8 @@ class AttentionLayer:
             return mask_pairs(first, keys - first, keys, left=self.indexer.top_k - 1)
         if self.chunked and self.window is not None:
             return mask_pairs(first, keys - first, keys, chunk=self.window)
-        return mask_pairs(first, keys - first, keys, left=None if self.window is None else self.window - 1)
+        compressed = 0 if self.compressor is None else self.compressor.pairs(first, keys)
+        return compressed + mask_pairs(first, keys - first, keys, left=None if self.window is None else self.window - 1)
 
     def position_macs(self, queries: int, keys: int) -> tuple[int, int]:
         """Return the multiply-adds of content-position terms: (once per pass, per text)."""
@@ -337,9 +325,12 @@ class AttentionLayer:
 
     def index_macs(self, queries: int, keys: int, *, masked: bool = True) -> int:
         """Return the multiply-adds of the indexer's scores over all earlier keys (`masked`) or over all keys."""
+        first, one = max(0, keys - queries), self.compressor
+        if one is not None and one.indexer is not None:
+            pairs = one.pairs(first, keys, chosen=False) if masked else queries * self.compressed_keys(keys)
+            return one.indexer.pair_macs() * pairs
         if self.indexer is None:
             return 0
-        first = max(0, keys - queries)
         return self.indexer.pair_macs() * (mask_pairs(first, keys - first, keys) if masked else queries * keys)
 
     def absorbed_macs(self) -> tuple[int, int]:
@@ -363,5 +354,9 @@ class AttentionLayer:
 
 
 def with_kv_heads(layer: AttentionLayer, kv_heads: int) -> AttentionLayer:
-    """Return the layer with another number of key-value heads; latent and sparse attention become plain attention."""
-    return replace(layer, num_kv_heads=kv_heads, latent=None, indexer=None)
+    """Return the layer with another number of key-value heads; latent and sparse attention become plain attention.
+
+    So does a window with compressed keys, which reaches all tokens.
+    """
+    window = layer.window if layer.compressor is None else None
+    return replace(layer, num_kv_heads=kv_heads, latent=None, indexer=None, shared_key=None, window=window)

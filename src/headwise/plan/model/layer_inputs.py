@@ -13,7 +13,8 @@ def model_input_parts(fields: Fields, layers: int) -> Iterator[Part]:
     """Yield the parts that make the inputs of all layers at once.
 
     ``layer_inputs`` of the architecture names the width of an embedding for each layer and its vocabulary;
-    ``streams`` the number of parallel residual streams.
+    ``streams`` the number of parallel residual streams; ``hyper_connections`` that of streams which are mixed before
+    and after each block (Xie et al. 2026) and added up at the end.
     """
     width, about = fields.size("hidden_size"), fields.architecture.get("layer_inputs")
     inner = fields.optional(about["width"], least=0) if about else 0
@@ -26,6 +27,11 @@ def model_input_parts(fields: Fields, layers: int) -> Iterator[Part]:
         for name in ("streams_in", "streams_out"):
             for _ in range(fields.size(streams["count"]) - 1):
                 yield linear(name, "embedding", width, width)
+    hyper = fields.architecture.get("hyper_connections")
+    if hyper:
+        count = fields.size(hyper)
+        yield linear("streams_out", "embedding", count * width, count)
+        yield vector("streams_out_bias", "embedding", count + 1)
 
 
 def layer_input_parts(fields: Fields) -> Iterator[Part]:
@@ -49,3 +55,10 @@ def layer_input_parts(fields: Fields) -> Iterator[Part]:
         yield linear("residual_down", "mlp", width, rank)
         yield linear("residual_up", "mlp", rank, width)
         yield vector("residual_norm", "norm", width)
+    hyper = fields.architecture.get("hyper_connections")
+    if hyper:
+        count = fields.size(hyper)
+        for _ in range(2):  # before and after attention, and the feed-forward layer
+            yield linear("stream_weights", "mlp", count * width, count * (count + 2))
+            yield Part("stream_mix", "mlp", 0, count * count * width)
+            yield vector("stream_bias", "mlp", count * (count + 2) + 3)

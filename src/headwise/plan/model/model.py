@@ -161,7 +161,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         *([about["note"]] if "note" in about else []),
         *([head_note] if head_note else []),
     ]
-    unknown = fields.unknown()
+    unknown, dtype = fields.unknown(), _dtype(config)
     if unknown:
         notes.append(_unknown_note(unknown))
     return Model(
@@ -169,7 +169,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         model_type,
         layers,
         others,
-        _weight_bytes(config),
+        WEIGHT_BYTES.get(dtype, 2) if isinstance(dtype, str) else 2,
         fields.size(about["audio"]["positions"]) if "audio" in about else None,
         _positions(fields),
         tuple(notes),
@@ -233,12 +233,8 @@ def _text_of(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[
     takes = spec.get("any", [])
     allowed = as_type in takes if isinstance(takes, list) else "classes" in architectures().get(str(as_type), {})
     if kind != spec["type"] and (not allowed or "text" in architectures()[as_type]):
-        what = (
-            "only text models are supported"
-            if takes is True
-            else f"only {' or '.join(takes or [spec['type']])} is supported"
-        )
-        raise ValueError(f"{spec['key']} has the architecture {short(kind)}; {what}")
+        what = "text models are" if takes is True else f"{' or '.join(takes or [spec['type']])} is"
+        raise ValueError(f"{spec['key']} has the architecture {short(kind)}; only {what} supported")
     outer = {key: config[key] for key in ("quantization_config",) if key in config}
     tied = config.get("tie_word_embeddings", about["defaults"].get("tie_word_embeddings", False))
     if spec.get("tie_either") and text.get("tie_word_embeddings"):
@@ -267,11 +263,6 @@ def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, st
     if named == about["classes"]["base"]:
         return False, None
     return False, f"the head of {short(named)} is not counted, only the model below it"
-
-
-def _weight_bytes(config: Mapping[str, Any]) -> int:
-    dtype = _dtype(config)
-    return WEIGHT_BYTES.get(dtype, 2) if isinstance(dtype, str) else 2
 
 
 def _dtype(*configs: Mapping[str, Any]) -> Any:

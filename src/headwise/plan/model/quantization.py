@@ -102,11 +102,6 @@ def _fp8(about: Mapping[str, Any]) -> Callable[[int, int], int]:
     return lambda inputs, outputs: inputs * outputs + 4 * -(-outputs // block[0]) * -(-inputs // block[1])
 
 
-def _mxfp4(about: Mapping[str, Any]) -> Callable[[int, int], int]:
-    """Return the size for half a byte per weight and one byte per 32 weights of a row."""
-    return lambda inputs, outputs: outputs * -(-inputs // 32) * 17
-
-
 def _gptq(about: Mapping[str, Any]) -> Callable[[int, int], int]:
     """Return the size for bits packed along the inputs in 32-bit words; scales (2 bytes), zeros and group indices."""
     bits, groups = _number(about, "bits", 4), _groups(about, 128)
@@ -167,7 +162,8 @@ def _compressed(about: Mapping[str, Any]) -> Callable[[int, int], int]:
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Callable[[int, int], int]]] = {
     "fp8": _fp8,
-    "mxfp4": _mxfp4,
+    # half a byte per weight, and one byte per 32 weights of a row
+    "mxfp4": lambda about: lambda inputs, outputs: outputs * -(-inputs // 32) * 17,
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,

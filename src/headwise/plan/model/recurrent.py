@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +96,6 @@ def _listed_twice(fields: Fields, about: dict[str, Any], layers: int) -> list[bo
     return [i + 1 in full for i in range(layers)]
 
 
-def _odd(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
-    """Return True for the layers with attention: every other one, starting with the first."""
-    return [i % 2 == 0 for i in range(layers)]
-
-
 def _period(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
     """Return True for the layers with attention: one in each period."""
     period, offset = fields.size(about["period"]), fields.size(about["offset"], least=0)
@@ -117,7 +112,7 @@ def _indices(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
 
 _RULES: dict[str, Callable[[Fields, dict[str, Any], int], list[bool]]] = {
     "every": _every,
-    "odd": _odd,
+    "odd": lambda fields, about, layers: [i % 2 == 0 for i in range(layers)],
     "period": _period,
     "indices": _indices,
     "listed_twice": _listed_twice,
@@ -133,13 +128,12 @@ def state_layers(fields: Fields, layers: int) -> tuple[StateLayer, ...]:
     _, where = layer_kinds(fields, layers)
     conv, state, parts = _KINDS[about["kind"]](fields, about)
     dtype = None if about.get("state") == "model" else FLOAT32
-    made = tuple(parts)
-    return tuple(StateLayer(i, about["kind"], conv, state, dtype, made) for i in range(layers) if where[i])
+    return tuple(StateLayer(i, about["kind"], conv, state, dtype, tuple(parts)) for i in range(layers) if where[i])
 
 
 # --- the families -----------------------------------------------------------------------------------------------------
 
-StateSizes = tuple[int, int, Iterator[Part]]  # sizes of the convolution inputs and of the state, and the parts
+StateSizes = tuple[int, int, list[Part]]  # sizes of the convolution inputs and of the state, and the parts
 
 
 def _matrix(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Part:
@@ -165,15 +159,14 @@ def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
     if values % keys:
         raise ValueError(f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = {keys}")
     channels = 2 * keys * key_dim + values * value_dim
-
-    def parts() -> Iterator[Part]:
-        yield _matrix("in_proj", width, channels + values * value_dim + 2 * values)
-        yield _conv(channels, kernel, bias=False)
-        yield _numbers("decay", 2 * values)
-        yield _numbers("state_norm", value_dim)
-        yield _matrix("out_proj", values * value_dim, width)
-
-    return channels * kernel, values * key_dim * value_dim, parts()
+    parts = [
+        _matrix("in_proj", width, channels + values * value_dim + 2 * values),
+        _conv(channels, kernel, bias=False),
+        _numbers("decay", 2 * values),
+        _numbers("state_norm", value_dim),
+        _matrix("out_proj", values * value_dim, width),
+    ]
+    return channels * kernel, values * key_dim * value_dim, parts
 
 
 def _kda(fields: Fields, about: dict[str, Any]) -> StateSizes:
@@ -188,18 +181,11 @@ def _kda(fields: Fields, about: dict[str, Any]) -> StateSizes:
         for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     )
     inner = heads * dim
-
-    def parts() -> Iterator[Part]:
-        yield _matrix("in_proj", width, 3 * inner + heads)
-        yield _conv(3 * inner, kernel, bias=False)
-        for name in ("decay", "gate"):
-            yield _matrix(f"{name}_down", width, dim)
-            yield _matrix(f"{name}_up", dim, inner)
-        yield _numbers("decay", inner + heads)
-        yield _numbers("state_norm", dim)
-        yield _matrix("out_proj", inner, width)
-
-    return 3 * inner * kernel, heads * dim * dim, parts()
+    parts = [_matrix("in_proj", width, 3 * inner + heads), _conv(3 * inner, kernel, bias=False)]
+    for name in ("decay", "gate"):
+        parts += [_matrix(f"{name}_down", width, dim), _matrix(f"{name}_up", dim, inner)]
+    parts += [_numbers("decay", inner + heads), _numbers("state_norm", dim), _matrix("out_proj", inner, width)]
+    return 3 * inner * kernel, heads * dim * dim, parts
 
 
 def _mamba(fields: Fields, about: dict[str, Any]) -> StateSizes:
@@ -209,17 +195,16 @@ def _mamba(fields: Fields, about: dict[str, Any]) -> StateSizes:
     automatic = fields.raw("mamba_dt_rank")[1] == "auto"
     rank = -(-width // 16) if automatic else fields.size("mamba_dt_rank")
     bias = fields.flag("mamba_proj_bias")
-
-    def parts() -> Iterator[Part]:
-        yield _matrix("in_proj", width, 2 * inner, bias=bias)
-        yield _conv(inner, kernel, bias=fields.flag("mamba_conv_bias"))
-        yield _matrix("x_proj", inner, rank + 2 * state)
-        yield _matrix("dt_proj", rank, inner, bias=True)
-        yield _numbers("decay", inner * state + inner)
-        yield _numbers("state_norm", rank + 2 * state)
-        yield _matrix("out_proj", inner, width, bias=bias)
-
-    return inner * kernel, inner * state, parts()
+    parts = [
+        _matrix("in_proj", width, 2 * inner, bias=bias),
+        _conv(inner, kernel, bias=fields.flag("mamba_conv_bias")),
+        _matrix("x_proj", inner, rank + 2 * state),
+        _matrix("dt_proj", rank, inner, bias=True),
+        _numbers("decay", inner * state + inner),
+        _numbers("state_norm", rank + 2 * state),
+        _matrix("out_proj", inner, width, bias=bias),
+    ]
+    return inner * kernel, inner * state, parts
 
 
 def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
@@ -237,28 +222,25 @@ def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
         raise ValueError(f"mamba_d_head = {short(dim)} times mamba_n_heads = {heads} is not {inner}, the channels")
     channels = inner + 2 * groups * state
     in_bias, out_bias = (fields.flag(about.get(f"{side}_bias", "mamba_proj_bias")) for side in ("in", "out"))
-
-    def parts() -> Iterator[Part]:
-        yield _matrix("in_proj", width, inner + channels + heads, bias=in_bias)
-        yield _conv(channels, kernel, bias=fields.flag("mamba_conv_bias"))
-        yield _numbers("decay", 3 * heads)
-        if fields.flag(about.get("norm", True)):
-            yield _numbers("state_norm", inner)
-        yield _matrix("out_proj", inner, width, bias=out_bias)
-
-    return channels * kernel, heads * (inner // heads) * state, parts()
+    parts = [
+        _matrix("in_proj", width, inner + channels + heads, bias=in_bias),
+        _conv(channels, kernel, bias=fields.flag("mamba_conv_bias")),
+        _numbers("decay", 3 * heads),
+        *([_numbers("state_norm", inner)] if fields.flag(about.get("norm", True)) else []),
+        _matrix("out_proj", inner, width, bias=out_bias),
+    ]
+    return channels * kernel, heads * (inner // heads) * state, parts
 
 
 def _short_conv(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """Return the sizes of a convolution between two gates; it has no recurrent state."""
     width, kernel, bias = fields.size("hidden_size"), fields.size("conv_L_cache"), fields.flag("conv_bias")
-
-    def parts() -> Iterator[Part]:
-        yield _matrix("in_proj", width, 3 * width, bias=bias)
-        yield _conv(width, kernel, bias=bias)
-        yield _matrix("out_proj", width, width, bias=bias)
-
-    return width * kernel, 0, parts()
+    parts = [
+        _matrix("in_proj", width, 3 * width, bias=bias),
+        _conv(width, kernel, bias=bias),
+        _matrix("out_proj", width, width, bias=bias),
+    ]
+    return width * kernel, 0, parts
 
 
 def _lightning(fields: Fields, about: dict[str, Any]) -> StateSizes:
@@ -266,14 +248,13 @@ def _lightning(fields: Fields, about: dict[str, Any]) -> StateSizes:
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     dim = fields.optional("head_dim") or width // heads
     inner = heads * dim
-
-    def parts() -> Iterator[Part]:
-        yield _matrix("qkv_proj", width, 3 * inner)
-        yield _matrix("gate_proj", width, inner)
-        yield _numbers("state_norm", inner)
-        yield _matrix("out_proj", inner, width)
-
-    return 0, heads * dim * dim, parts()
+    parts = [
+        _matrix("qkv_proj", width, 3 * inner),
+        _matrix("gate_proj", width, inner),
+        _numbers("state_norm", inner),
+        _matrix("out_proj", inner, width),
+    ]
+    return 0, heads * dim * dim, parts
 
 
 _KINDS: dict[str, Callable[[Fields, dict[str, Any]], StateSizes]] = {

@@ -9,9 +9,11 @@ from typing import Any, get_args
 from ..config.fields import Fields, heads_of
 from ..config.windows import chunks, windows_of
 from ..shape import check_heads, short
+from .compressed import shared_keys
 from .feed_forward import feed_forward_parts
+from .indexer import Indexer
 from .key_sharing import owners_of_keys
-from .layer import AttentionLayer, Biases, Indexer, Latent, LayerRole, PositionTerms, QkNorm
+from .layer import AttentionLayer, Biases, Latent, LayerRole, PositionTerms, QkNorm
 from .layer_inputs import layer_input_parts, model_input_parts
 from .parts import BIASES, Part, linear, repeated, table, vector
 from .recurrent import layer_kinds
@@ -35,7 +37,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     one = _latent_layer(fields) if about.get("latent") else plain_layer(fields, role)
     shared = about.get("one_layer_shared", False)
     full = _full_layer(fields, one) if "full_layers" in about else one
-    owners, indexers = owners_of_keys(fields, layers), _indexers(fields, layers)
+    owners, indexers, own_keys = owners_of_keys(fields, layers), _indexers(fields, layers), shared_keys(fields, layers)
     return [
         replace(
             one if windows[i] is not None else full,
@@ -45,6 +47,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
             shared=shared and i > 0,
             keys_of=owners[i],
             indexer=indexers[i],
+            shared_key=own_keys[i],
         )
         for i in range(layers)
         if attends[i]
@@ -190,7 +193,7 @@ def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
         made = [*feed_forward_parts(fields, i, stream), *layer_input_parts(fields)]
         norm = norm_size(fields, width) * (norms - skipped)
         made += [vector("norms", "norm", norm, stream=stream)] if norm else []
-        yield from (_weightless(part) for part in made) if shared else made
+        yield from (replace(part, parameters=0, matrices=()) for part in made) if shared else made
     if fields.flag(about.get("final_norm", True)):
         yield vector("final_norm", "norm", norm_size(fields, width), stream=stream)
     if with_head:
@@ -232,10 +235,6 @@ def norm_size(fields: Fields, width: int) -> int:
     kind = fields.architecture.get("norm", "rms")
     biased = kind == "layer" and fields.flag(fields.architecture.get("norm_bias", True))
     return 0 if kind == "none" else width * (2 if biased else 1)
-
-
-def _weightless(part: Part) -> Part:
-    return Part(part.name, part.room, 0, part.macs, part.active, part.stream)
 
 
 def _embeddings(fields: Fields, width: int) -> Iterator[Part]:

@@ -112,9 +112,7 @@ def _tokens(fields: Fields) -> int | None:
     about = fields.architecture
     if "sound" in about:
         return fields.size(about["sound"]["positions"])
-    if about.get("positions") != "grid":
-        return None
-    return _grid(fields)
+    return _grid(fields) if about.get("positions") == "grid" else None
 
 
 def _grid(fields: Fields) -> int:

@@ -220,19 +220,14 @@ def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everyw
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
+@cache
 def pairs(
     call: MeshCall, ranks: int, layout: ContextLayout = "ring", order: TokenOrder | None = None
 ) -> tuple[int, ...]:
     """Return the number of (query, key) pairs times query heads that each rank computes."""
-    order = order or order_of(call, ranks)
     if layout == "ulysses":
         return tuple(share.heads * call.pairs(call.queries) for share in head_shares(call.heads, call.kv_heads, ranks))
-    return _pairs(call, ranks, order)
-
-
-@cache
-def _pairs(call: MeshCall, ranks: int, order: TokenOrder) -> tuple[int, ...]:
-    own = places(call.queries, ranks, order)
+    own = places(call.queries, ranks, order or order_of(call, ranks))
     return tuple(call.heads * sum(call.pairs(stop) - call.pairs(start) for start, stop in part) for part in own)
 
 
@@ -299,10 +294,8 @@ def layout_cost(
         25165824
     """
     order = order_of(call, ranks)
-    count, steps = (
-        max(bytes_sent(call, layout, ranks, order=order, backward=backward)),
-        message_count(call, layout, ranks, backward=backward),
-    )
+    count = max(bytes_sent(call, layout, ranks, order=order, backward=backward))
+    steps = message_count(call, layout, ranks, backward=backward)
     work = max(pairs(call, ranks, layout, order))
     products = 3 * call.head_dim + 2 * call.value_dim if backward else call.head_dim + call.value_dim
     return LayoutCost(

@@ -166,7 +166,10 @@ def mesh_cost(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype
     layers = tuple(_layer(model, grid, layer, count, tokens, batch) for layer, count in kinds.items())
     weights = sum(rank_bytes(model, part, whole) for part, whole in parts_of(model, grid.tensor))
     numbers = bytes_of(kv_dtype)
-    cache = sum(count * _cached(layer, grid, tokens, numbers) for layer, count in kinds.items()) * batch
+    cache = batch * sum(
+        count * local(layer, grid.tensor).cached_bytes(*numbers) * _kept(layer, grid, tokens)
+        for layer, count in kinds.items()
+    )
     cache += state_bytes(model, batch=batch)
     prefill = _prefill(model, grid, layers, tokens, batch, weights)
     decode = None if model.is_encoder else _decode(model, grid, kinds, layers, tokens, batch, cache)
@@ -287,13 +290,6 @@ def _inside(part: Part) -> int:
     (width, _, ups), (_, _, downs) = part.matrices
     ups //= max(1, downs)
     return part.macs * ups // ((ups + 1) * width)
-
-
-# --- a rank -----------------------------------------------------------------------------------------------------------
-
-
-def _cached(layer: AttentionLayer, grid: Grid, tokens: int, numbers: tuple[int, int]) -> int:
-    return local(layer, grid.tensor).cached_bytes(*numbers) * _kept(layer, grid, tokens)
 
 
 def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:

@@ -111,10 +111,10 @@ def over(
         (43715791872, 'ulysses')
     """
     name, model, _ = find_model(config)
-    if any(layer.indexer is not None or layer.keys_of is not None for layer in model.layers):
+    if any(layer.indexer or layer.keys_of is not None or layer.shared_key for layer in model.layers):
         raise ValueError(
-            f"{name!r}: how its sparse attention, or its layers that read the keys of others, are placed over several "
-            "ranks is not known; headwise plan without --link shows one machine"
+            f"{name!r}: how its sparse or compressed attention, or its layers that read the keys of others, are placed "
+            "over several ranks is not known; headwise plan without --link shows one machine"
         )
     check_grid(tensor, ranks, tokens, batch)
     check_kv_dtype(kv_dtype)
@@ -195,8 +195,7 @@ def _rank(model: ModelOverRanks) -> Table:
     at = model.cost
     grid = at.grid
     table = Table(model.name, "per rank", title=f"{grid.ranks:,} ranks: {grid.tensor} x heads, {grid.context} x tokens")
-    text = f"{at.tokens:,} tokens" + (f", batch {at.batch}" if at.batch > 1 else "")
-    table.add_row("at", text)
+    table.add_row("at", f"{at.tokens:,} tokens" + (f", batch {at.batch}" if at.batch > 1 else ""))
     table.add_row("weights", show_bytes(at.weight_bytes))
     table.add_row("cache", ABSENT if at.decode is None else show_bytes(at.cache_bytes))
     table.add_row("activations of one layer", show_bytes(at.activation_bytes))
@@ -216,20 +215,19 @@ def _times(time: TimeEstimate) -> str:
 
 def _layouts(at: MeshCost) -> Table:
     """Return a table of the bytes and times of each layout for each kind of layer, the cheapest layout first."""
-    from rich.table import Table
+    from ..show.tables import number_table
 
     headers = ("layers", "layout", "sent, forward", "backward", "activations", "link", "at least")
-    table = Table(*headers, title="One layer of a prefill, on the busiest rank")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = number_table(*headers, title="One layer of a prefill, on the busiest rank", left=2)
     for layer in at.layers:
         table.add_section()
         table.add_row(
             f"{layer.count} {layer.kind}", "tensor (two all-reduces)", show_bytes(layer.tensor_bytes), "", "", "", ""
         )
         for cost in layer.costs:
-            name = f"{cost.layout}, {cost.order}" if cost.layout == "ring" and not _halo(layer.kind) else cost.layout
-            name = "halo" if cost.layout == "ring" and _halo(layer.kind) else name
+            name: str = cost.layout
+            if name == "ring":
+                name = "halo" if layer.kind.startswith(("window", "chunks")) else f"ring, {cost.order}"
             table.add_row(
                 "",
                 name + (" (fastest)" if cost is layer.choose else ""),
@@ -242,17 +240,11 @@ def _layouts(at: MeshCost) -> Table:
     return table
 
 
-def _halo(kind: str) -> bool:
-    return kind.startswith(("window", "chunks"))
-
-
 def _scaling_table(model: ModelOverRanks) -> Table:
-    from rich.table import Table
+    from ..show.tables import number_table
 
     headers = ("ranks", "tokens", "memory per rank", "prefill", "efficiency", "link", "decoded token")
-    table = Table(*headers, title="Scaling: the least times, by the link's bandwidth and latency")
-    for column in table.columns:
-        column.justify = "right"
+    table = number_table(*headers, title="Scaling: the least times, by the link's bandwidth and latency", left=0)
     tokens = None
     for row in model.scaling:
         if tokens not in (None, row.tokens):

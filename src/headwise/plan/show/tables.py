@@ -64,7 +64,11 @@ def side_by_side(plans: Sequence[PlanData]) -> Any:
     check_plans(plans)
     _check_alike(plans)
     named = list(zip(labels(plans), plans, strict=True))
-    own = [_titled(name, table) for name, plan in named for table in _beside_others(plan)]
+    own = []
+    for name, plan in named:
+        for table in _beside_others(plan):
+            table.title = Text(f"{name}: {table.title}")
+            own.append(table)
     return Group(overview(plans), *own, *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
 
 
@@ -73,14 +77,6 @@ def _beside_others(plan: PlanData) -> Iterator[Table]:
     if plan.planned is not None:
         yield savings(plan, plan.planned)
     yield from (_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None)
-
-
-def _titled(name: str, table: Table) -> Table:
-    """Return the table of one plan among several."""
-    from rich.text import Text
-
-    table.title = Text(f"{name}: {table.title}")
-    return table
 
 
 def _check_alike(plans: Sequence[PlanData]) -> None:
@@ -196,6 +192,15 @@ def _key_facts(model: Model) -> dict[str, str]:
         rows["sparse attention"] = (
             f"{one.top_k:,} keys per query, chosen by {own} indexers of {one.heads} heads of {one.dim}"
         )
+    compressed = [layer.compressor for layer in model.layers if layer.compressor is not None]
+    for rate in sorted({one.rate for one in compressed}):
+        alike = [one for one in compressed if one.rate == rate]
+        top = alike[0].indexer
+        rows[f"a key for {rate} tokens"] = f"{len(alike)} layers, " + (
+            "all attended"
+            if top is None
+            else f"{top.top_k:,} per query, chosen by indexers of {top.heads} heads of {top.dim}"
+        )
     readers = sum(layer.keys_of is not None for layer in model.layers)
     if readers:
         rows["layers without own keys"] = f"{readers}; they read the cache of earlier layers"
@@ -205,11 +210,7 @@ def _key_facts(model: Model) -> dict[str, str]:
 def _context_facts(plan: PlanData, cost: ContextCost) -> dict[str, str]:
     gqa = NONE if cost.as_gqa8_bytes is None else show_bytes(cost.as_gqa8_bytes)
     if plan.model.is_encoder:
-        cache = {
-            "cache held": "none: it reads the whole text in one pass",
-            "cache reserved": NONE,
-            AS_OTHERS: NONE,
-        }
+        cache = {"cache held": "none: it reads the whole text in one pass", "cache reserved": NONE, AS_OTHERS: NONE}
     else:
         cache = {
             "cache held": show_bytes(cost.cache_bytes)
@@ -252,13 +253,19 @@ def _spread(values: Any) -> str:
 # --- other tables -----------------------------------------------------------------------------------------------------
 
 
-def projections(plan: PlanData) -> Table:
-    """Return a table of the parameters of each projection, per layer and in total; biases count with their matrix."""
+def number_table(*headers: str, title: str, left: int = 1) -> Table:
+    """Return an empty table in which all columns but the first `left` are numbers, aligned to the right."""
     from rich.table import Table
 
-    table = Table("parameters", "per layer", "in all layers", title="Projections")
-    for column in table.columns[1:]:
+    table = Table(*headers, title=title)
+    for column in table.columns[left:]:
         column.justify = "right"
+    return table
+
+
+def projections(plan: PlanData) -> Table:
+    """Return a table of the parameters of each projection, per layer and in total; biases count with their matrix."""
+    table = number_table("parameters", "per layer", "in all layers", title="Projections")
     names = dict.fromkeys(name for layer in plan.model.layers for name in layer.parameter_counts())
     for name in names:
         counts = [layer.parameter_counts().get(name, 0) for layer in plan.model.layers]
@@ -268,22 +275,12 @@ def projections(plan: PlanData) -> Table:
 
 
 def _floor_table(cost: ContextCost) -> Table:
-    from rich.table import Table
-
-    headers = (
-        "batch",
-        "read per step",
-        "computed per step",
-        "FLOP per byte",
-        "least time",
-        "most tokens/s",
-        "limited by",
-    )
     speeds, mixture = cost.floors[0].seconds is not None, cost.floors[0].experts is not None
-    chosen = [*headers[:1], *(["experts read"] if mixture else []), *headers[1 : 7 if speeds else 4]]
-    table = Table(*chosen, title=f"One decoding step at {cost.context:,} tokens")
-    for column in table.columns[: len(chosen) - 1 if speeds else None]:
-        column.justify = "right"
+    headers = ["batch", *(["experts read"] if mixture else []), "read per step", "computed per step", "FLOP per byte"]
+    headers += ["least time", "most tokens/s", "limited by"] if speeds else []
+    table = number_table(*headers, title=f"One decoding step at {cost.context:,} tokens", left=0)
+    if speeds:
+        table.columns[-1].justify = "left"
     for floor in cost.floors:
         row = [str(floor.batch), *([] if floor.experts is None else [figures(floor.experts, 4)])]
         row += [show_bytes(floor.bytes), show(floor.flops, "FLOP"), figures(floor.intensity)]
@@ -295,11 +292,7 @@ def _floor_table(cost: ContextCost) -> Table:
 
 def savings(plan: PlanData, planned: PlanData) -> Table:
     """Return a table of the numbers before and after a heads plan."""
-    from rich.table import Table
-
-    table = Table("heads plan", "before", "after", "saved", title="What the heads plan saves")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = number_table("heads plan", "before", "after", "saved", title="What the heads plan saves")
     whole, rest = plan.parameters(), planned.parameters()
     _saving(table, "attention parameters", whole["attention"], rest["attention"], "{:,}".format)
     _saving(table, "all parameters", whole["total"], rest["total"], "{:,}".format)

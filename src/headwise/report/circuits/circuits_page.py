@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from headwise.files.atomic_file import check_destination, put
-
 from ..escape import cut
-from ..page import joined
+from ..page import joined, written
 
 if TYPE_CHECKING:
     from headwise.look import Circuits
@@ -57,15 +55,15 @@ def write_circuits(found: Circuits, path: str | os.PathLike[str]) -> int:
     ...     headwise.report.write_circuits(found, path) == path.stat().st_size
     True
     """
-    check_destination(path)
-    content = render_circuits(found).encode()
-    put(content, path)
-    return len(content)
+    return written(path, lambda: render_circuits(found))
 
 
 def _data(found: Circuits) -> dict[str, Any]:
     """Return the heads of the strongest pairs with their roles and writes, and the pairs by the heads' numbers."""
+    from headwise.look.views import plain_words
+
     from ..numbers import rounded
+    from ..role_catalog import marking
 
     pairs = found.strongest(MOST_PAIRS)
     places = sorted({place for one in pairs for place in (one.reader, one.writer)})
@@ -99,17 +97,9 @@ def _data(found: Circuits) -> dict[str, Any]:
             for place in places
         ],
         "width": 1 + max([head for _, head in (*places, *writes)], default=0),
-        "roles": [_role(name) for name in roles],
+        "roles": [{**marking(name), "plain": plain_words.sentence(name)} for name in roles],
         "edges": edges,
         "most": max(counts, default=0),
         "pairs": sum(found.pairs.values()),
         "null": rounded(pairs[0].null) if pairs else None,
     }
-
-
-def _role(name: str) -> dict[str, Any]:
-    from headwise.look.views import palette, plain_words
-
-    letter, colour = palette.letter_and_colour(name)
-    about = {"label": cut(palette.label(name)), "letter": letter, "colour": colour, "mark": palette.mark(name)}
-    return {**about, "plain": plain_words.sentence(name)}

@@ -177,7 +177,11 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
         numbered = _found(path, names)
         if not numbered:
             continue
-        expected = _with_attention(role, fields)
+        if "states" in fields.architecture:  # of a hybrid model only some layers have attention
+            attends, _ = layer_kinds(fields, fields.layer_count())
+            expected = [index for index, attention in enumerate(attends) if attention]
+        else:
+            expected = list(range(fields.size(_standard(role, fields, "layers"))))
         if way.get("shares_its_path"):  # other kinds of layers have their weights there, too
             numbered = {index: one for index, one in numbered.items() if index in expected}
         if sorted(numbered) != expected:
@@ -197,14 +201,6 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
         missing = next(path for role, path in way["layers"].items() if role not in {layer.role for layer in layers})
         raise ValueError(f"there are no weights of {missing}, which the architecture has")
     return layers
-
-
-def _with_attention(role: str, fields: Fields) -> list[int]:
-    """Return the indices of a role's layers with attention: all, but in a hybrid model."""
-    if "states" not in fields.architecture:
-        return list(range(fields.size(_count(role, fields))))
-    attends, _ = layer_kinds(fields, fields.layer_count())
-    return [index for index, attention in enumerate(attends) if attention]
 
 
 def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
@@ -258,19 +254,14 @@ def check_shapes(family: CheckpointLayout, shapes: Mapping[str, tuple[int, ...]]
 
 def heads_field(fields: Fields, role: str) -> str:
     """Return the name of the config field that counts the query heads of a role's layers."""
-    return fields.raw(_standard(role, fields))[0]
+    return fields.raw(_standard(role, fields, "heads"))[0]
 
 
-def _standard(role: str, fields: Fields) -> str:
+def _standard(role: str, fields: Fields, what: str) -> str:
+    """Return the standard name of the field that counts a role's `what`, "heads" or "layers"."""
     if fields.architecture.get("stack") != "pair":
-        return "num_attention_heads"
-    return "encoder_heads" if role == "encoder" else "decoder_heads"
-
-
-def _count(role: str, fields: Fields) -> str:
-    if fields.architecture.get("stack") != "pair":
-        return "num_hidden_layers"
-    return "encoder_layers" if role == "encoder" else "decoder_layers"
+        return {"heads": "num_attention_heads", "layers": "num_hidden_layers"}[what]
+    return f"encoder_{what}" if role == "encoder" else f"decoder_{what}"
 
 
 def sizes_of(fields: Fields, role: str) -> Sizes:
@@ -281,7 +272,7 @@ def sizes_of(fields: Fields, role: str) -> Sizes:
     if fields.architecture.get("stack") != "pair":
         heads, kv_heads, dim = heads_of(fields)
         return Sizes(heads, kv_heads, dim, dim)
-    width, heads = fields.size("hidden_size"), fields.size(_standard(role, fields))
+    width, heads = fields.size("hidden_size"), fields.size(_standard(role, fields, "heads"))
     if "head_dim" in fields.own:
         dim = fields.size("head_dim")
     elif width % heads:
@@ -308,8 +299,7 @@ def with_heads(family: CheckpointLayout, counts: Mapping[str, tuple[int, int]]) 
         sizes = layers[0].sizes
         if (heads, kv_heads) == (sizes.H, sizes.K):
             continue
-        standard = _standard(layers[0].role, fields)
-        config |= dict.fromkeys(spellings(fields, standard), heads)
+        config |= dict.fromkeys(spellings(fields, _standard(layers[0].role, fields, "heads")), heads)
         if "num_key_value_heads" in fields.defaults:
             config |= dict.fromkeys(spellings(fields, "num_key_value_heads"), kv_heads)
         if family.has_head_dim and not family.is_latent:

@@ -15,6 +15,8 @@ from ...shapes.arguments import check_counts, check_flags, check_tensor, shown, 
 
 Norm = Literal["rms", "layer", "across"]
 NORMS = ("rms", "layer", "across")
+BY_QUERY_HEAD = ("query", "query_bias", "query_norm", "sinks")
+BY_KV_HEAD = ("key", "key_bias", "key_norm", "value", "value_bias")
 
 
 @dataclass(frozen=True)
@@ -150,23 +152,17 @@ class HeadWeights:
         shared = self._read_by(chosen) if kv_heads is None else check_chosen("kv_heads", kv_heads, self.num_kv_heads)
         check_head_counts(len(chosen), len(shared))
         q, kv = (torch.tensor(places, device=self.query.device) for places in (chosen, shared))
-        norms: dict[str, Any] = {}
-        for name, places in (("query_norm", q), ("key_norm", kv)):
+        parts: dict[str, Any] = {name: part[q] for name, part in self._by_head(BY_QUERY_HEAD)}
+        parts |= {name: part[kv] for name, part in self._by_head(BY_KV_HEAD)}
+        per_head = {name: part[q] for name, part in self.per_head.items()}
+        return replace(self, **parts, output=self.output[:, q], per_head=per_head)
+
+    def _by_head(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield those of the tensors that have a row for each head: a norm may have one row for all heads."""
+        for name in names:
             part = getattr(self, name)
-            norms[name] = part if part is None or part.ndim == 1 else part[places]
-        return replace(
-            self,
-            query=self.query[q],
-            key=self.key[kv],
-            value=self.value[kv],
-            output=self.output[:, q],
-            query_bias=None if self.query_bias is None else self.query_bias[q],
-            key_bias=None if self.key_bias is None else self.key_bias[kv],
-            value_bias=None if self.value_bias is None else self.value_bias[kv],
-            sinks=None if self.sinks is None else self.sinks[q],
-            per_head={name: part[q] for name, part in self.per_head.items()},
-            **norms,
-        )
+            if part is not None and not (name.endswith("_norm") and part.ndim == 1):
+                yield name, part
 
     def _read_by(self, heads: list[int]) -> list[int]:
         """Return the key-value heads of these query heads, each once; raise ValueError for uneven or mixed groups."""
@@ -182,15 +178,10 @@ class HeadWeights:
 
     def expanded(self) -> HeadWeights:
         """Return the same layer with K = H: each key-value head is repeated for the query heads of its group."""
-        group = self.group
-
-        def repeat(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part.repeat_interleave(group, 0)
-
-        norm = self.key_norm if self.key_norm is None or self.key_norm.ndim == 1 else repeat(self.key_norm)
-        key, value = self.key.repeat_interleave(group, 0), self.value.repeat_interleave(group, 0)
-        biases: dict[str, Any] = {name: repeat(getattr(self, name)) for name in ("key_bias", "value_bias")}
-        return replace(self, key=key, value=value, key_norm=norm, **biases)
+        repeated: dict[str, Any] = {
+            name: part.repeat_interleave(self.group, 0) for name, part in self._by_head(BY_KV_HEAD)
+        }
+        return replace(self, **repeated)
 
 
 def check_chosen(name: str, chosen: Sequence[int], count: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...plan.shape import short
 from .families import CheckpointLayout, Layer
-from .head_axes import HeadRun, TensorRuns
+from .head_axes import TensorRuns
 from .head_weights import HeadWeights, Norm, RotaryLayout
 
 NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
@@ -91,10 +91,7 @@ def rotary_layout(family: CheckpointLayout, layer: Layer) -> RotaryLayout | None
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters are a table of settings; config.json has {short(rope)}")
-    factors = [
-        rope.get("partial_rotary_factor"),
-        *(config.get(name) for name in ("partial_rotary_factor", "rotary_pct")),
-    ]
+    factors = [rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), config.get("rotary_pct")]
     factor: Any = next((value for value in factors if value is not None), about["factor"])
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"the part of a head that turns is above 0 and at most 1; config.json has {short(factor)}")
@@ -146,12 +143,11 @@ def _cut(tensor: Tensor, form: TensorRuns, layer: Layer) -> Iterator[tuple[str, 
 def _joined(form: TensorRuns, weights: HeadWeights, *, bias: bool) -> Tensor:
     """Return the tensor from which `_cut` yields these parts."""
     [n] = [n for n, axis in enumerate(form.axes) if axis]
-    return torch.cat([_stretch(run, n, weights, bias=bias) for run in form.axes[n]], n)
-
-
-def _stretch(run: HeadRun, n: int, weights: HeadWeights, *, bias: bool) -> Tensor:
-    parts = []
-    for part in run.parts:
-        some = getattr(weights, f"{NAMES[part]}_bias" if bias else NAMES[part])
-        parts.append(some.movedim((1, 2) if part == "o" else (0, 1), (n, n + 1)))
-    return torch.cat(parts, n + 1).flatten(n, n + 1)
+    stretches = []
+    for run in form.axes[n]:
+        parts = []
+        for part in run.parts:
+            some = getattr(weights, f"{NAMES[part]}_bias" if bias else NAMES[part])
+            parts.append(some.movedim((1, 2) if part == "o" else (0, 1), (n, n + 1)))
+        stretches.append(torch.cat(parts, n + 1).flatten(n, n + 1))
+    return torch.cat(stretches, n)

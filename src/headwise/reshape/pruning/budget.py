@@ -57,45 +57,35 @@ class Budget:
             raise ValueError(f"context is a whole number of tokens; got {short(self.context)}")
 
 
-@dataclass(frozen=True)
-class PruneRequest:
-    """A request to prune heads.
-
-    Attributes:
-        gone: The heads that must go, by layer.
-        scores: A score for each head; None without scores.
-        keep_fraction: The fraction of the heads of each layer that stays.
-        budget: The limit for the size of the result.
-        zero: True to zero heads instead of removing them; then each layer may lose any heads.
-    """
-
-    gone: Mapping[str, set[int]]
-    scores: HeadScores | None = None
-    keep_fraction: float | int | None = None
-    budget: Budget | None = None
-    zero: bool = False
-
-
-def select(family: CheckpointLayout, tensors: Mapping[str, Entry], wish: PruneRequest) -> Chosen:
-    """Return the heads that stay, and notes on the choice.
+def select(
+    family: CheckpointLayout,
+    tensors: Mapping[str, Entry],
+    gone: Mapping[str, set[int]],
+    scores: HeadScores | None,
+    *,
+    keep_fraction: float | int | None,
+    budget: Budget | None,
+    zero: bool,
+) -> Chosen:
+    """Return the heads that stay, and notes on the choice; the arguments are those of `plan_prune`, checked.
 
     Raises:
         ValueError: in one line, why no heads fulfil the request.
     """
-    if wish.budget is not None and wish.zero:
+    if budget is not None and zero:
         raise ValueError("zeroed heads weigh what they did, so no budget is met by them; leave out zero=True")
-    if wish.keep_fraction is None and wish.budget is None:
-        if wish.zero:
-            return {layer.key: _all_but(layer, wish.gone[layer.key]) for layer in family.layers}, ()
-        if wish.scores is None:
-            return choose.exactly(family, wish.gone), ()
-        return _completed(family, wish.gone, wish.scores)
-    if wish.scores is None:
+    if keep_fraction is None and budget is None:
+        if zero:
+            return {layer.key: _all_but(layer, gone[layer.key]) for layer in family.layers}, ()
+        if scores is None:
+            return choose.exactly(family, gone), ()
+        return _completed(family, gone, scores)
+    if scores is None:
         raise ValueError("which heads of a layer stay is chosen by score; give scores (--by)")
-    if wish.budget is not None:
-        return _within(family, tensors, wish.budget, wish.scores)
-    assert wish.keep_fraction is not None
-    return _fraction(family, wish.keep_fraction, wish.scores, zero=wish.zero)
+    if budget is not None:
+        return _within(family, tensors, budget, scores)
+    assert keep_fraction is not None
+    return _fraction(family, keep_fraction, scores, zero=zero)
 
 
 def _all_but(layer: Layer, gone: set[int]) -> KeptHeads:

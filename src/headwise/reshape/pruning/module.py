@@ -132,10 +132,7 @@ def _checked(layer: Layer, gone: list[int]) -> KeptHeads:
     wrong = [head for head in gone if not 0 <= head < layer.sizes.H]
     if wrong:
         raise ValueError(f"layer {layer.key} has the heads 0 to {layer.sizes.H - 1}; got {wrong[0]}")
-    kept = choose.kept_exactly(layer, set(gone))
-    if kept is None:
-        raise ValueError(choose.uneven_groups(layer, set(gone)))
-    return kept
+    return choose.kept_exactly(layer, set(gone))
 
 
 def _cut(linear: nn.Linear, weight: Any, bias: Any, sizes: Sizes, kept: KeptHeads) -> None:

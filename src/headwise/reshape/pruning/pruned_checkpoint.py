@@ -23,7 +23,7 @@ from ..write.shards import as_json
 from ..write.verify import PLAIN, Proof, planned
 from ..write.writer import Planned, kept, write
 from . import selection as choose
-from .budget import Budget, PruneRequest, bytes_of, counts_of, loadable, select
+from .budget import Budget, bytes_of, counts_of, loadable, select
 from .scores import Scorer, in_order
 from .selection import OR_ZERO, HeadScores
 
@@ -179,7 +179,8 @@ def plan_prune(
     if callable(scores):
         scores = scores(family.layers)
     values = None if scores is None else choose.checked_scores(family, scores)
-    chosen, notes = select(family, source.tensors, PruneRequest(gone, values, keep_fraction, budget, zero))
+    wish: dict[str, Any] = {"keep_fraction": keep_fraction, "budget": budget, "zero": zero}
+    chosen, notes = select(family, source.tensors, gone, values, **wish)
     goal = Target(family.model_type, family.whole(family.config)) if zero else _target(family, chosen)
     return Pruning(source, family, chosen, goal, zero, notes)
 

@@ -100,14 +100,14 @@ def checked_scores(family: CheckpointLayout, scores: HeadScores) -> HeadScores:
 # --- what stays of one layer ------------------------------------------------------------------------------------------
 
 
-def kept_exactly(layer: Layer, gone: set[int]) -> KeptHeads | None:
-    """Return the heads left after removing exactly `gone`; None if the key-value heads would be read unevenly."""
+def kept_exactly(layer: Layer, gone: set[int]) -> KeptHeads:
+    """Return the heads left after removing exactly `gone`; raise ValueError if key-value heads were read unevenly."""
     sizes, group = layer.sizes, layer.sizes.group
     query = [head for head in range(sizes.H) if head not in gone]
     read = [head // group for head in query]
     kv = list(dict.fromkeys(read))
     if not query or len({read.count(one) for one in kv}) != 1:
-        return None
+        raise ValueError(_uneven_groups(layer, gone))
     return KeptHeads(tuple(query), tuple(kv))
 
 
@@ -182,12 +182,7 @@ def exactly(family: CheckpointLayout, gone: Mapping[str, set[int]]) -> dict[str,
     Raises:
         ValueError: in one line, which more heads must be removed so that one config counts them all.
     """
-    kept = {}
-    for layer in family.layers:
-        some = kept_exactly(layer, gone[layer.key])
-        if some is None:
-            raise ValueError(uneven_groups(layer, gone[layer.key]))
-        kept[layer.key] = some
+    kept = {layer.key: kept_exactly(layer, gone[layer.key]) for layer in family.layers}
     for field, layers in family.counts.items():
         counts = {layer.key: len(kept[layer.key].query) for layer in layers}
         if len(set(counts.values())) > 1:
@@ -209,7 +204,7 @@ def exactly(family: CheckpointLayout, gone: Mapping[str, set[int]]) -> dict[str,
 OR_ZERO = "or add zero=True, which keeps all sizes and writes zeros"
 
 
-def uneven_groups(layer: Layer, gone: set[int]) -> str:
+def _uneven_groups(layer: Layer, gone: set[int]) -> str:
     """Return the message that says why these heads of a layer cannot be removed."""
     sizes, group = layer.sizes, layer.sizes.group
     if len(gone) == sizes.H:

@@ -24,21 +24,17 @@ SETTLED = 1e-12  # relative gain of a round below which the iteration stops
 OPEN = 1e-9  # relative to the largest product; smaller products do not determine a rotation
 
 
-def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> HeadMaps:
-    """Return the maps to the mean of each group's values, after rotating them closest to each other."""
-    rotations = HeadMaps.zeros(moments.value).read
+def aligned(
+    products: Float[Tensor, "K n K n"], groups: Sequence[Sequence[int]], rotations_of: Callable[[Tensor], Tensor]
+) -> HeadMaps:
+    """Return the maps to the mean of each group's keys or values, after rotating them closest to each other.
+
+    `rotations_of` returns the rotations of a group from its moments: `KeyBasis.rotations` or `orthogonal_rotations`.
+    """
+    rotations = HeadMaps.zeros(products).read
     for group in groups:
         members = list(group)
-        rotations[members] = orthogonal_rotations(moments.value[members][:, :, members])
-    return HeadMaps.of_rotations(rotations, groups)
-
-
-def aligned_keys(frame: KeyBasis, moments: Moments, groups: Sequence[Sequence[int]]) -> HeadMaps:
-    """Return the maps to the mean of each group's keys, after rotating them closest to each other."""
-    rotations = HeadMaps.zeros(moments.key).read
-    for group in groups:
-        members = list(group)
-        rotations[members] = frame.rotations(moments.key[members][:, :, members])
+        rotations[members] = rotations_of(products[members][:, :, members])
     return HeadMaps.of_rotations(rotations, groups)
 
 

@@ -8,14 +8,14 @@ and the shared keys those of its keys, with each head weighted by the queries th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..layout.head_weights import HeadWeights
 from ..repair.moments import Moments
-from .alignment import KeyBasis, aligned_keys, unlike
+from .alignment import KeyBasis, aligned, unlike
 from .head_maps import HeadMaps
 
 UNUSED = 1e-12  # relative to the largest eigenvalue; nothing reads a direction below it
@@ -25,7 +25,7 @@ def fitted_maps(weights: HeadWeights, moments: Moments, groups: Sequence[Sequenc
     """Return the maps of the keys and of the values; keys after a norm, which fixes their size, are aligned instead."""
     frame = KeyBasis(weights)
     values = HeadMaps.zeros(moments.value)
-    keys = aligned_keys(frame, moments, groups) if frame.normed else HeadMaps.zeros(moments.key)
+    keys = aligned(moments.key, groups, frame.rotations) if frame.normed else HeadMaps.zeros(moments.key)
     reads, meets = output_uses(weights), query_uses(weights, moments)
     for group in groups:
         members = list(group)
@@ -54,9 +54,10 @@ def fitted_differences(weights: HeadWeights, moments: Moments) -> Tensor:
     frame = KeyBasis(weights)
     K, meets = weights.num_kv_heads, query_uses(weights, moments)
     values = [(moments.value, output_uses(weights))]
-    keys = [kind(frame, moments.key, meets) for kind in _kinds(frame)]
+    kinds = [kind for kind, places in ((_pairs, frame.first), (_rest, frame.rest)) if len(places)]
+    keys = [] if frame.normed else [kind(frame, moments.key, meets) for kind in kinds]
     apart = torch.zeros(K, K, dtype=torch.float64, device=moments.key.device)
-    for parts in (values, [] if frame.normed else keys):
+    for parts in (values, keys):
         seen = [_weighed(*part)[0] for part in parts]
         total = sum(float(torch.einsum("...ixix->...", part).real.sum()) for part in seen)
         for i in range(K):
@@ -98,11 +99,6 @@ def _beyond(weighed: Tensor) -> float:
     """Return the weighted squares that are lost when n heads share their best d numbers."""
     d = weighed.shape[-1]
     return float(torch.linalg.eigvalsh(weighed.flatten(-4, -3).flatten(-2))[..., :-d].clamp_min(0).sum())
-
-
-def _kinds(frame: KeyBasis) -> list[Callable[[KeyBasis, Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """Return the functions for the parts of a key that exist: rotary pairs, and numbers without rotary positions."""
-    return [kind for kind, places in ((_pairs, frame.first), (_rest, frame.rest)) if len(places)]
 
 
 def _pairs(frame: KeyBasis, products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from ...shapes import check_head_counts
 from ...shapes.arguments import check_counts, shown
 from ..layout.head_weights import HeadWeights
 from ..repair.moments import Moments
-from .alignment import KeyBasis, aligned_differences, aligned_keys, aligned_values
+from .alignment import KeyBasis, aligned, aligned_differences, orthogonal_rotations
 from .grouping import Groups, check_groups, contiguous, grouped
 from .head_maps import HeadMaps, merged_heads
 from .least_squares import fitted_differences, fitted_maps, output_uses, query_uses
@@ -126,11 +126,11 @@ def _check_finite(weights: HeadWeights, name: str) -> None:
 
 
 def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[HeadMaps, HeadMaps]:
-    """Return the maps of the keys and of the values for a method."""
     if method == "fitted":
         return fitted_maps(weights, moments, groups)
     if method == "aligned":
-        return aligned_keys(KeyBasis(weights), moments, groups), aligned_values(moments, groups)
+        keys = aligned(moments.key, groups, KeyBasis(weights).rotations)
+        return keys, aligned(moments.value, groups, orthogonal_rotations)
     make = HeadMaps.of_first if method == "first" else HeadMaps.of_rotations
     K, device = weights.num_kv_heads, weights.query.device
     sizes = (weights.head_dim, weights.value_dim)

@@ -22,10 +22,7 @@ from ..layout.protocol import ReshapableCheckpoint, check_source, check_unpruned
 from ..layout.target_class import Target, target
 from ..pruning.budget import bytes_of
 from ..pruning.pruned_checkpoint import as_stored
-from ..repair.calibration import (
-    family_in_memory,
-    read_moments,
-)
+from ..repair.calibration import family_in_memory, read_moments
 from ..repair.paired_models import batches_of
 from ..write.readme import PLAN, proved
 from ..write.shards import as_json

@@ -21,8 +21,8 @@ from ...distributed.workers import Processes
 from ...files.atomic_file import check_destination, writing
 from ...nn.hooks.eval_mode import in_eval_mode, in_eval_mode_without_grad
 from ...shapes import INTEGERS, describe
-from ...shapes.arguments import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
-from ..arguments import check_kind, check_models, check_rows
+from ...shapes.arguments import check_counts, check_numbers, check_paths, check_tensor, shown
+from ..arguments import check_kind, check_models, check_rows, check_told
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -157,7 +157,7 @@ def distill(
     check_counts(1, every=every)
     check_models(student=student, teacher=teacher)
     check_kind(DistillConfig, "headwise.reshape.DistillConfig", config=config)
-    check_functions(**{name: one for name, one in (("call", call), ("progress", progress)) if one is not None})
+    check_told(call=call, progress=progress)
     if state is not None:
         check_paths(state=state)
     if held is not None:

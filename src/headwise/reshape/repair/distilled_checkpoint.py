@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...shapes.arguments import check_texts, shown
 from ..arguments import check_kind, check_models, check_writing
@@ -37,12 +37,9 @@ def distilled_tensors(source: ReshapableCheckpoint, student: nn.Module) -> list[
         known = [state[other] for other in (name, f"{base}.{name}", name.removeprefix(f"{base}.")) if other in state]
         if not known or tuple(known[0].shape) != tuple(entry.shape):
             raise ValueError(f"the student has no {name!r} of shape {tuple(entry.shape)}; load it from that folder")
-        made.append(Planned(name, entry.dtype, tuple(entry.shape), _converted(known[0], entry.dtype)))
+        make = partial(known[0].detach().to, "cpu", entry.dtype)
+        made.append(Planned(name, entry.dtype, tuple(entry.shape), make))
     return made
-
-
-def _converted(part: Tensor, dtype: Any) -> Callable[[], Tensor]:
-    return lambda: part.detach().to("cpu", dtype)
 
 
 def distill_facts(
@@ -71,7 +68,7 @@ def distill_facts(
         "done": "Distilled",
         "notes": [
             f"trained for {config.steps} steps of {config.rows} x {config.length} tokens ({tokens:,} in all) to say "
-            f"what {teacher} says",
+            f"what {teacher} says"
         ],
         "gone": {},
         "tables": [(("step", "divergence from the teacher (nats/token)", "loss (nats/token)"), points)],
@@ -121,13 +118,11 @@ def write_distilled(
         facts["notes"].append("there is no picture of the curve, which matplotlib draws: pip install 'headwise[look]'")
     else:
         extra[PICTURE] = picture
-
     prove = None if proof is None else partial(source.prove, request=proof.request(None, same=False))
-    tensors = distilled_tensors(source, student)
     write(
         destination,
         config=source.config,
-        tensors=tensors,
+        tensors=distilled_tensors(source, student),
         source=source,
         extra=extra,
         check=proved(facts, source, prove),

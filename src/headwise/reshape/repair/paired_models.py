@@ -41,12 +41,18 @@ class ModuleBatch:
     """The record of one attention module and one batch: inputs of the changed module, and output of the original.
 
     A part that was not run is None.
+
+    Attributes:
+        heads: (B, T, H V), the input of the output projection.
+        target: (B, T, M), the output of the original.
+        source: (B, S, N), the hidden states that become values.
+        call: The attention call, an `AttentionCall`.
     """
 
     heads: Any = None
     target: Any = None
     source: Any = None
-    call: AttentionCall | None = None
+    call: Any = None
 
 
 @dataclass(eq=False)

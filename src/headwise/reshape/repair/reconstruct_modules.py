@@ -15,19 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ...shapes.arguments import check_counts, check_functions, shown
-from ..arguments import check_models
+from ..arguments import check_models, check_told
 from .linear_matrix import Matrix
 from .paired_models import Batch, ModuleBatch, Pair, Projections, batches_of, run_model
 from .ridge import NormalEquations, best
-from .value_solver import Sample, ValueSystem, solve_values
+from .value_solver import ValueSystem, solve_values
 
 Inputs = Literal["original", "own"]
-
-
-def check_kind_of_layers(layers: object) -> None:
-    """Check that `layers` maps names of modules to `Projections`; raise TypeError otherwise."""
-    if not isinstance(layers, Mapping) or not all(isinstance(where, Projections) for where in layers.values()):
-        raise TypeError(f"layers are headwise.reshape.Projections by the name of a module; got {shown(layers)}")
 
 
 @dataclass(frozen=True)
@@ -91,8 +85,10 @@ def reconstruct_modules(
         True
     """
     check_models(changed=changed, original=original)
-    check_kind_of_layers(layers)
-    check_functions(call=call, **({} if progress is None else {"progress": progress}))
+    if not isinstance(layers, Mapping) or not all(isinstance(where, Projections) for where in layers.values()):
+        raise TypeError(f"layers are headwise.reshape.Projections by the name of a module; got {shown(layers)}")
+    check_functions(call=call)
+    check_told(progress=progress)
     if not isinstance(inputs, str) or inputs not in ("original", "own"):
         raise ValueError(f'inputs is "original" or "own"; got {shown(inputs)}')
     check_counts(value_steps=value_steps)
@@ -171,14 +167,15 @@ class _Reconstructor:
         """Solve W_O, then W_V for this W_O, then W_O again."""
         where = self.pair.layers[name]
         matrix = self.projection(where.output)
-        samples: list[list[Sample]] = []
+        samples: list[list[ModuleBatch]] = []
         sums = _empty(matrix), _empty(matrix)
         for n, batches in enumerate((self.fit, self.check)):
             samples.append([])
             for seen in self.read(batches, name):
                 sums[n].add(_with_ones(seen[name].heads, matrix), seen[name].target)
                 if where.value is not None:
-                    samples[n].append(_sample(seen[name], name))
+                    _check_seen(seen[name], name)
+                    samples[n].append(seen[name])
         done = self.solve_output(name, *sums)
         if where.value is None:
             return done
@@ -219,16 +216,15 @@ def _with_ones(heads: Tensor, matrix: Matrix) -> Tensor:
     return heads if matrix.b is None else torch.cat([heads, heads.new_ones(*heads.shape[:-1], 1)], -1)
 
 
-def _sample(seen: ModuleBatch, name: str) -> Sample:
+def _check_seen(seen: ModuleBatch, name: str) -> None:
     if seen.call is None or seen.source is None:
         raise ValueError(
             f"the values of module {name!r} were not seen; name its modules as `headwise.nn.probe` does, or leave the "
             "values alone with value_steps=0"
         )
-    return Sample(seen.call, seen.source, seen.target, seen.heads)
 
 
-def _check_heads(layer: ValueSystem, W: Tensor, sample: Sample, name: str) -> None:
+def _check_heads(layer: ValueSystem, W: Tensor, sample: ModuleBatch, name: str) -> None:
     """Raise ValueError unless attention with these values gives the input of W_O, without a norm or gate between."""
     expected = layer.heads(W, sample.call, sample.source)
     if not torch.allclose(expected, sample.heads, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):

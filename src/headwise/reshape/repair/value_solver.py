@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.attention import attention
+from .paired_models import ModuleBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +38,7 @@ class ValueSystem:
         return attention(call.query, call.key, value, gate=call.gate, **call.scoring).transpose(1, 2).flatten(2)
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One batch: the attention call, the hidden states (B, S, N) that become values, and the target output (B, T, M).
-
-    `heads`, (B, T, H V), is the recorded input of the output projection.
-    """
-
-    call: AttentionCall
-    source: Tensor
-    target: Tensor
-    heads: Tensor
-
-
-def error(layer: ValueSystem, W: Tensor, samples: Sequence[Sample]) -> float:
+def error(layer: ValueSystem, W: Tensor, samples: Sequence[ModuleBatch]) -> float:
     """Return the squared error of the output with these values, as a share of the target's squares."""
     left = whole = 0.0
     with torch.no_grad():
@@ -63,7 +51,7 @@ def error(layer: ValueSystem, W: Tensor, samples: Sequence[Sample]) -> float:
 
 
 def solve_values(
-    layer: ValueSystem, start: Tensor, fit: Sequence[Sample], check: Sequence[Sample], steps: int
+    layer: ValueSystem, start: Tensor, fit: Sequence[ModuleBatch], check: Sequence[ModuleBatch], steps: int
 ) -> Tensor | None:
     """Return the W (N, K V) of least error on `fit`, after `steps` steps of conjugate gradients from `start`.
 
@@ -111,7 +99,7 @@ def solve_values(
     return best
 
 
-def _scaling(layer: ValueSystem, start: Tensor, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+def _scaling(layer: ValueSystem, start: Tensor, samples: Sequence[ModuleBatch]) -> tuple[Tensor, Tensor]:
     """Return the inverse second moments of the sources (N, N), and of W_O for each key-value head (K, V, V)."""
     source = torch.zeros(start.shape[0], start.shape[0], dtype=torch.float64, device=start.device)
     for sample in samples:
@@ -122,8 +110,8 @@ def _scaling(layer: ValueSystem, start: Tensor, samples: Sequence[Sample]) -> tu
     return _inverse(source), _inverse(torch.einsum("kgvm,kgwm->kvw", output, output))
 
 
-def _inverse(matrix: Tensor, least: float = 1e-4) -> Tensor:
+def _inverse(matrix: Tensor) -> Tensor:
     """Return the inverse of a positive matrix plus a small multiple of I; a preconditioner need not be exact."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return torch.linalg.inv(matrix + (least * mean + torch.finfo(matrix.dtype).tiny) * eye)
+    return torch.linalg.inv(matrix + (1e-4 * mean + torch.finfo(matrix.dtype).tiny) * eye)

@@ -79,7 +79,6 @@ def verify(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def _read(folder: Path) -> Manifest:
-    """Return the manifest; raise ValueError for one that is damaged."""
     path = folder / MANIFEST
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode) or os.lstat(path).st_size > MAX_MANIFEST:

@@ -101,7 +101,6 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rows of what the proof measured."""
     loss, seconds = proof.get("loss"), proof.get("seconds") or {}
     yield from _pair("parameters", proof.get("parameters"), "{:,}".format)
     yield from _pair(f"cache of {proof.get('tokens')} tokens in float32", proof.get("cache_bytes"), _bytes)

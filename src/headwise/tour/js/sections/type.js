@@ -9,7 +9,7 @@ const PRESETS = [
   ["random, twice", () => [...Array(2)].map(() => randomTwice(20, 7).slice(1, 21).map((id) => words.piece(id)).map(({ text, hex }) => (hex ? "" : text)).join("")).join("")],
 ];
 
-let typing = 0;
+let typing = 0; // the timer of a text that is not run yet
 section("type", {
   build() {
     const text = byId("text");
@@ -19,7 +19,10 @@ section("type", {
     })));
     text.oninput = () => {
       clearTimeout(typing);
-      typing = setTimeout(() => change({ text: text.value }), 80);
+      typing = setTimeout(() => {
+        typing = 0;
+        change({ text: text.value });
+      }, 80);
     };
     rove(byId("tokens"), 1, { label: "The text as tokens. Left and right arrow keys choose a token.", pick: (node) => lookAt({ query: Number(node.dataset.item) }) });
     byId("files").onchange = async (event) => {
@@ -35,7 +38,8 @@ section("type", {
     byId("model-said").textContent = `${L} layers of ${H} heads, width ${width}, ${thousands(vocab)} tokens to choose from.`;
   },
   draw(run) {
-    if (byId("text").value !== state.text) byId("text").value = state.text;
+    // A key that was pressed while the last text ran must not be undone by the drawing of that text.
+    if (!typing && byId("text").value !== state.text) byId("text").value = state.text;
     byId("left").textContent = run.left ? `The first ${run.ids.length} tokens are run; ${plural(run.left, "token")} of the text stay outside.` : "";
     this.look(run);
   },

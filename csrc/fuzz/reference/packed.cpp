@@ -1,0 +1,79 @@
+#include "fuzz/reference/packed.h"
+
+#include <math.h>
+
+#include <algorithm>
+
+#include "fuzz/drawn_tensor.h"
+
+namespace fuzz {
+namespace {
+
+// Row i, column j of a discrete cosine transform: a rotation that has no equal entries side by side.
+double entry(int64_t n, int64_t i, int64_t j) {
+  const auto size = static_cast<double>(n);
+  const double wave = cos(M_PI / size * (static_cast<double>(i) + 0.5) * static_cast<double>(j));
+  return wave * sqrt((j == 0 ? 1.0 : 2.0) / size) * (i % 3 == 1 ? -1 : 1);
+}
+
+}  // namespace
+
+std::vector<double> levels_of(const double* row, int bits, int64_t n) {
+  std::vector<double> levels;
+  const auto bit = [&](int64_t byte, int64_t at) { return static_cast<int>(row[byte]) >> at & 1; };
+  for (int64_t i = 0; i < n; ++i) {
+    int code = 0;
+    if (bits == 4) {
+      for (int64_t b = 0; b < 4; ++b) code |= bit(i % (n / 2), i / (n / 2) * 4 + b) << b;
+    } else {
+      for (int64_t b = 0; b < 2; ++b) code |= bit(i % (n / 4), i / (n / 4) * 2 + b) << b;
+      code |= bit(n / 4 + i % (n / 8), i / (n / 8)) << 2;
+    }
+    levels.push_back(2 * code + 1 - (1 << bits));
+  }
+  return levels;
+}
+
+fake::Tensor rotation_of(int64_t n) {
+  const int64_t pitch = (n + 15) / 16 * 16;
+  fake::Tensor t = fake::make(kFloat, {n, pitch}, {pitch, 1}, 0, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < n; ++j) write(*t, i * pitch + j, entry(n, i, j));
+  }
+  return t;
+}
+
+std::string compare_token(const std::vector<float>& token, const double* row, double scale, int bits) {
+  const auto n = static_cast<int64_t>(token.size());
+  const double most = (1 << bits) - 1, tiny = static_cast<double>(n) * 0x1p-148;
+  double total = 0, peak = 0, squares = 0;
+  for (const float x : token) total += fabs(static_cast<double>(x));
+  if (!std::isfinite(total) || total > 1e39) return std::isnan(scale) ? "" : "a token that is not finite has a scale";
+  if (std::isnan(scale)) return total > 1e38 ? "" : "a token without a scale";  // its sums may overflow
+  std::vector<double> y(token.size());
+  for (int64_t j = 0; j < n; ++j) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(token[static_cast<size_t>(i)]) * entry(n, i, j);
+    y[static_cast<size_t>(j)] = sum;
+    peak = std::max(peak, fabs(sum));
+    squares += sum * sum;
+  }
+  const double size = sqrt(squares / static_cast<double>(n));
+  double wanted = peak / most;
+  // squares of large elements overflow in float32, and those of small ones lose bits or are 0
+  const double gaussian = size * (bits == 4 ? 0.3352 : 0.5860) / 2;
+  const bool exact = total < 1e18 && size > 1e-15;
+  if (exact) wanted = std::min(wanted, gaussian);
+  if (exact && fabs(scale - wanted) > 1e-5 * wanted + tiny) return "another scale than the token's";
+  if (scale > peak / most * (1 + 1e-5) + tiny) return "a scale that is larger than the token needs";
+  if (scale < 0 || (scale == 0 && peak > 1e-15)) return "a scale of 0";
+  const std::vector<double> levels = levels_of(row, bits, n);
+  for (int64_t j = 0; j < n && scale > 0; ++j) {
+    const double place = std::clamp(y[static_cast<size_t>(j)] / scale, -most, most);
+    const double slack = 1.02 + (2 * tiny + 1e-6 * total) / scale;
+    if (fabs(levels[static_cast<size_t>(j)] - place) > slack) return "another code than the token's";
+  }
+  return "";
+}
+
+}  // namespace fuzz

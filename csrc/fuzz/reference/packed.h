@@ -1,0 +1,22 @@
+// Codes of 4 and 3 bits by their definition, written a second time: levels of packed rows, and what a token may become.
+#pragma once
+
+#include <stdint.h>
+
+#include <string>
+#include <vector>
+
+#include "fuzz/fake_torch.h"
+
+namespace fuzz {
+
+// The levels of a packed row of n codes, whose bytes begin at `row`.
+std::vector<double> levels_of(const double* row, int bits, int64_t n);
+
+// Any rotation (n, n) in the form that the kernel reads, each row padded to a multiple of 16.
+fake::Tensor rotation_of(int64_t n);
+
+// Returns an empty text, or in which way the packed row and the scale are no code of the token.
+std::string compare_token(const std::vector<float>& token, const double* row, double scale, int bits);
+
+}  // namespace fuzz
