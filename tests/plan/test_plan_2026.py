@@ -13,10 +13,9 @@ from plan_models import build, config_of, parameters_of, random_config
 from headwise import plan
 from headwise.plan.config.fields import architectures
 from headwise.plan.costs import totals as costs
-from headwise.plan.model.compressed import Compressor
-from headwise.plan.model.indexer import Indexer
 from headwise.plan.model.model import model_of
 from headwise.plan.model.parts import distinct_experts
+from headwise.plan.model.sparse import Compressor, Indexer
 
 pytestmark = pytest.mark.unchecked
 NEW = (

@@ -135,7 +135,7 @@ def _record(cls: type) -> Read:
 
 
 @functools.cache
-def _reader(hint: Any, least: float, words: tuple[str, ...] = (), otherwise: str = "") -> Read:
+def _reader(hint: Any, least: int | float, words: tuple[str, ...] = (), otherwise: str = "") -> Read:
     """Return what reads a value of a type, whose numbers are not under `least`, and which is one of `words`, if any."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is tuple:
@@ -152,7 +152,7 @@ def _reader(hint: Any, least: float, words: tuple[str, ...] = (), otherwise: str
     return _plain(hint, least, words, KINDS[hint] + otherwise)
 
 
-def _plain(hint: Any, least: float, words: tuple[str, ...], called: str) -> Read:
+def _plain(hint: Any, least: int | float, words: tuple[str, ...], called: str) -> Read:
     def number(value: Any) -> Any:
         if type(value) not in (NUMBERS if hint is float else {int}) or not abs(value) <= LARGEST:  # NaN fails
             raise Damaged(f"is {called}; got {shown(value)}")
@@ -170,7 +170,7 @@ def _plain(hint: Any, least: float, words: tuple[str, ...], called: str) -> Read
     return number if hint in NUMBERS else other
 
 
-def _tuple(inner: tuple[Any, ...], least: float) -> Read:
+def _tuple(inner: tuple[Any, ...], least: int | float) -> Read:
     one = _reader(inner[0], least)
 
     def fit(numbers: Any) -> bool:
@@ -190,7 +190,7 @@ def _tuple(inner: tuple[Any, ...], least: float) -> Read:
     return read
 
 
-def _mapping(key: Any, kind: Any, least: float) -> Read:
+def _mapping(key: Any, kind: Any, least: int | float) -> Read:
     one = _reader(kind, least)
     name_of: Read = int if key is int else _reader(key, least)
 

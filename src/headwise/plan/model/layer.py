@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import Literal
 
 from ..costs.mask_pairs import mask_pairs
-from .compressed import Compressor, SharedKey
-from .indexer import Indexer
 from .parts import Part, linear, macs, parameters, vector
+from .sparse import Compressor, Indexer, SharedKey
 
 LayerRole = Literal["self", "cross", "encoder"]
 QkNorm = Literal["", "head", "each", "all"]

@@ -9,14 +9,13 @@ from typing import Any, get_args
 from ..config.fields import Fields, heads_of
 from ..config.windows import chunks, windows_of
 from ..shape import check_heads, short
-from .compressed import shared_keys
 from .feed_forward import feed_forward_parts
-from .indexer import Indexer
 from .key_sharing import owners_of_keys
 from .layer import AttentionLayer, Biases, Latent, LayerRole, PositionTerms, QkNorm
 from .layer_inputs import layer_input_parts, model_input_parts
 from .parts import BIASES, Part, linear, repeated, table, vector
 from .recurrent import layer_kinds
+from .sparse import Indexer, shared_keys
 
 
 def attention_layers(fields: Fields) -> list[AttentionLayer]:

@@ -1,4 +1,4 @@
-"""Attention of DeepSeek-V4: one key per token that is its value, too, and keys compressed from groups of tokens."""
+"""Sparse attention: indexers that choose keys, and keys that are values, compressed from groups of tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,44 @@ from typing import Any
 
 from ..config.fields import Fields
 from ..shape import short
-from .indexer import Indexer
 from .parts import Part, linear, vector
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 RATES = {0: KINDS[0], 4: KINDS[1], 128: KINDS[2]}  # the kinds by the rates of older configs
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer of sparse attention: it scores all earlier keys with small heads, and attention reads the best ones.
+
+    Attributes:
+        heads: The number of its heads.
+        dim: Their size; one index key of this size per token is cached, shared by all heads.
+        top_k: The number of keys that a query attends to.
+        shared: True if the layer attends to the keys that an earlier layer chose, so it has no indexer of its own.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    shared: bool = False
+
+    def parts(self, width: int, q_rank: int, stream: str) -> Iterator[Part]:
+        """Yield its matrices: queries from the latent of the queries, one key, and a weight for each head."""
+        if self.shared:
+            return
+        yield linear("index_q_proj", "attention", q_rank, self.heads * self.dim, stream=stream)
+        yield linear("index_k_proj", "attention", width, self.dim, stream=stream)
+        yield vector("index_norm", "attention", 2 * self.dim, stream=stream)
+        yield linear("index_weights", "attention", width, self.heads, stream=stream)
+
+    def cached_numbers(self) -> int:
+        """Return the numbers that one token adds to the cache."""
+        return 0 if self.shared else self.dim
+
+    def pair_macs(self) -> int:
+        """Return the multiply-adds of one (query, key) pair: a score in each head, and their weighted sum."""
+        return 0 if self.shared else self.heads * self.dim + self.heads
 
 
 @dataclass(frozen=True)
