@@ -117,12 +117,35 @@ std::string accepts_wrong(uint64_t seed) {
   return drawn.run().empty() ? "a wrong step is not refused, kind " + std::to_string(seed % 8) : "";
 }
 
-}  // namespace
+// Keys or values after a step into packed codes: the new tokens have codes of theirs, and nothing else is written.
+std::string compare_packed(const DrawnStep& drawn, const DrawnStep& fresh, bool is_key) {
+  const fake::Tensor &data = is_key ? drawn.keys : drawn.values, &before = is_key ? fresh.keys : fresh.values;
+  const fake::Tensor& scale = is_key ? drawn.key_scale : drawn.value_scale;
+  const fake::Tensor& scale_before = is_key ? fresh.key_scale : fresh.value_scale;
+  std::vector<double> got = numbers(data), units = numbers(scale);
+  const std::vector<double> old = numbers(before);
+  const int64_t bytes = data->sizes[3];
+  for (int64_t n = 0; n < drawn.B * drawn.K; ++n) {
+    const int64_t b = n / drawn.K, head = n % drawn.K;
+    const auto at = static_cast<size_t>(drawn.row(b, head, drawn.place(b)));
+    std::vector<float> x;
+    for (int64_t d = 0; d < drawn.V && !is_key; ++d)
+      x.push_back(static_cast<float>(read(*drawn.value, n * drawn.V + d)));
+    if (is_key) x = rotate(drawn, *drawn.key, b, head, drawn.K);
+    const std::string wrong = compare_token(x, &got[at * static_cast<size_t>(bytes)], units[at], drawn.bits);
+    if (!wrong.empty()) return wrong;
+    const auto place = static_cast<std::ptrdiff_t>(at) * bytes;
+    std::copy_n(old.begin() + place, bytes, got.begin() + place);
+    units[at] = read(*scale_before, static_cast<int64_t>(at));
+  }
+  const bool kept = same_numbers(got, old) && same_numbers(units, numbers(scale_before));
+  return kept ? "" : "a step writes elsewhere";
+}
 
-// A step into packed codes: the tokens get codes of theirs, nothing else is written, and the output has the same bits
-// on any number of threads. What the output is follows from `attend_held`, which has its own cases.
-static std::string check_packed_step(uint64_t seed) {
-  const DrawnStep fresh(seed);
+// Runs the step on every instruction set and two numbers of threads, whose outputs must have the same bits, and checks
+// each of them.
+template <class Check>
+std::string run_everywhere(uint64_t seed, const Check& check) {
   for (const std::string& isa : isas()) {
     use(isa);
     std::vector<double> one;
@@ -134,57 +157,29 @@ static std::string check_packed_step(uint64_t seed) {
       const std::vector<double> out = numbers(drawn.out);
       if (threads == 1) one = out;
       if (!same_bits(one, out)) return isa + ": other bits of a step on more threads";
-      const auto check = [&](const fake::Tensor& data, const fake::Tensor& scale, const fake::Tensor& before,
-                             const fake::Tensor& scale_before, bool is_key) -> std::string {
-        std::vector<double> got = numbers(data), units = numbers(scale);
-        const int64_t bytes = data->sizes[3];
-        for (int64_t n = 0; n < drawn.B * drawn.K; ++n) {
-          const int64_t b = n / drawn.K, head = n % drawn.K, width = is_key ? drawn.D : drawn.V;
-          const auto at = static_cast<size_t>(drawn.row(b, head, drawn.place(b)));
-          std::vector<float> x;
-          for (int64_t d = 0; d < width && !is_key; ++d)
-            x.push_back(static_cast<float>(read(*drawn.value, n * width + d)));
-          if (is_key) x = rotate(drawn, *drawn.key, b, head, drawn.K);
-          const std::string wrong = compare_token(x, &got[at * static_cast<size_t>(bytes)], units[at], drawn.bits);
-          if (!wrong.empty()) return wrong;
-          const std::vector<double> old = numbers(before);
-          const auto place = static_cast<std::ptrdiff_t>(at) * bytes;
-          std::copy_n(old.begin() + place, bytes, got.begin() + place);
-          units[at] = read(*scale_before, static_cast<int64_t>(at));
-        }
-        const bool kept = same_numbers(got, numbers(before)) && same_numbers(units, numbers(scale_before));
-        return kept ? "" : "a step writes elsewhere";
-      };
-      std::string wrong = check(drawn.keys, drawn.key_scale, fresh.keys, fresh.key_scale, true);
-      if (wrong.empty()) wrong = check(drawn.values, drawn.value_scale, fresh.values, fresh.value_scale, false);
+      const std::string wrong = check(drawn, out, isa);
       if (!wrong.empty()) return isa + ": " + wrong;
     }
   }
   return accepts_wrong(seed);
 }
 
+}  // namespace
+
 std::string check_step(uint64_t seed) {
-  if (DrawnStep(seed).bits < 8) return check_packed_step(seed);
-  const Expected expected(DrawnStep(seed), seed);
-  const naive::Result result = naive::attention(expected.k.call, rounding(expected.k.query.dtype));
-  for (const std::string& isa : isas()) {
-    use(isa);
-    std::vector<double> one;
-    for (const int threads : {1, static_cast<int>(2 + seed % 7)}) {
-      fake::set_threads(threads);
-      DrawnStep drawn(seed);
-      const std::string error = drawn.run();
-      if (!error.empty()) return isa + " refuses a step: " + error;
-      const std::vector<double> out = numbers(drawn.out);
-      std::string wrong = compare_cache(drawn, expected);
-      if (!wrong.empty()) return isa + ": " + wrong;
-      if (threads == 1) one = out;
-      if (!same_bits(one, out)) return isa + ": other bits of a step on more threads";
-      wrong = compare("step", out, result.out, result.out_error, expected.k, isa);
-      if (!wrong.empty()) return wrong;
-    }
+  const DrawnStep fresh(seed);
+  if (fresh.bits < 8) {  // the output is that of `attend_held` on the codes, which has its own cases
+    return run_everywhere(seed, [&](const DrawnStep& drawn, const std::vector<double>&, const std::string&) {
+      const std::string wrong = compare_packed(drawn, fresh, true);
+      return wrong.empty() ? compare_packed(drawn, fresh, false) : wrong;
+    });
   }
-  return accepts_wrong(seed);
+  const Expected expected(fresh, seed);
+  const naive::Result result = naive::attention(expected.k.call, rounding(expected.k.query.dtype));
+  return run_everywhere(seed, [&](const DrawnStep& drawn, const std::vector<double>& out, const std::string& isa) {
+    const std::string wrong = compare_cache(drawn, expected);
+    return wrong.empty() ? compare("step", out, result.out, result.out_error, expected.k, isa) : wrong;
+  });
 }
 
 // Runs a step with corrupt tensors or numbers, which must not crash.

@@ -106,7 +106,8 @@ static void place_row(const Call& cache, const Step& step, int64_t b, char* scra
       return;
     }
     rotate_rows<1>(s.x, 0, rotation, n, s.rotated);
-    *unit = encode_floats(s.rotated, n, floats_are_finite(s.x, n), to.dtype, reinterpret_cast<uint8_t*>(data));
+    *unit =
+        encode_floats(s.rotated, n, floats_are_finite(s.x, round_up(n, W)), to.dtype, reinterpret_cast<uint8_t*>(data));
   };
   for (int64_t head = 0; head < cache.K; ++head) {
     rotate_row(step.rotary, at(step.key, b, head, 0), dtype, step.key.stride[3], D, s);
