@@ -59,6 +59,7 @@ class Side {
     require_axes(source, name, 4);
     if (source.int64 || source.dtype == Dtype::boolean) fail(std::string(name) + " must be floating point");
     require_axes(target, data_name, 4);
+    const View stored = target;  // of packed codes its rows are bytes
     const bool packed = !target.int64 && target.dtype == Dtype::i4;
     if (packed) target = unpacked(target, data_name, target.sizes[3] * 2 == source.sizes[3] ? Dtype::i4 : Dtype::i3);
     if (!packed) require_dtype(target, data_name, Dtype::i8);
@@ -72,9 +73,7 @@ class Side {
       fail(std::string(scale_name) + " must be (rows, K, places) of " + shape(target) + ", got " + shape(scales));
     }
     if (target.strides[3] != 1 && target.sizes[3] > 1) fail(std::string(data_name) + ": its rows must be contiguous");
-    View bytes = target;
-    bytes.sizes[3] = row_elements(target.dtype, target.sizes[3]);
-    require_own_places(bytes, data_name);
+    require_own_places(stored, data_name);
     require_own_places(scales, scale_name);
     side.from = tensor4(source);
     side.width = source.sizes[3];
@@ -84,7 +83,7 @@ class Side {
     side.scale.data = written(scale);
     if (packed) side.rotation = read_rotation(rotation, is_key ? "key_rotation" : "value_rotation", side.width);
     read = range_of(side.from, source, name);
-    writes[0] = range_of(side.data, bytes, data_name);
+    writes[0] = range_of(side.data, stored, data_name);
     writes[1] = range_of(side.scale, scales, scale_name);
   }
   View source, target;

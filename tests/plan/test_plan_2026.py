@@ -230,6 +230,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "deepseek_v4", "num_hidden_layers": 2, "compress_ratios": [4, 8]},
         "compress_ratios has 0, 4 or 128 for each of 2 layers",
     ),
+    "a rate that is a list": (
+        {"model_type": "deepseek_v4", "num_hidden_layers": 1, "compress_ratios": [[4]]},
+        "compress_ratios has 0, 4 or 128 for each of 1 layers",
+    ),
     "a rate of no tokens": (
         {"model_type": "deepseek_v4", "compress_rates": {"compressed_sparse_attention": 0}},
         "a whole number from 1 to 1,000,000 for compressed_sparse_attention; got 0",

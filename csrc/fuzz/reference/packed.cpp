@@ -3,15 +3,23 @@
 #include <math.h>
 
 #include <algorithm>
+#include <map>
 
 namespace fuzz {
 namespace {
 
-// Row i, column j of a discrete cosine transform: a rotation that has no equal entries side by side.
-double entry(int64_t n, int64_t i, int64_t j) {
+// The rows of a discrete cosine transform: a rotation that has no equal entries side by side. It is computed once for
+// each width.
+const std::vector<double>& rotation(int64_t n) {
+  static std::map<int64_t, std::vector<double>> known;
+  std::vector<double>& entries = known[n];
   const auto size = static_cast<double>(n);
-  const double wave = cos(M_PI / size * (static_cast<double>(i) + 0.5) * static_cast<double>(j));
-  return wave * sqrt((j == 0 ? 1.0 : 2.0) / size) * (i % 3 == 1 ? -1 : 1);
+  for (int64_t at = static_cast<int64_t>(entries.size()); at < n * n; ++at) {
+    const int64_t i = at / n, j = at % n;
+    const double wave = cos(M_PI / size * (static_cast<double>(i) + 0.5) * static_cast<double>(j));
+    entries.push_back(wave * sqrt((j == 0 ? 1.0 : 2.0) / size) * (i % 3 == 1 ? -1 : 1));
+  }
+  return entries;
 }
 
 }  // namespace
@@ -45,7 +53,7 @@ fake::Tensor rotation_of(int64_t n) {
   const int64_t pitch = (n + 15) / 16 * 16;
   fake::Tensor t = fake::make(kFloat, {n, pitch}, {pitch, 1}, 0, 0);
   for (int64_t i = 0; i < n; ++i) {
-    for (int64_t j = 0; j < n; ++j) write(*t, i * pitch + j, entry(n, i, j));
+    for (int64_t j = 0; j < n; ++j) write(*t, i * pitch + j, rotation(n)[static_cast<size_t>(i * n + j)]);
   }
   return t;
 }
@@ -57,10 +65,12 @@ std::string compare_token(const std::vector<float>& token, const double* row, do
   for (const float x : token) total += fabs(static_cast<double>(x));
   if (!std::isfinite(total)) return std::isnan(scale) ? "" : "a token that is not finite has a scale";
   if (std::isnan(scale)) return total > 1e38 ? "" : "a token without a scale";  // its sums may overflow
+  const std::vector<double>& turn = rotation(n);
   std::vector<double> y(token.size());
   for (int64_t j = 0; j < n; ++j) {
     double sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(token[static_cast<size_t>(i)]) * entry(n, i, j);
+    for (int64_t i = 0; i < n; ++i)
+      sum += static_cast<double>(token[static_cast<size_t>(i)]) * turn[static_cast<size_t>(i * n + j)];
     y[static_cast<size_t>(j)] = sum;
     peak = std::max(peak, fabs(sum));
     squares += sum * sum;

@@ -90,16 +90,8 @@ def over(
         inputs.check_options(name, 1, False, repeats, progress)
         check_counts(1, batch=batch)
         check_whole(model, processes)
-        if words is not None and not isinstance(words, Vocabulary):
-            raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
-        if state is not None:
-            check_paths(state=state)
-        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
-            raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
-        stream = iter(texts)
-        first = next(stream, None)
-        if first is None:
-            raise ValueError("look.over needs at least one text; got none")
+        _check_settings(words, state)
+        first, stream = _opened(texts)
         row = inputs.as_row(first)
         facts = inputs.IdFacts.of(model, row)
         known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
@@ -107,7 +99,7 @@ def over(
         others = inputs.checked_readings(readings, reader.facts)
         weights = of_model(model) if state is not None or processes.size > 1 else ""  # else not compared
         about = fingerprint(name or inputs.model_name(model), repeats, reader.words, others, row, weights)
-        return reader, itertools.chain([first], stream), others, about
+        return reader, stream, others, about
 
     reader, stream, others, about = processes.together(begin)
     shared = Shared(reader, processes, about, state, progress)
@@ -118,6 +110,24 @@ def over(
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
     return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
+
+
+def _check_settings(words: object, state: object) -> None:
+    if words is not None and not isinstance(words, Vocabulary):
+        raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
+    if state is not None:
+        check_paths(state=state)
+
+
+def _opened(texts: Iterable[Ids]) -> tuple[Ids, Iterator[Ids]]:
+    """Return the first text, and an iterator over all of them; raise an error if there is none."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
+        raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
+    stream = iter(texts)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError("look.over needs at least one text; got none")
+    return first, itertools.chain([first], stream)
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:

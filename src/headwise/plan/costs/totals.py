@@ -139,11 +139,10 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
         if layer.role == "encoder":
             continue
         keys = layer.cached_tokens(context, source)
-        index += layer.index_macs(1, keys if layer.compressor is None else context)
+        index += layer.index_macs(1, context)
         if layer.latent is None:
             projections += layer.projection_macs("decoder")
-            compressed = 0 if layer.compressor is None else layer.compressor.attended(context)
-            attention += layer.score_macs() * (keys + compressed)
+            attention += layer.score_macs() * (keys + layer.compressed_keys(context, attended=True))
             continue
         expansion = layer.expansion_macs()
         projections += layer.projection_macs("decoder") - expansion

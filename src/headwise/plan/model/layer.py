@@ -259,9 +259,11 @@ class AttentionLayer:
         one = self.compressor
         return 0 if one is None else one.cached_bytes(self.head_dim, number_bytes, scale_bytes)
 
-    def compressed_keys(self, tokens: int) -> int:
-        """Return the compressed keys of a text of `tokens` tokens."""
-        return 0 if self.compressor is None else tokens // self.compressor.rate
+    def compressed_keys(self, tokens: int, *, attended: bool = False) -> int:
+        """Return the compressed keys of a text of `tokens` tokens: all, or those that its last query attends to."""
+        if self.compressor is None:
+            return 0
+        return self.compressor.attended(tokens) if attended else tokens // self.compressor.rate
 
     def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
         """Return the tokens in the cache: the encoder's for cross-attention, else the context, cut to the window."""

@@ -81,13 +81,15 @@ class Compressor:
 
     def cached_bytes(self, dim: int, number_bytes: int, scale_bytes: int) -> int:
         """Return the bytes of one compressed key, with the key of the indexer."""
-        index = 0 if self.indexer is None else self.indexer.dim * number_bytes + scale_bytes
-        return dim * number_bytes + scale_bytes + index
+        return dim * number_bytes + scale_bytes + self._index_bytes(number_bytes, scale_bytes)
 
     def read_bytes(self, tokens: int, dim: int, number_bytes: int, scale_bytes: int) -> int:
         """Return the bytes that one query reads: the compressed keys that it attends to, and all index keys."""
-        index = 0 if self.indexer is None else self.indexer.dim * number_bytes + scale_bytes
-        return self.attended(tokens) * (dim * number_bytes + scale_bytes) + tokens // self.rate * index
+        index = tokens // self.rate * self._index_bytes(number_bytes, scale_bytes)
+        return self.attended(tokens) * (dim * number_bytes + scale_bytes) + index
+
+    def _index_bytes(self, number_bytes: int, scale_bytes: int) -> int:
+        return 0 if self.indexer is None else self.indexer.dim * number_bytes + scale_bytes
 
     def attended(self, keys: int) -> int:
         """Return the compressed keys that the last of `keys` tokens attends to."""
@@ -189,6 +191,6 @@ def _kinds(fields: Fields, about: dict[str, str], layers: int) -> list[str]:
     listed = fields.config.get("compress_ratios")
     if listed is None:
         return [KINDS[1] if i >= 2 and i % 2 else KINDS[2] for i in range(layers)]
-    if not isinstance(listed, list) or len(listed) < layers or any(rate not in RATES for rate in listed):
+    if not isinstance(listed, list) or len(listed) < layers or not all(type(n) is int and n in RATES for n in listed):
         raise ValueError(f"compress_ratios has 0, 4 or 128 for each of {layers} layers; got {short(listed)}")
     return [RATES[rate] for rate in listed[:layers]]

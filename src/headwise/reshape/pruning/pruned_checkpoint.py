@@ -179,8 +179,7 @@ def plan_prune(
     if callable(scores):
         scores = scores(family.layers)
     values = None if scores is None else choose.checked_scores(family, scores)
-    wish: dict[str, Any] = {"keep_fraction": keep_fraction, "budget": budget, "zero": zero}
-    chosen, notes = select(family, source.tensors, gone, values, **wish)
+    chosen, notes = select(family, source.tensors, gone, values, keep_fraction=keep_fraction, budget=budget, zero=zero)
     goal = Target(family.model_type, family.whole(family.config)) if zero else _target(family, chosen)
     return Pruning(source, family, chosen, goal, zero, notes)
 
