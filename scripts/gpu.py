@@ -84,8 +84,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield Case(f"decode {S_} keys, batch {B}", held, pairs * B * S_, _decode(sizes, S_, B))
     S_ = 32768 // sizes.divisor
     for B in (1, 32):
-        wide = 576 + 512
-        yield Case(f"latent decode {S_} keys, batch {B}", 2 * B * S_ * 576, 256 * B * S_ * wide, _latent(sizes, S_, B))
+        flops = 2 * 4 * sizes.H * B * S_ * (576 + 512)
+        yield Case(f"latent decode {S_} keys, batch {B}", 2 * B * S_ * 576, flops, _latent(sizes, S_, B))
 
 
 def _prefill(sizes: Sizes, n: int, window: int | None) -> dict[str, Callable[[], Run]]:
@@ -151,15 +151,16 @@ def _documents(sizes: Sizes, n: int, length: int) -> dict[str, Callable[[], Run]
 
 
 def _latent(sizes: Sizes, S: int, B: int) -> dict[str, Callable[[], Run]]:
-    """MLA as DeepSeek's: 128 query heads on one latent of 576 columns, of which the first 512 are the values."""
+    """MLA as DeepSeek's: query heads on one latent of 576 columns, of which the first 512 are the values."""
+    heads = 4 * sizes.H  # 128, as DeepSeek's, at the default sizes
 
     def ours() -> Run:
-        q = torch.randn(B, 128, 1, 576, device="cuda", dtype=sizes.dtype)
+        q = torch.randn(B, heads, 1, 576, device="cuda", dtype=sizes.dtype)
         k = torch.randn(B, 1, S, 576, device="cuda", dtype=sizes.dtype)
         return lambda: headwise.attention(q, k, k[..., :512])
 
     def folded() -> Run:
-        q = torch.randn(B, 1, 128, 576, device="cuda", dtype=sizes.dtype)
+        q = torch.randn(B, 1, heads, 576, device="cuda", dtype=sizes.dtype)
         k = torch.randn(B, 1, S, 576, device="cuda", dtype=sizes.dtype)
         return lambda: scaled_dot_product_attention(q, k, k[..., :512].contiguous())
 
