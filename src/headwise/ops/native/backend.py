@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...shapes import check_gate, check_sinks, default_scale
-from ...shapes.arguments import FAR
+from ...shapes.arguments import FAR, MOST
 from ..backends.wrappers import gated
 from ..call import Call, Limit, Result
 from ..masks.mask import Mask, as_mask
@@ -136,9 +136,9 @@ def fast_path(
     if type(T) is not int:  # torch.jit.trace uses tensors as sizes and would record their values
         return None
     if layout is not None:
-        if type(layout.length) is not int or not all(
-            x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]
-        ):
+        if type(layout.length) is not int or layout.length > MOST:
+            return None
+        if not all(x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]):
             return None  # with a tensor on meta the call is traced, and its numbers have no meaning
         S = S if layout.table is None else layout.length
     scale = default_scale(D or 1) if scale is None else scale
