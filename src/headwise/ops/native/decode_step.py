@@ -15,7 +15,6 @@ from torch.autograd.graph import increment_version
 
 from ...shapes.arguments import FAR
 from ..options import ScoreOptions
-from ..storage.packed import rotated
 from . import library as native_library
 from .library import raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered
@@ -50,7 +49,7 @@ class CacheStep(NamedTuple):
     table: Tensor | None  # int64 (B, N)
     places: list[int]  # the column of each row's new key; one number if all rows have the same
     value_dim: int
-    rotations: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)  # of packed codes: `kernel_rotation` of D and V
+    rotations: tuple[Tensor, ...] = ()  # of packed codes: of keys, of values, and of outputs, which is back
 
 
 class VisibleKeys(NamedTuple):
@@ -109,4 +108,4 @@ def decode_step(
         raise_unless_refused(error)
         return None
     increment_version([x for x in storage[:4] if x is not None])
-    return out if storage.rotations[0] is None else rotated(out, back=True)
+    return out
