@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from backends import needs_native
-from hf_models import BY_NAME, PAD, VOCAB, B, padding, token_ids
+from hf_models import BY_NAME, PAD, VOCAB, B, padding, stir, token_ids
 from native_cases import collected
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,26 +30,30 @@ from headwise.testing import assert_same_bits
 
 pytestmark = needs_native
 LAZY: tuple[dict[str, Any], ...] = tuple(
-    dict(kind=kind, bits=bits) for kind in ("static", "paged") for bits in (None, 8, 4, 3) if (kind, bits) != ("static", None)
+    dict(kind=kind, bits=bits)
+    for kind in ("static", "paged")
+    for bits in (None, 8, 4, 3)
+    if (kind, bits) != ("static", None)
 )
 # 40 numbers a head: a multiple of 8, as 4 and 3 bits need, and of no wider vector
 HEADS: dict[str, Any] = dict(
-    hidden_size=24, intermediate_size=17, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=40,
-    vocab_size=VOCAB, pad_token_id=PAD, bos_token_id=1, eos_token_id=None, max_position_embeddings=64,
+    hidden_size=24, intermediate_size=17, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+    head_dim=40, vocab_size=VOCAB, pad_token_id=PAD, bos_token_id=1, eos_token_id=None, max_position_embeddings=64,
 )  # fmt: skip
 NAMES = ("Llama GQA", "Mistral window", "gpt-oss sinks", "Gemma2 softcap")
 
 
 def built(name: str) -> PreTrainedModel:
     """A model of the table with heads of 40 numbers."""
-    import transformers
-    from hf_models import stir
-
     row = BY_NAME[name]
     config = getattr(transformers, row.config)(**(row.sizes | HEADS))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = getattr(transformers, row.model)._from_config(config, attn_implementation="headwise").eval()
+        model = (
+            getattr(transformers, row.model)
+            ._from_config(config, attn_implementation="headwise", experts_implementation="eager")
+            .eval()
+        )
         stir(model)
     return model
 
@@ -114,8 +119,8 @@ def test_generation_with_fast_decode_takes_steps(monkeypatch: pytest.MonkeyPatch
         assert taken == [True] * 2 * 4
 
 
-def test_a_step_of_one_query_for_groups_of_heads_reads_plain_caches_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any attention may read the plain tensors of a static cache in the model's dtype, so no token waits there."""
+def test_no_token_waits_in_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a static cache in the model's dtype may be read by any attention."""
     model, taken = built("Llama GQA"), watched(monkeypatch)
     cache = make_cache(model)
     steps(model, cache, token_ids(9), None)
@@ -162,7 +167,9 @@ def test_whatever_reads_the_cache_finds_the_token_there(kind: str) -> None:
         read(layer)
         assert layer._cache.lengths == [8, 8]
         other.cache.append(key, value)
-        assert_same_bits(headwise_attention(Attending(), query, keys, values, None)[0].transpose(1, 2), other.cache.attend(query))
+        assert_same_bits(
+            headwise_attention(Attending(), query, keys, values, None)[0].transpose(1, 2), other.cache.attend(query)
+        )
         assert layer._cache.lengths == [8, 8], "and is not appended twice"
         assert_same_bits(layer.keys, other.keys)
 
@@ -215,6 +222,10 @@ def test_what_is_no_step_is_appended_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert lengths(dropped) == [8, 8]
         with pytest.raises(ValueError, match="max_length = 31"):
             lengths(filled(), 25)
+        other = filled()
+        with pytest.raises(ValueError, match=r"this cache takes key .* = \(2, 2, T, 40\); got \(2, 3, 1, 40\)"):
+            other.update(torch.randn(2, 3, 1, 40), torch.randn(2, 3, 1, 40))
+        assert other.get_seq_length() == 7
         last = filled()
         last.update(torch.randn(2, 2, 24, 40), torch.randn(2, 2, 24, 40))
         with pytest.raises(ValueError, match=r"max_length = 31, and the text comes to 32 tokens"):

@@ -117,7 +117,7 @@ class KeptTokens(NamedTuple):
 
 
 class LazyKeys(Lazy):
-    """Keys or values (B, K, S, n) of a cache that stores them in codes, in pages, or in both, or without some tokens."""
+    """Keys or values (B, K, S, n) of a cache that stores them in codes or in pages, or that lacks some tokens."""
 
     expired: int
     """The number of first columns that are before the sliding window; a mask with a window hides them, too."""
@@ -225,9 +225,7 @@ class LazyView(Lazy):
         return view
 
 
-def to_model(
-    x: Stored, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
-) -> Tensor:
+def to_model(x: Stored, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None) -> Tensor:
     """Return what a cache stores as the tensor of this dtype that a model expects."""
     return x if isinstance(x, Tensor) and places is None else LazyKeys(x, dtype, expired, places)
 

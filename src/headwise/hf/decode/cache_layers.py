@@ -16,7 +16,6 @@ from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import PAGE
 from ..attention.lazy_tensors import KeptTokens, LazyKeys, NewToken, to_model
 
-
 CAUSAL = causal()
 
 
