@@ -203,8 +203,14 @@ def test_what_computes_with_the_keys_gets_them() -> None:
     assert str(keys) == "LazyKeys(Quantized, shape=(2, 2, 8, 40), dtype=torch.float32)"
     assert (keys[:, :, -1:] - key).abs().max() <= key.abs().max() / 127
     assert (values[:, :, -1:] - value).abs().max() <= value.abs().max() / 127
-    exchanged = headwise_attention(Attending(), torch.randn(2, 6, 1, 40), values, keys, None)[0]
-    assert exchanged.shape == (2, 1, 6, 40) and layer._cache.lengths == [8, 8]
+
+
+@torch.no_grad()
+def test_keys_in_the_place_of_values_are_those() -> None:
+    layer, query = filled(), torch.randn(2, 6, 1, 40)
+    keys, values = layer.update(torch.randn(2, 2, 1, 40), torch.randn(2, 2, 1, 40))
+    exchanged = headwise_attention(Attending(), query, values, keys, None)[0].transpose(1, 2)
+    assert_same_bits(exchanged, headwise.attention(query, *reversed(layer.cache.view())))
 
 
 def test_what_is_no_step_is_appended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +259,9 @@ def test_a_probe_and_returned_weights_see_a_step(monkeypatch: pytest.MonkeyPatch
 
 @torch.no_grad()
 def test_an_option_that_the_kernel_refuses_is_refused_by_name() -> None:
-    """And the token is in the cache, as it was before the error."""
+    """A softcap of 0 is none to the kernel. The token is in the cache, as if it had been appended before."""
     layer = filled()
     keys, values = layer.update(torch.randn(2, 2, 1, 40), torch.randn(2, 2, 1, 40))
     with pytest.raises(ValueError, match="softcap"):
-        headwise_attention(Attending(), torch.randn(2, 6, 1, 40), keys, values, None, softcap=-3.0)
+        headwise_attention(Attending(), torch.randn(2, 6, 1, 40), keys, values, None, softcap=0.0)
     assert layer.get_seq_length() == 8
