@@ -1,7 +1,8 @@
 """The decode step of one layer in one call of the native kernel: rotate, append to the cache, attend.
 
 Output and cache have the same bits as separate calls of `Rotary` (or a model's own rotation), `append` and `attend`;
-with codes of 4 or 3 bits the output is the same within rounding, because queries are rotated in another order of sums.
+with codes of 4 or 3 bits the output is the same within rounding, because the kernel rotates in another order of sums
+and rounds outputs once, after they are rotated back.
 """
 
 from __future__ import annotations
