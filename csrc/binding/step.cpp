@@ -25,7 +25,7 @@ struct Arguments {
   const std::vector<int64_t> places;
   const int64_t value_dim;
   const Rules rules;
-  const Handle key_rotation, value_rotation;
+  const Handle key_rotation, value_rotation, output_rotation;
 
   explicit Arguments(const StableIValue* stack)
       : query(stack[0]),
@@ -45,7 +45,8 @@ struct Arguments {
         value_dim(static_cast<int64_t>(stack[14])),
         rules(stack + 15),
         key_rotation(optional(stack[15 + kRuleCount])),
-        value_rotation(optional(stack[16 + kRuleCount])) {}
+        value_rotation(optional(stack[16 + kRuleCount])),
+        output_rotation(optional(stack[17 + kRuleCount])) {}
 };
 
 // Reads angles of the shape (n), (B|1, n) or (B|1, 1, n), where n is size or size / 2.
@@ -181,10 +182,13 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
     step.value = take_new(read_view(call.value, "value"), "value", p, p.V, query.torch_dtype);
     step.value_width = p.V;
   }
-  if (p.bytes() && p.key.dtype != Dtype::i8) {
+  const bool packed = p.bytes() && p.key.dtype != Dtype::i8;
+  RotatedOutput back;
+  if (packed) {
     if (!call.values) fail("values that are columns of the keys have no packed codes");
     step.key_rotation = read_rotation(call.key_rotation, "key_rotation", p.D);
     step.value_rotation = read_rotation(call.value_rotation, "value_rotation", p.V);
+    back.rotation = read_rotation(call.output_rotation, "output_rotation", p.V);
   }
   take_rotary(step.rotary, call, B, p.D, query.torch_dtype);
   require_rows(p.key, p.D, "keys");
@@ -205,7 +209,18 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t strides[4] = {p.H * p.D, p.D, p.D, 1};
   p.query.data = step.rotated;
   std::copy(strides, strides + 4, p.query.stride);
-  attend(p);
+  if (!packed) {
+    attend(p);
+  } else {
+    const Tensor4 result = p.out;
+    const int64_t pitch = back.rotation.pitch;
+    const std::unique_ptr<float[]> rows(new float[static_cast<size_t>(multiply(multiply(B, p.H), pitch))]);
+    p.out = {rows.get(), {p.H * pitch, pitch, pitch, 1}, Dtype::f32};
+    attend(p);
+    p.out = result;
+    back.rows = rows.get();
+    rotate_output(p, back);
+  }
   stack[0] = out.release();
 }
 
@@ -216,7 +231,7 @@ const Operator kStep = {
     "decode_step(Tensor query, Tensor key, Tensor? value, Tensor? cos, Tensor? sin, int first, int turned, "
     "bool interleaved, Tensor(a!) keys, Tensor(b!)? values, Tensor(c!)? key_scale, Tensor(d!)? value_scale, "
     "Tensor? table, SymInt[] places, SymInt value_dim, " HEADWISE_RULES
-    ", Tensor? key_rotation=None, Tensor? value_rotation=None) -> Tensor",
+    ", Tensor? key_rotation=None, Tensor? value_rotation=None, Tensor? output_rotation=None) -> Tensor",
     "CPU", decode_step_boxed};
 
 }  // namespace headwise

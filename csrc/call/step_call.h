@@ -28,8 +28,17 @@ struct Step {
   Rotation key_rotation, value_rotation;  // of a cache of packed codes; the queries are rotated as the keys are
 };
 
+// Outputs in the basis of packed values, which are rotated back to that of the values.
+struct RotatedOutput {
+  const float* rows = nullptr;  // (B, H, rotation.pitch), contiguous
+  Rotation rotation;            // the inverse of the values' rotation
+};
+
 // Writes the new keys and values into `cache`, whose key and value are the whole cache, and the rotated queries into
 // `step.rotated`. A cache of codes gets them quantised; see kernels/cache/quantize-inl.h.
 void place_step(const Call& cache, const Step& step);
+
+// Rotates the results of a step into packed codes, and rounds them into `call.out`.
+void rotate_output(const Call& call, const RotatedOutput& rotated);
 
 }  // namespace headwise

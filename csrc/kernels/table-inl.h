@@ -174,8 +174,9 @@ static const Kernels kernels = {HW_NAME,        make_plan,
                                 run_statistics, plan_key_mass,
                                 run_key_mass,   append_scratch_floats,
                                 append_span,    step_scratch_bytes,
-                                place_row,      linear_padded,
-                                pack_linear,    run_linear};
+                                place_row,      rotate_output_row,
+                                linear_padded,  pack_linear,
+                                run_linear};
 
 }  // namespace HW_ISA
 }  // namespace headwise

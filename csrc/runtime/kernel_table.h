@@ -98,6 +98,7 @@ struct Statistics;
 struct KeyMass;
 struct Append;
 struct AppendSpan;
+struct RotatedOutput;
 struct Step;
 struct Linear;
 
@@ -150,6 +151,7 @@ struct Kernels {
   // Rotates and writes one batch row of a decode step (call/step_call.h). The scratch is for heads of `width` elements.
   int64_t (*step_scratch_bytes)(int64_t width);
   void (*place_row)(const Call&, const Step&, int64_t b, char* scratch);
+  void (*rotate_output_row)(const Call&, const RotatedOutput&, int64_t b, char* scratch);
   // A linear layer (call/linear_call.h): the floats of a packed row, packing, and the outputs first <= n < last.
   int64_t (*linear_padded)(int64_t width);
   void (*pack_linear)(const Linear&, float* packed, float* row);

@@ -142,6 +142,34 @@ std::string compare_packed(const DrawnStep& drawn, const DrawnStep& fresh, bool 
   return kept ? "" : "a step writes elsewhere";
 }
 
+// The outputs of a step into packed codes are those in the basis of the codes, rotated back.
+std::string compare_rotated(uint64_t seed, const std::vector<double>& out) {
+  DrawnStep plain(seed);
+  for (int64_t i = 0; i < plain.V; ++i) {
+    for (int64_t j = 0; j < plain.V; ++j)
+      write(*plain.output_rotation, i * plain.output_rotation->sizes[1] + j, i == j);
+  }
+  const DrawnStep drawn(seed);
+  if (!plain.run().empty()) return "a step with another rotation of outputs is refused";
+  const std::vector<double> x = numbers(plain.out);
+  const naive::Rounding unit = rounding(plain.dtype);
+  for (int64_t n = 0; n < static_cast<int64_t>(x.size()); ++n) {
+    const int64_t row = n / plain.V * plain.V;
+    double sum = 0, total = 0;
+    for (int64_t i = 0; i < plain.V; ++i) {
+      const double term = x[static_cast<size_t>(row + i)] *
+                          read(*drawn.output_rotation, i * drawn.output_rotation->sizes[1] + n % plain.V);
+      sum += term;
+      total += fabs(term);
+    }
+    const double got = out[static_cast<size_t>(n)];
+    const bool near =
+        fabs(got - sum) <= (2 * unit.out + 1e-5) * total + static_cast<double>(plain.V + 2) * unit.smallest;
+    if (!near && !(std::isnan(got) && std::isnan(sum))) return "an output that is not rotated back";
+  }
+  return "";
+}
+
 // Runs the step on every instruction set and two numbers of threads, whose outputs must have the same bits, and checks
 // each of them.
 template <class Check>
@@ -168,10 +196,11 @@ std::string run_everywhere(uint64_t seed, const Check& check) {
 
 std::string check_step(uint64_t seed) {
   const DrawnStep fresh(seed);
-  if (fresh.bits < 8) {  // the output is that of `attend_held` on the codes, which has its own cases
-    return run_everywhere(seed, [&](const DrawnStep& drawn, const std::vector<double>&, const std::string&) {
-      const std::string wrong = compare_packed(drawn, fresh, true);
-      return wrong.empty() ? compare_packed(drawn, fresh, false) : wrong;
+  if (fresh.bits < 8) {  // attention on the codes has its own cases, those of `attend_held`
+    return run_everywhere(seed, [&](const DrawnStep& drawn, const std::vector<double>& out, const std::string&) {
+      std::string wrong = compare_packed(drawn, fresh, true);
+      if (wrong.empty()) wrong = compare_packed(drawn, fresh, false);
+      return wrong.empty() ? compare_rotated(seed, out) : wrong;
     });
   }
   const Expected expected(fresh, seed);
@@ -186,9 +215,21 @@ std::string check_step(uint64_t seed) {
 std::string corrupt_step(uint64_t seed) {
   Draw draw(seed + 79);
   DrawnStep drawn(seed);
-  fake::Tensor* const all[] = {&drawn.query, &drawn.key,    &drawn.value,        &drawn.cos,           &drawn.sin,
-                               &drawn.keys,  &drawn.values, &drawn.key_scale,    &drawn.value_scale,   &drawn.table,
-                               &drawn.sinks, &drawn.bounds, &drawn.key_rotation, &drawn.value_rotation};
+  fake::Tensor* const all[] = {&drawn.query,
+                               &drawn.key,
+                               &drawn.value,
+                               &drawn.cos,
+                               &drawn.sin,
+                               &drawn.keys,
+                               &drawn.values,
+                               &drawn.key_scale,
+                               &drawn.value_scale,
+                               &drawn.table,
+                               &drawn.sinks,
+                               &drawn.bounds,
+                               &drawn.key_rotation,
+                               &drawn.value_rotation,
+                               &drawn.output_rotation};
   const auto odd = [&](int64_t n) {
     const auto plus = [&](uint64_t more) { return static_cast<int64_t>(static_cast<uint64_t>(n) + more); };  // may wrap
     return draw.one_of<int64_t>({-1, 0, plus(1), plus(UINT64_MAX), plus(100), INT64_MAX, INT64_MIN, int64_t{1} << 62});
@@ -198,10 +239,10 @@ std::string corrupt_step(uint64_t seed) {
     write(*drawn.table, draw.below(drawn.table->numel()), page);
   }
   for (int64_t times = draw.between(1, 2); times > 0; --times) {
-    fake::Tensor& one = *all[draw.below(14)];
+    fake::Tensor& one = *all[draw.below(15)];
     if (draw.once_in(12)) one = nullptr;
     if (one != nullptr && draw.once_in(2)) corrupt(draw, *one);
-    if (draw.once_in(10)) one = *all[draw.below(14)];
+    if (draw.once_in(10)) one = *all[draw.below(15)];
     if (draw.once_in(4)) drawn.places[draw.below(static_cast<int64_t>(drawn.places.size()))] = odd(drawn.room);
     if (draw.once_in(6)) drawn.first = odd(drawn.first);
     if (draw.once_in(6)) drawn.rotated = odd(drawn.rotated);

@@ -20,7 +20,7 @@ struct DrawnStep {
   bool interleaved, bytes, shared;
   double scale, softcap = 0;
   fake::Tensor query, key, value, cos, sin, keys, values, key_scale, value_scale, table, sinks, bounds;
-  fake::Tensor key_rotation, value_rotation, out;
+  fake::Tensor key_rotation, value_rotation, output_rotation, out;
   int bits = 8;
   std::vector<int64_t> places;
 
@@ -44,6 +44,7 @@ struct DrawnStep {
       V = (V + 7) / 8 * 8;
       key_rotation = rotation_of(D);
       value_rotation = rotation_of(V);
+      output_rotation = rotation_of(V, true);
     }
     value_dim = V;
     scale = static_cast<float>(1 / sqrt(static_cast<double>(D)));
@@ -186,6 +187,7 @@ inline std::string DrawnStep::run() {
   for (int list = 0; list < 5; ++list) stack.push_back(give_list(nullptr));
   stack.push_back(give_optional(key_rotation));
   stack.push_back(give_optional(value_rotation));
+  stack.push_back(give_optional(output_rotation));
   std::string error = call("decode_step", stack, 1);
   out = error.empty() ? take(stack[0]) : nullptr;
   return error;

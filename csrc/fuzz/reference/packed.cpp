@@ -49,11 +49,13 @@ std::vector<double> levels_of(const DrawnTensor& t, int bits, int64_t width) {
   return all;
 }
 
-fake::Tensor rotation_of(int64_t n) {
+fake::Tensor rotation_of(int64_t n, bool inverse) {
   const int64_t pitch = (n + 15) / 16 * 16;
   fake::Tensor t = fake::make(kFloat, {n, pitch}, {pitch, 1}, 0, 0);
   for (int64_t i = 0; i < n; ++i) {
-    for (int64_t j = 0; j < n; ++j) write(*t, i * pitch + j, rotation(n)[static_cast<size_t>(i * n + j)]);
+    for (int64_t j = 0; j < n; ++j) {
+      write(*t, i * pitch + j, rotation(n)[static_cast<size_t>(inverse ? j * n + i : i * n + j)]);
+    }
   }
   return t;
 }

@@ -17,8 +17,8 @@ std::vector<double> levels_of(const double* row, int bits, int64_t n);
 // The levels of all rows of a tensor, each of `width` codes.
 std::vector<double> levels_of(const DrawnTensor& t, int bits, int64_t width);
 
-// Any rotation (n, n) in the form that the kernel reads, each row padded to a multiple of 16.
-fake::Tensor rotation_of(int64_t n);
+// Any rotation (n, n), or its inverse, in the form that the kernel reads, each row padded to a multiple of 16.
+fake::Tensor rotation_of(int64_t n, bool inverse = false);
 
 // Returns an empty text, or in which way the packed row and the scale are no code of the token.
 std::string compare_token(const std::vector<float>& token, const double* row, double scale, int bits);

@@ -118,5 +118,19 @@ static void place_row(const Call& cache, const Step& step, int64_t b, char* scra
   }
 }
 
+// Rotates and writes the outputs of all heads of row b of the batch.
+static void rotate_output_row(const Call& call, const RotatedOutput& rotated, int64_t b, char* scratch) {
+  const Rotation& rotation = rotated.rotation;
+  const StepScratch s(scratch, rotation.pitch);
+  for (int64_t first = 0; first < call.H; first += kRotatedRows) {
+    const int64_t count = min(int64_t{kRotatedRows}, call.H - first);
+    rotate_rows(rotated.rows + (b * call.H + first) * rotation.pitch, count, rotation.pitch, rotation, call.V,
+                s.rotated);
+    for (int64_t n = 0; n < count; ++n)
+      write_floats(const_cast<char*>(at(call.out, b, first + n, 0)), call.out.dtype, s.rotated + n * rotation.pitch,
+                   call.V);
+  }
+}
+
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from ..shapes.arguments import check_counts, check_flags, shown
 from .base import KVCache, Stored
 from .checks import check_rows, check_truncate
 from .page_pool import PagePool, Pages
-from .storage import taken
+from .storage import Store, taken
 
 PagedT = TypeVar("PagedT", bound="PagedCache")
 
@@ -178,10 +179,11 @@ class PagedCache(KVCache):
 
     @override
     def view(self) -> tuple[Stored, Stored]:
-        table = self._table_of_rows()
-        key, value = self.pool.store.view()
-        length = max(self.columns)
-        return Paged(key, table, length), Paged(value, table, length)
+        return self.view_on_demand()()
+
+    def view_on_demand(self) -> Callable[[], tuple[Stored, Stored]]:
+        """Return a function that makes what `view` returns now, after later tokens too."""
+        return partial(_paged_view, self.pool.store, self._table_of_rows(), max(self.columns))
 
     @override
     def _compact(self, index: Tensor, counts: list[int]) -> None:
@@ -249,3 +251,8 @@ def _unmoved(index: Tensor) -> int:
     """Return how many first tokens of a row stay in their places, for `index` (K|1, n)."""
     there = (index == torch.arange(index.shape[1], device=index.device)).all(0)
     return int(there.long().cumprod(0).sum())
+
+
+def _paged_view(store: Store, table: Tensor, length: int) -> tuple[Stored, Stored]:
+    key, value = store.view()
+    return Paged(key, table, length), Paged(value, table, length)

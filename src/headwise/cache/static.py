@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -163,6 +164,10 @@ class StaticCache(KVCache):
     def view(self) -> tuple[Stored, Stored]:
         self._is_saved = self._is_saved or (torch.is_grad_enabled() and self._store.requires_grad)
         return self._store.view(max(self.columns))
+
+    def view_on_demand(self) -> Callable[[], tuple[Stored, Stored]]:
+        """Return a function that makes what `view` returns now, after later tokens too."""
+        return partial(self._store.view, max(self.columns))
 
     @override
     def _compact(self, index: Tensor, counts: list[int]) -> None:

@@ -72,7 +72,8 @@ class Store(Saved):
         if self.bits in (0, 8):
             return step
         head_dim = self.key.shape[3] * 8 // self.bits
-        return step._replace(rotations=(kernel_rotation(head_dim), kernel_rotation(self.value_dim)))
+        V = self.value_dim
+        return step._replace(rotations=(kernel_rotation(head_dim), kernel_rotation(V), kernel_rotation(V, back=True)))
 
     def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
         """Write tokens at an index of (N, K, L)."""

@@ -86,6 +86,10 @@ def headwise_attention(
         return _attend_split_tokens(module, shards, query, key, value, options), None
     wanted = bool(output_attentions) or attentions_are_collected()
     returned = Returned(key.shape[2], query.dtype) if wanted else None
+    if shards is None and returned is None and position_bias is None:
+        out = _step(module, query, key, value, attention_mask, kwargs, options)
+        if out is not None:
+            return out.transpose(1, 2), None
     expired, places = (key.expired, key.places) if isinstance(key, LazyKeys) else (0, None)
     key, value = stored_pair(key, value, query.dtype)
     if shards is not None:
@@ -129,6 +133,35 @@ def attend(
         pair = {"key": in_one_piece(key, query.dtype), "value": in_one_piece(value, query.dtype)}
         answer = record(module, query=query, dropout=dropout, **pair, **options)
     return attend_and_weigh(query, key, value, answer, returned, dropout=dropout, backend=backend, **options)
+
+
+def _step(
+    module: nn.Module,
+    query: Tensor,
+    key: Stored,
+    value: Stored,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor | None:
+    """Compute a decode step in one native call, which also appends the token; None for any other call."""
+    if not (isinstance(key, LazyKeys) and isinstance(value, LazyKeys)):
+        return None
+    token, scale, softcap = key.token, options["scale"], options["softcap"]
+    if (
+        token is None
+        or not (token is value.token and key.is_key and not value.is_key)
+        or key.exposed
+        or value.exposed
+        or options["dropout"]
+        or not (scale is None or type(scale) is float)
+        or not (softcap is None or (type(softcap) is float and softcap > 0))
+        or any(kwargs.get(name) is not None for name in PACKING)
+        or is_probed(module)
+    ):
+        return None
+    mask = mask_of(module, attention_mask, query.shape[2], key.shape[2])
+    return token.step(query, mask, scale=scale, softcap=softcap, sinks=options["sinks"])
 
 
 # -- heads and tokens that are split over ranks ------------------------------------------------------------------------

@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...cache.base import Stored
+from ...cache.paged import PagedCache
+from ...cache.static import StaticCache
+from ...ops.compiled_calls import methods_outside_graphs
+from ...ops.masks.mask import Mask
+from ...ops.native.decode_step import runs_plain
 from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import Paged
 from ...ops.storage.quantized import Quantized
@@ -111,24 +117,91 @@ class KeptTokens(NamedTuple):
 
 
 class LazyKeys(Lazy):
-    """Keys or values (B, K, S, n) of a cache that stores them in int8, in pages, or in both, or without some tokens."""
+    """Keys or values (B, K, S, n) of a cache that stores them in codes or in pages, or that lacks some tokens."""
 
-    stored: Tensor | Quantized | Paged
     expired: int
     """The number of first columns that are before the sliding window; a mask with a window hides them, too."""
     places: KeptTokens | None
+    token: NewToken | None
+    """The last token, if the cache may not have it yet."""
+    is_key: bool
+    _stored: Stored | None
 
     def __new__(
-        cls, stored: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
+        cls, stored: Stored, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
     ) -> LazyKeys:
         """Make lazy keys; `dtype` is the dtype of the tensor that a model computes with."""
         held = stored.table if isinstance(stored, Paged) else stored.data if isinstance(stored, Quantized) else stored
         keys: LazyKeys = cls._of(partial(in_one_piece, stored, dtype), stored.shape, dtype, held.device)
-        keys.stored, keys.expired, keys.places = stored, expired, places
+        keys._stored, keys.expired, keys.places, keys.token, keys.is_key = stored, expired, places, None, True
         return keys
+
+    @classmethod
+    def of_token(cls, token: NewToken, is_key: bool, length: int, expired: int) -> LazyKeys:
+        """Make the keys or the values of a cache with a new token, `length` in all."""
+        new = token.key if is_key else token.value
+        shape = (*new.shape[:2], length, new.shape[3])
+        keys: LazyKeys = cls._of(partial(_with_token, token, is_key), shape, new.dtype, new.device)
+        keys._stored, keys.expired, keys.places, keys.token, keys.is_key = None, expired, None, token, is_key
+        return keys
+
+    @property
+    def stored(self) -> Stored:
+        """The keys or values as the cache stores them, with the new token."""
+        if self._stored is None:
+            assert self.token is not None
+            self._stored = self.token.view()[0 if self.is_key else 1]
+        return self._stored
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyKeys({type(self.stored).__name__}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class NewToken:
+    """The token of a decode step, which a cache takes in the same native call in which its query attends.
+
+    Whatever reads the cache before that call appends the token first, as if it had been appended at once. Until then,
+    nothing else may change the cache.
+    """
+
+    def __init__(self, cache: StaticCache | PagedCache, key: Tensor, value: Tensor) -> None:
+        """Wait with key (B, K, 1, D) and value (B, K, 1, V), which `cache.append` and `cache.step` take now."""
+        self.cache, self.key, self.value = cache, key, value
+        self._view: Callable[[], tuple[Stored, Stored]] | None = None
+
+    def append(self) -> None:
+        """Append the token to the cache, if it waits."""
+        if self._view is None:
+            self.cache.append(self.key, self.value)
+            self._view = self.cache.view_on_demand()
+
+    def view(self) -> tuple[Stored, Stored]:
+        """Return keys and values that end with this token, as the cache stores them."""
+        self.append()
+        assert self._view is not None
+        return self._view()
+
+    def step(self, query: Tensor, mask: Mask, **options: Any) -> Tensor | None:
+        """Return the output (B, H, 1, V) of the token's query; None, without any change, if it must be appended first.
+
+        Args:
+            query: (B, H, 1, D).
+            mask: as for the `step` of caches.
+            options: scale, softcap and sinks, as for the `step` of caches.
+        """
+        if self._view is not None or not runs_plain():
+            return None
+        out = self.cache.step(query, self.key, self.value, mask=mask, **options)
+        if out is not None:
+            self._view = self.cache.view_on_demand()
+        return out
+
+
+methods_outside_graphs(NewToken)
+
+
+def _with_token(token: NewToken, is_key: bool) -> Tensor:
+    return in_one_piece(token.view()[0 if is_key else 1], token.key.dtype)
 
 
 class LazyView(Lazy):
@@ -152,14 +225,12 @@ class LazyView(Lazy):
         return view
 
 
-def to_model(
-    x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None
-) -> Tensor:
+def to_model(x: Stored, dtype: torch.dtype, expired: int = 0, places: KeptTokens | None = None) -> Tensor:
     """Return what a cache stores as the tensor of this dtype that a model expects."""
     return x if isinstance(x, Tensor) and places is None else LazyKeys(x, dtype, expired, places)
 
 
-def from_model(x: Tensor | Quantized | Paged) -> Tensor | Quantized | Paged:
+def from_model(x: Stored) -> Stored:
     """Return the stored form of what a model passes to attention, or the tensor if the model has written to it."""
     if not isinstance(x, LazyKeys):
         return x

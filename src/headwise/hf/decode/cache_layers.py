@@ -11,9 +11,12 @@ from typing_extensions import override
 
 from ...cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ...ops.compiled_calls import outside_graphs
+from ...ops.masks.constructors import causal
 from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import PAGE
-from ..attention.lazy_tensors import KeptTokens, to_model
+from ..attention.lazy_tensors import KeptTokens, LazyKeys, NewToken, to_model
+
+CAUSAL = causal()
 
 
 class FullLayer(CacheLayerMixin):
@@ -24,12 +27,24 @@ class FullLayer(CacheLayerMixin):
 
     def __init__(self, kind: str, max_length: int, dtype: torch.dtype | None) -> None:
         self.kind, self.max_length, self.stored_dtype = kind, max_length, dtype
-        self.cache: Any = None
+        self._cache: Any = None
+        self._token: NewToken | None = None  # the last token of a decode step, until something reads the cache
         self.input_dtype = torch.float32  # dtype of the last tokens
         super().__init__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cache or f'{self.kind}, max_length={self.max_length}'})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_cache": self.cache, "_token": None}
+
+    @property
+    def cache(self) -> Any:
+        """The cache with all tokens, also one that waited for its query; None before the first update."""
+        if self._token is not None:
+            self._token.append()
+            self._token = None
+        return self._cache
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +96,7 @@ class FullLayer(CacheLayerMixin):
         dtype = self.input_dtype if self.stored_dtype is None else self.stored_dtype
         sizes = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
         with torch.inference_mode(False):  # memory made in inference mode cannot be written to outside of it
-            self.cache = self._new_cache(sizes, dtype, key_states.device)
+            self._cache = self._new_cache(sizes, dtype, key_states.device)
         self.is_initialized = True
 
     def _new_cache(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -106,9 +121,29 @@ class FullLayer(CacheLayerMixin):
         return self._append(key_states, value_states)
 
     def _append(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
+        if self._takes_step(key, value):
+            return self._with_token(key, value)
         self.cache.append(key, value)
         self.input_dtype = key.dtype
         return self._for_model()
+
+    def _takes_step(self, key: Tensor, value: Tensor) -> bool:
+        """Return True if the cache can take this token together with the attention of its query.
+
+        Only attention reads codes and pages, so the model cannot read them before it. Plain tensors it can.
+        """
+        return (
+            key.shape[2] == 1
+            and (self.kind != "static" or self.stored_dtype is not None)
+            and type(key) is type(value) is Tensor
+            and self._fits(key, value)
+            and self.cache.takes_steps(CAUSAL)
+        )
+
+    def _with_token(self, key: Tensor, value: Tensor, expired: int = 0) -> tuple[LazyKeys, LazyKeys]:
+        self._token, self.input_dtype = NewToken(self.cache, key, value), key.dtype
+        how = max(self._cache.columns) + 1, expired
+        return LazyKeys.of_token(self._token, True, *how), LazyKeys.of_token(self._token, False, *how)
 
     def _check_room(self, count: int) -> None:
         length = self._held() + count
@@ -220,6 +255,9 @@ class SlidingLayer(FullLayer):
     def _append(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         chunk = self.cache.chunk
         if key.shape[2] <= chunk:
+            if self._takes_step(key, value):
+                self.cache.settle()  # as `append` does: the columns after it are those of the mask
+                return self._with_token(key, value, self._expired)
             self.cache.append(key, value)
             self.input_dtype = key.dtype
             return self._for_model(max(self._expired - key.shape[2], 0))

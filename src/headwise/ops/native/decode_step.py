@@ -1,7 +1,8 @@
 """The decode step of one layer in one call of the native kernel: rotate, append to the cache, attend.
 
 Output and cache have the same bits as separate calls of `Rotary` (or a model's own rotation), `append` and `attend`;
-with codes of 4 or 3 bits the output is the same within rounding, because queries are rotated in another order of sums.
+with codes of 4 or 3 bits the output is the same within rounding, because the kernel rotates in another order of sums
+and rounds outputs once, after they are rotated back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch.autograd.graph import increment_version
 
 from ...shapes.arguments import FAR
 from ..options import ScoreOptions
-from ..storage.packed import rotated
 from . import library as native_library
 from .library import raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered
@@ -50,7 +50,7 @@ class CacheStep(NamedTuple):
     table: Tensor | None  # int64 (B, N)
     places: list[int]  # the column of each row's new key; one number if all rows have the same
     value_dim: int
-    rotations: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)  # of packed codes: `kernel_rotation` of D and V
+    rotations: tuple[Tensor, ...] = ()  # of packed codes: of keys, of values, and of outputs, which is back
 
 
 class VisibleKeys(NamedTuple):
@@ -109,4 +109,4 @@ def decode_step(
         raise_unless_refused(error)
         return None
     increment_version([x for x in storage[:4] if x is not None])
-    return out if storage.rotations[0] is None else rotated(out, back=True)
+    return out

@@ -72,9 +72,10 @@ def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def kernel_rotation(width: int) -> Tensor:
-    """Return the rotation in the form that the native kernel reads: float32 on the CPU, its rows padded to vectors."""
-    return torch.nn.functional.pad(rotation(width, torch.float32, torch.device("cpu")), (0, -width % 16)).contiguous()
+def kernel_rotation(width: int, back: bool = False) -> Tensor:
+    """Return the rotation, or its inverse, as the native kernel reads it: float32, its rows padded to vectors."""
+    R = rotation(width, torch.float32, torch.device("cpu"))
+    return torch.nn.functional.pad(R.T if back else R, (0, -width % 16)).contiguous()
 
 
 def rotated(x: Tensor, *, back: bool = False) -> Tensor:
