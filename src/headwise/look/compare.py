@@ -146,7 +146,7 @@ class Comparison:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text("\n".join(self.summary())), title_justify="left", header_style="bold")
+        table = Table(title=Text("\n".join(self.summary())), header_style="bold")
         for name in _COLUMNS:
             table.add_column(name, justify="right" if name in _COLUMNS[2:5] else "left")
         for head in self._shown():

@@ -87,8 +87,7 @@ class Ablation(Tabled):
 
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
         caption = None if self.kl is None else f"mean KL(original || ablated): {self.kl:.4f} nats/token"
-        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
-        table.min_width = max(len(title), len(caption or ""))  # each takes one line
+        table = Table(title=Text(title, "table.title"), caption=caption)
         for name in ("off", "loss", "change"):
             table.add_column(name, justify="right")
         rows = [("none", self.before), *((f"{x.layer}.{x.head}", x.loss) for x in self.heads)]
@@ -101,7 +100,7 @@ class Ablation(Tabled):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title="where the next token changed most", title_justify="left")
+        table = Table(title="where the next token changed most")
         for name in ("after token", "KL", "next token: before -> after"):
             table.add_column(name, justify="right" if name == "KL" else "left")
         for place in self.places:

@@ -129,7 +129,7 @@ class Importance(Tabled):
             lines.append(f"gradient, one half of the text with the other: {self.stability:.2f}")
         caption = "\n".join(lines) or None
         title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {by}{rest}"
-        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
+        table = Table(title=Text(title, "table.title"), caption=caption)
         columns = [name for one in self.by for name in ([one, "gradient_raw"] if one == "gradient" else [one])]
         for name in ("layer", "head", *columns):
             table.add_column(name, justify="right")

@@ -86,7 +86,7 @@ class Redundancy(Tabled):
         from rich.text import Text
 
         title = f"{self.model}: heads that do the same, {self.tokens} tokens, distance at most {self.threshold:g}"
-        table = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left")
+        table = Table(title=Text(title, "table.title"))
         for name in ("by", "heads", "cluster"):
             table.add_column(name, justify="right" if name == "heads" else "left")
         for by, clusters in (("patterns", self.patterns), ("outputs", self.outputs)):
@@ -101,7 +101,7 @@ class Redundancy(Tabled):
         from rich.table import Table
 
         check_counts(most=most)
-        table = Table(title="closest heads", title_justify="left")
+        table = Table(title="closest heads")
         for name in ("by", "head", "nearest", "distance, 0 to 1"):
             table.add_column(name, justify="left" if name == "by" else "right")
         for by in ("pattern", "output"):

@@ -60,9 +60,9 @@ class Tabled:
         yield from self._tables()
 
     def __str__(self) -> str:
-        from ...plan.show.tables import plain
+        from ...plan.show.printed import plain
 
-        return "\n".join(line.rstrip() for line in plain(self).splitlines())
+        return plain(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -96,7 +96,7 @@ def summary_table(look: LookData) -> rich.table.Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(look.title), title_justify="left", header_style="bold")
+    table = Table(title=Text(look.title), header_style="bold")
     table.add_column("role", no_wrap=True)
     table.add_column("heads", justify="right", no_wrap=True)
     table.add_column("best, with their scores")

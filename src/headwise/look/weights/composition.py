@@ -152,7 +152,7 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title, "table.title"), title_justify="left")
+    table = Table(title=Text(title, "table.title"))
     for name in columns:
         table.add_column(name, justify="left" if name in ("by", "role", "its role") else "right")
     return table
