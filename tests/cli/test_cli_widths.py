@@ -141,7 +141,9 @@ def test_results_print_their_titles_in_one_way(printed: object, capsys: pytest.C
     ids = model.sample(41)
     titled = {
         "m: loss ": look.importance(model, ids, by=("gradient", "zero"), name="m"),
-        "rank correlation: gradient and zero ": look.importance(model, ids, by=("gradient", "zero"), name="m"),
+        "rank correlation between criteria: gradient and zero ": look.importance(
+            model, ids, by=("gradient", "zero"), name="m"
+        ),
         "m: heads off by zero, 41 tokens": look.ablate(model, ids, [(0, 1)], name="m"),
         "m: heads that do the same, 41 tokens, distance at most 0.1": look.redundancy(model, ids, name="m"),
         "m: what heads read of earlier ones": look.circuits(model, ids, name="m"),

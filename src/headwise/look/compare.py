@@ -165,9 +165,9 @@ class Comparison:
             lines.append(f"not compared, because only one of the looks measured it: {named}")
         if self.same_text:
             known = [head for head in self.heads if (head.moved, head.near) != (None, None)]
-            lines.append(f"{sum(head.distance == 0 for head in known)} of them did not move")
+            lines.append(f"{sum(head.distance == 0 for head in known)} of {len(self.heads)} heads did not move")
             if len(known) < len(self.heads):
-                lines.append(f"{len(self.heads) - len(known)} have neither maps of one size nor offsets to compare")
+                lines.append(f"{len(self.heads) - len(known)} without maps of one size or offsets to compare")
         else:
             lines.append("they read other tokens: patterns are not compared")
         return lines

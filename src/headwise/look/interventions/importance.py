@@ -124,11 +124,11 @@ class Importance(Tabled):
         top = sorted(self.heads, key=lambda head: -float(getattr(head, sorted_by)))[:most]
         rest = f", {len(top)} of {len(self.heads)} heads" if len(top) < len(self.heads) else ""
         pairs = ", ".join(f"{a.first} and {a.second} {a.rho:.2f}" for a in self.agreements if a.rho is not None)
-        lines = [f"rank correlation: {pairs}"] if pairs else []
+        lines = [f"rank correlation between criteria: {pairs}"] if pairs else []
         if self.stability is not None:
-            lines.append(f"gradient, one half of the text with the other: {self.stability:.2f}")
+            lines.append(f"rank correlation of gradient between two halves of the text: {self.stability:.2f}")
         caption = "\n".join(lines) or None
-        title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {by}{rest}"
+        title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, sorted by {sorted_by}{rest}"
         table = Table(title=Text(title, "table.title"), caption=caption)
         columns = [name for one in self.by for name in ([one, "gradient_raw"] if one == "gradient" else [one])]
         for name in ("layer", "head", *columns):

@@ -143,6 +143,16 @@ def texts_of(ids: object) -> list[list[int]]:
     return [inputs.as_row(ids)]
 
 
+def one_text(ids: object, least: int, what: str) -> list[int]:
+    """Return one text of at least `least` tokens; raise ValueError, which says what is measured, for others."""
+    texts = texts_of(ids)
+    if len(texts) == 1 and len(texts[0]) >= least:
+        return texts[0]
+    got = ", ".join(str(len(text)) for text in texts)
+    out = f"{got}; give a longer text" if len(texts) == 1 else f"{len(texts)} texts, of {got} tokens; give one of them"
+    raise ValueError(f"{what} on one text of at least {least} tokens; got {out}")
+
+
 def readings(
     model: nn.Module, texts: Sequence[Sequence[int]], *, loss: Loss | None, mask_id: int | None, seed: int
 ) -> list[Reading]:

@@ -111,7 +111,7 @@ def plot_roles(look: LookData) -> Figure:
     tall = max(1.4 + 0.32 * height, 1.2 + 0.19 * (len(played) + 3))  # the legend stands beside the matrix
     figure = new_figure(min(16.0, 3.6 + 0.32 * width), min(20.0, tall), "compressed")
     axes = figure.add_subplot()
-    names = [name for name, _ in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))]
+    names = palette.in_order(played)
     numbers = np.full((max(1, height), max(1, width)), np.nan)
     for head, cell in cells:
         numbers[head.layer, head.head] = names.index(cell.role) + 1 if cell.role else 0
