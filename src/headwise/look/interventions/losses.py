@@ -56,6 +56,11 @@ class Reading:
             return drift(embedding(output), self.embedded)
         return self.cross_entropy(logits_of(output, self.labels.shape[1], classes=self.classes or bool(self.call)))
 
+    @property
+    def measure(self) -> str:
+        """What the losses are: ``"drift"`` of an embedding, or ``"loss"``."""
+        return "drift" if self.embedded is not None and self.loss is None else "loss"
+
     def scalars(self, model: nn.Module) -> list[Tensor]:
         """Return scalars to differentiate: the loss, or embedding components (the drift's gradient is 0)."""
         if self.embedded is not None and self.loss is None:

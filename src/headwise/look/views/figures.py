@@ -170,7 +170,8 @@ def plot_importance(importance: HasImportance) -> Figure:
         axes.set(xlabel="head", ylabel="layer")
         _whole_ticks(axes, width, height)
         _title(axes, by)
-    title = f"{visible(importance.model, limit=60)}: loss {importance.loss:.3f} on {importance.tokens:,} tokens"
+    what = f"loss {importance.loss:.3f}" if importance.measure == "loss" else "drift of the embedding"
+    title = f"{visible(importance.model, limit=60)}: {what} on {importance.tokens:,} tokens"
     figure.suptitle(title, fontsize=11, parse_math=False)
     return figure
 
