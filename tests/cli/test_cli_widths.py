@@ -13,7 +13,8 @@ from rich.table import Table
 
 from headwise import plan
 from headwise.cli import output
-from headwise.cli.options.table_width import fit, parts
+from headwise.cli.options.table_width import fit
+from headwise.plan.show.printed import parts
 
 pytestmark = pytest.mark.unchecked
 FRAME = "─━│┃┏┓┗┛┡┩└┘├┤┼╇┳┬┴┻╈╪"
@@ -74,7 +75,7 @@ def test_numbers_keep_their_units_and_the_frame_goes_before_a_word_is_broken() -
         tables = [part for part in parts(at, shown) if isinstance(part, Table)]
         assert len(tables) == 3
         layouts = printed(tables[1], shown)
-        assert layouts.splitlines()[1].startswith(begins), layouts
+        assert layouts.splitlines()[0].startswith(begins), layouts
         for text in ("180 MiB", "212 MiB", "1.27 ms", "activations", "all-reduces)", "(fastest)"):
             assert text in layouts, (width, text)
     table = Table("a", "b")
@@ -96,3 +97,63 @@ def test_a_plan_is_printed_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for text in ("What attention costs", "Projections", "cache against context", "card: 32 query heads"):
         assert text in shown
+
+
+TITLES = ("the effect of each of the heads on a text", "what its numbers are, in more words than a table is wide")
+
+
+def narrow() -> Table:
+    table = Table("a", "b", title=TITLES[0], caption=TITLES[1])
+    table.add_row("1", "2")
+    return table
+
+
+def test_a_title_and_a_caption_take_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were wrapped to the width of their table, which here is nine characters."""
+    output.put(narrow())
+    shown = capsys.readouterr().out.splitlines()
+    assert (shown[0], shown[-1]) == TITLES
+    assert max(map(len, shown[1:-1])) == 9
+
+
+def test_a_title_is_wrapped_to_a_terminal_and_not_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for terminal in (True, False):
+        shown = console(20, terminal=terminal)
+        monkeypatch.setattr(output, "console", lambda shown=shown: shown)
+        output.put(narrow())
+        assert isinstance(shown.file, io.StringIO)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", shown.file.getvalue())
+        title = text[: text.index("┏")].splitlines()
+        assert " ".join(" ".join(title).split()) == TITLES[0]
+        assert (max(map(len, title)) <= 20) == terminal and (len(title) == 1) != terminal
+
+
+@pytest.mark.parametrize("printed", [str, output.put])
+def test_results_print_their_titles_in_one_way(printed: object, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan, a trace, and a look's results: as text, and by a command."""
+    from headwise import look
+    from headwise.nn.hooks.trace import trace_shape
+    from headwise.testing.constructed import constructed
+
+    model, _ = constructed([["self", "previous-token"], ["broad", "induction"]])
+    ids = model.sample(41)
+    titled = {
+        "m: loss ": look.importance(model, ids, by=("gradient", "zero"), name="m"),
+        "rank correlation between criteria: gradient and zero ": look.importance(
+            model, ids, by=("gradient", "zero"), name="m"
+        ),
+        "m: heads off by zero, 41 tokens": look.ablate(model, ids, [(0, 1)], name="m"),
+        "m: heads that do the same, 41 tokens, distance at most 0.1": look.redundancy(model, ids, name="m"),
+        "m: what heads read of earlier ones": look.circuits(model, ids, name="m"),
+        "What attention costs": plan.of("llama-3-8b"),
+        "Multi-head attention, stage by stage": trace_shape(32, 4),
+    }
+    for title, result in titled.items():
+        if printed is str:
+            lines = str(result).splitlines()
+        else:
+            output.put(result)
+            lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith(title) for line in lines), (title, lines[:4])

@@ -347,8 +347,8 @@ def test_logits_in_a_tuple_are_logits() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     model = Small()
     for text, ids in (
-        (r"one text of at least 3 tokens; got \[2\]", [1, 2]),
-        (r"one text of at least 3 tokens; got \[11, 11\]", [TEXT, TEXT]),
+        (r"one text of at least 3 tokens; got 2; give a longer text", [1, 2]),
+        (r"one text of at least 3 tokens; got 2 texts, of 11, 11 tokens; give one", [TEXT, TEXT]),
         ("ids of this model are 0 to 52; got 99", [1, 2, 99]),
     ):
         with pytest.raises(ValueError, match=text):

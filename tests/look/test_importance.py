@@ -151,7 +151,7 @@ def test_the_stability_is_the_agreement_of_halves() -> None:
     halves = [importance(model, TEXT, loss=half(places)) for places in (slice(0, 5), slice(5, 10))]
     assert texts[0].stability == pytest.approx(spearman(*map(flat, halves)))
     assert halves[0].stability is None, "a loss of the user's own has no halves"
-    assert f"one half of the text with the other: {both.stability:.2f}" in " ".join(str(both).split())
+    assert f"gradient between two halves of the text: {both.stability:.2f}" in " ".join(str(both).split())
 
 
 def test_the_table_sorts_across_layers_by_the_change_of_the_loss() -> None:

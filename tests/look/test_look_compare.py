@@ -69,7 +69,7 @@ def test_only_the_head_that_changed_did(before: Look, after: Look) -> None:
     assert change.scores["self"][0] > 0.99 and change.scores["self"][1] < 0.2
     assert change.largest is not None and change.largest[0] in ("self", "first-token sink")
     assert {head.distance for head in comparison.heads if head.head != 2} == {0.0}
-    assert comparison.summary() == ["before against after: 1 of 8 heads changed role", "7 of them did not move"]
+    assert comparison.summary() == ["before against after: 1 of 8 heads changed role", "7 of 8 heads did not move"]
     assert re.search(r"^0\.2 +0\.2 .* lost self; gained first-token sink ", str(comparison), re.MULTILINE)
     assert len(str(comparison).splitlines()) == 4, "heads that did not move have no line"
 
@@ -187,11 +187,11 @@ def test_records_without_offsets_or_maps_are_not_said_to_have_stayed(before: Loo
         comparison = look.compare(a, b)
         assert {(one.moved, one.near, one.distance) for one in comparison.heads} == {(None, None, 0.0)}
         assert comparison.summary()[1:] == [
-            "0 of them did not move",
-            "8 have neither maps of one size nor offsets to compare",
+            "0 of 8 heads did not move",
+            "8 without maps of one size or offsets to compare",
         ]
     mixed = look.compare(before, replace(before, heads=(bare.heads[0], *before.heads[1:]))).summary()
-    assert mixed[1:] == ["7 of them did not move", "1 have neither maps of one size nor offsets to compare"]
+    assert mixed[1:] == ["7 of 8 heads did not move", "1 without maps of one size or offsets to compare"]
     kept, fewer = [1, 2], pruned(bare, [1, 2])
     assert [head.head for head in look.compare(before, fewer, kept={0: kept}).heads] == kept
     with pytest.raises(ValueError, match=r"^layer 0: 8 and 2 heads are paired by .* and records have neither; give k"):

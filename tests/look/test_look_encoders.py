@@ -47,6 +47,8 @@ def test_the_loss_of_a_bare_encoder_is_the_drift_of_its_embedding() -> None:
     with torch.no_grad(), first, second:
         both = float(1 - cosine_similarity(pooled(model, TEXT), whole[0], 0))
     assert lost.before == 0 and lost.after == pytest.approx(both, abs=1e-5) and lost.kl is None and not lost.places
+    assert "drift of the embedding" in str(result) and "loss" not in str(result)
+    assert "drift of the embedding" in str(lost) and "drift" in lost.to_json() and "loss" not in str(lost)
 
 
 def test_the_slope_of_an_embedding_is_how_fast_it_turns() -> None:

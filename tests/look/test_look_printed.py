@@ -37,3 +37,16 @@ def test_results_print_as_their_tables(name: str) -> None:
     page = result._repr_html_()
     assert page.startswith("<pre>&lt;model&gt; &amp;") and page.endswith("</pre>")
     assert repr(result).startswith(f"{type(result).__name__}(model=")
+
+
+def test_the_summary_begins_with_what_few_heads_do_and_ends_in_states() -> None:
+    """It is in the order of the catalog: the many heads of a common role do not come before the induction heads."""
+    from headwise.look.views.tables import summary_table
+
+    model, _ = constructed([["self", "self", "previous-token"], ["duplicate-token", "broad", "induction"]])
+    seen = look.at(model, model.sample(41))
+    named = [str(cell) for cell in summary_table(seen).columns[0].cells]
+    assert named[0] == "induction" and named[-2] in ("broad", "first-token sink") and named[-1] == "no role or state"
+    assert named.index("induction") < named.index("duplicate-token") < named.index("self")
+    one = look.at(model, [1], repeats=None)
+    assert one.title.endswith("decoder, 1 token") and seen.title.endswith("41 tokens")

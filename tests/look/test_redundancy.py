@@ -174,8 +174,8 @@ def test_a_head_alone_has_no_twin() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     model = BY_NAME["Llama GQA"].build()
     for text, ids, options in (
-        (r"on one text of at least 4 tokens; got \[3\]", [1, 2, 3], {}),
-        (r"on one text of at least 4 tokens; got \[11, 11\]", [TEXT, TEXT], {}),
+        (r"on one text of at least 4 tokens; got 3; give a longer text", [1, 2, 3], {}),
+        (r"on one text of at least 4 tokens; got 2 texts, of 11, 11 tokens; give one of them", [TEXT, TEXT], {}),
         ("threshold is a distance from 0 to 1; got 2", TEXT, {"threshold": 2}),
         ("rows", TEXT, {"rows": 0}),
     ):

@@ -212,24 +212,24 @@ def test_the_axis_of_tokens_where_no_map_runs_over_them(tokens: int, cells: int)
     assert len(pack.page_data(replace(look, heads=(), maps=()))["cells"]) == cells
 
 
-def test_roles_stand_in_the_order_of_their_heads() -> None:
-    """Those that most heads play first, then by name; then those that none plays, as the catalogue has them."""
+def test_roles_stand_in_the_order_of_the_catalogue() -> None:
+    """Those that a head plays, the most specific first, unknown ones, then states; then those that none plays."""
     look = make_look(layers=1, heads=4)
-    names = (("b", "c"), ("c", "a"), ("c", "b"), ("d",))
+    names = (("broad", "self"), ("self", "mine"), ("self", "broad"), ("name mover",))
     heads = [
         playing(
             head,
             *(Score(name, 0.9 - 0.1 * i, 0.1, 0.4, 7, plays=True) for i, name in enumerate(played)),
-            *(Score(name, 0.9, 0.1, 0.4, 7) for name in ("induction", "an other", "self")),
+            *(Score(name, 0.9, 0.1, 0.4, 7) for name in ("retrieval", "an other", "induction")),
         )
         for head, played in zip(look.heads, names, strict=True)
     ]
     data = pack.page_data(replace(look, heads=tuple(heads)))
     listed = data["numbers"]["roles"]
     assert [(role["label"], role["played"]) for role in listed] == [
-        ("c", 3), ("b", 2), ("a", 1), ("d", 1), ("induction", 0), ("self", 0), ("an other", 0),
+        ("name mover", 1), ("self", 3), ("mine", 1), ("broad", 2), ("induction", 0), ("retrieval", 0), ("an other", 0),
     ]  # fmt: skip
-    assert numbers(data)["roles"] == [[1, 0], [0, 2], [0, 1], [3]]
+    assert numbers(data)["roles"] == [[1, 3], [1, 2], [1, 3], [0]]
 
 
 def test_each_role_has_a_letter_and_a_colour() -> None:

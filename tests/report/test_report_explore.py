@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,36 @@ def test_arcs_join_the_words_of_a_sentence(page: Any) -> None:
     page.locator("#arcs").focus()
     page.keyboard.press("ArrowLeft")
     assert page.locator("#arc-readout").text_content().startswith(f"query {chosen - 1} ")
+    page.locator("#least").select_option("0.4")  # a word without an arc: the arcs of others are not faint
+    drawn = page.eval_on_selector_all("#arcs .arc", "(all) => all.flatMap((a) => [a.dataset.query, a.dataset.key])")
+    lone = next(i for i in inside if str(i) not in drawn)
+    page.locator(f"#arcs .word[data-token='{lone}']").click()
+    assert page.locator("#arcs .arc").count() == len(drawn) / 2 > 0
+    assert not page.locator("#arcs .arc.aside").count()
+    page.locator("#least").select_option("0.05")
+
+
+def test_only_rare_relations_of_grammar_wait_behind_a_button(browser: Any, tmp_path: Path) -> None:
+    """They hid the name movers and the states; the button shows them in their place."""
+    look = make_look(layers=1, heads=7)
+    relations = ("det to head", "head to det", "obj to head")  # of one, three, and two heads
+    others = ("induction", "name mover", "negative name mover", "name suppressor", "duplicate-token", "retrieval")
+    others += ("previous-token", "self", "coreference", "punctuation", "local band", "first-token sink", "broad")
+    plays = {0: (*others, *relations), 1: relations[1:], 2: relations[1:2]}
+    heads = [
+        playing(head, *(Score(name, 0.9, 0.1, 0.4, 7, plays=True) for name in plays.get(i, ())))
+        for i, head in enumerate(look.heads)
+    ]
+    opened = Opened(browser, replace(look, heads=tuple(heads)), tmp_path)
+    chips = opened.page.locator("#roles .chip")
+    shown = chips.all_text_contents()
+    hidden = "[...document.querySelectorAll('#roles .chip')].filter((c) => c.hidden).map((c) => c.textContent)"
+    assert opened.page.evaluate(hidden) == ["ovobject -> verb2", "dndeterminer -> noun1"], shown
+    assert shown[-1] == "2 more" and shown[1:3] == ["Iinduction1", "Mname mover1"]
+    opened.page.locator("#roles .more-chips").click()
+    assert opened.page.evaluate(hidden) == [] and opened.page.locator("#roles .more-chips").text_content() == "fewer"
+    opened.check_calm()
+    opened.context.close()
 
 
 def test_the_sum_is_that_of_the_model(page: Any) -> None:

@@ -171,7 +171,7 @@ def _print_heads(result: Any, *, every: bool) -> None:
     table = look.table()
     if shown.measure(table, options=shown.options.update(width=1000)).maximum > shown.width:
         table = _narrow(look, shown)
-    shown.print(table)
+    put(table, fitted=True)
 
 
 def _narrow(look: Any, shown: Any) -> Any:

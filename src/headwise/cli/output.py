@@ -30,17 +30,24 @@ def show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
         put(table(result))
 
 
-def put(what: Any) -> None:
-    """Print a table, or a record that prints as tables; no text is cut."""
+def put(what: Any, *, fitted: bool = False) -> None:
+    """Print a table, or a record that prints as tables; no text is cut, and titles are not wrapped in a pipe.
+
+    Args:
+        what: A Rich renderable, or a text.
+        fitted: Whether the widths of the columns are set; else they are made to fit the terminal.
+    """
     from rich.table import Table
 
-    from .options.table_width import fit, parts
+    from headwise.plan.show.printed import is_line, parts
+
+    from .options.table_width import fit
 
     for part in parts(what, console()):
         shown = console()  # `fit` may change the width of its console
-        if isinstance(part, Table):
+        if isinstance(part, Table) and not fitted:
             fit(part, shown)
-        shown.print(part)
+        shown.print(part, soft_wrap=is_line(part) and not shown.is_terminal)
 
 
 def put_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

@@ -39,7 +39,7 @@ def patch(
     def work(loaded: Any, show: Any) -> Any:
         from headwise.look import LogitDifference, patch
 
-        metric = LogitDifference(one_token(loaded, "--answer", answer), one_token(loaded, "--wrong", wrong))
+        metric = LogitDifference(*two_tokens(loaded, answer, wrong))
         clean_ids, corrupted_ids = (loaded.encode(text)[0] for text in texts)
         show("patching")
         options = {"heads": chosen, "positions": positions, "decode": loaded.decode, "name": loaded.name}
@@ -68,13 +68,21 @@ def attribute(
     def work(loaded: Any, show: Any) -> Any:
         from headwise.look import attribute
 
-        pair = one_token(loaded, "--answer", answer), one_token(loaded, "--wrong", wrong)
+        pair = two_tokens(loaded, answer, wrong)
         ids = loaded.encode(content)[0]
         return attribute(loaded.model, ids, *pair, decode=loaded.decode, name=loaded.name)
 
     result = measured("attribute", model, device, dtype, work)
     show(result.to_dict(), lambda _: result, as_json)
     write_out(result, out, as_json)
+
+
+def two_tokens(loaded: Any, answer: str, wrong: str) -> tuple[int, int]:
+    """Return the ids of ``--answer`` and ``--wrong``; raise BadParameter if they are not two tokens."""
+    pair = one_token(loaded, "--answer", answer), one_token(loaded, "--wrong", wrong)
+    if pair[0] == pair[1]:
+        raise typer.BadParameter(f"--answer and --wrong are two tokens to compare; both are {answer!r}; change one")
+    return pair
 
 
 def one_token(loaded: Any, option: str, text: str) -> int:

@@ -146,7 +146,7 @@ class Comparison:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text("\n".join(self.summary())), title_justify="left", header_style="bold")
+        table = Table(title=Text("\n".join(self.summary())), header_style="bold")
         for name in _COLUMNS:
             table.add_column(name, justify="right" if name in _COLUMNS[2:5] else "left")
         for head in self._shown():
@@ -165,9 +165,9 @@ class Comparison:
             lines.append(f"not compared, because only one of the looks measured it: {named}")
         if self.same_text:
             known = [head for head in self.heads if (head.moved, head.near) != (None, None)]
-            lines.append(f"{sum(head.distance == 0 for head in known)} of them did not move")
+            lines.append(f"{sum(head.distance == 0 for head in known)} of {len(self.heads)} heads did not move")
             if len(known) < len(self.heads):
-                lines.append(f"{len(self.heads) - len(known)} have neither maps of one size nor offsets to compare")
+                lines.append(f"{len(self.heads) - len(known)} without maps of one size or offsets to compare")
         else:
             lines.append("they read other tokens: patterns are not compared")
         return lines

@@ -112,7 +112,7 @@ class Walk:
 
         title = f"{visible(self.model, limit=60)}, head {self.layer}.{self.head}: "
         title += f"query {self.query} {visible(self.token)!r}, one row of softmax(Q K^T / sqrt(d_k)) V"
-        named = Table("j", "key", "k_j", "score", "weight", "v_j", title=Text(title), title_justify="left")
+        named = Table("j", "key", "k_j", "score", "weight", "v_j", title=Text(title))
         best = sorted(self.keys, key=lambda one: (-one.weight, one.position))[:MOST_KEYS]
         for one in best:
             score = "masked" if one.masked is None else f"{one.masked:.3f}"
@@ -122,7 +122,7 @@ class Walk:
         if len(self.keys) > len(best):
             left = sum(one.weight for one in self.keys) - sum(one.weight for one in best)
             yield Text(f"{len(self.keys) - len(best)} more keys with a weight of {left:.4f} together")
-        stages = Table("stage", "formula", "size", "numbers", "length", title_justify="left")
+        stages = Table("stage", "formula", "size", "numbers", "length")
         for stage in self.stages:
             length = sum(x * x for x in stage.values) ** 0.5
             cells = (stage.name, stage.formula, str(len(stage.values)), _short(stage.values), f"{length:.3f}")
@@ -130,7 +130,7 @@ class Walk:
         yield stages
 
     def __str__(self) -> str:
-        from ..plan.show.tables import plain
+        from ..plan.show.printed import plain
 
         return plain(self)
 

@@ -48,7 +48,7 @@ class AttentionPlan(PlanData):
         yield from tables(self)
 
     def __str__(self) -> str:
-        from .show.tables import plain
+        from .show.printed import plain
 
         return plain(self)
 

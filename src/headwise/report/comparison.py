@@ -35,9 +35,8 @@ def render_comparison(before: Look, after: Look, *, kept: Mapping[Any, Any] | No
     from .role_catalog import marking
 
     changes = compare(before, after, kept=kept)
-    names = list(dict.fromkeys(s.name for look in (before, after) for head in look.heads for s in head.roles))
+    names = palette.in_order({s.name for look in (before, after) for head in look.heads for s in head.roles})
     counts = {name: [_count(look, name) for look in (before, after)] for name in names}
-    names.sort(key=lambda name: (bool(palette.mark(name)), -max(count or 0 for count in counts[name]), name))
     index = {name: i for i, name in enumerate(names)}
     data = {
         "sides": [

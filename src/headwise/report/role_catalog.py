@@ -13,7 +13,7 @@ from .escape import cut
 
 
 def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
-    """Return every measured role: played ones by number of heads, then by name, states last; then those of no head."""
+    """Return every measured role: played ones, in the order of the catalog and states last; then those of no head."""
     counts: dict[str, int] = {}
     thresholds: dict[str, float] = {}
     for head in heads:
@@ -21,13 +21,7 @@ def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
             counts[name] = counts.get(name, 0) + score.plays
             thresholds.setdefault(name, score.threshold)
     known = {role.name: role for role in ROLES}
-    place = {name: i for i, name in enumerate(known)}
-
-    def rank(name: str) -> tuple[bool, bool, int, str, int, str]:
-        state = bool(counts[name] and palette.mark(name))
-        return not counts[name], state, -counts[name], name if counts[name] else "", place.get(name, len(place)), name
-
-    order = sorted(counts, key=rank)
+    order = sorted(palette.in_order(counts), key=lambda name: not counts[name])
     listed = []
     for name in order:
         role = known.get(name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -11,22 +10,6 @@ if TYPE_CHECKING:
 
 GAP = 1
 """Spaces between the columns of a table without a frame."""
-
-
-def parts(what: Any, shown: Console) -> Iterator[Any]:
-    """Yield the parts that rich prints, in order; groups and records that print as tables are split."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    if isinstance(what, Group):
-        for one in what.renderables:
-            yield from parts(one, shown)
-    elif isinstance(what, Table | Text | str) or not hasattr(what, "__rich_console__"):
-        yield what
-    else:
-        for one in what.__rich_console__(shown, shown.options):
-            yield from parts(one, shown)
 
 
 def fit(table: Table, shown: Console) -> None:

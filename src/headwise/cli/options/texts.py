@@ -46,7 +46,9 @@ def typed_text(text: str, option: str = "--text") -> str:
 
 
 def typed_token(text: str, option: str) -> str:
-    """Return a token that was typed as an option, which may be a space; raise BadParameter if it is no UTF-8 text."""
+    """Return a token that was typed as an option, which may be a space; raise BadParameter if empty or not UTF-8."""
+    if text == "":
+        raise typer.BadParameter(f"{option}: the token is empty; give one with the space that belongs to it: ' Mary'")
     return _decode(_typed(text, option), option)
 
 

@@ -69,6 +69,7 @@ class Ablation(Tabled):
         heads: the loss with each head off alone.
         kl: KL(before || after) of the next token, mean over the tokens, in nats; None if the loss is not over words.
         places: the positions with the largest KL.
+        measure: ``"loss"``, or ``"drift"``: of an encoder without a head, 1 - cosine of its embeddings.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Ablation(Tabled):
     heads: tuple[HeadLoss, ...]
     kl: float | None
     places: tuple[PlaceChange, ...]
+    measure: str = "loss"
 
     def table(self) -> rich.table.Table:
         """Return a table of the losses."""
@@ -86,10 +88,11 @@ class Ablation(Tabled):
         from rich.text import Text
 
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
+        if self.measure == "drift":
+            title += ", drift of the embedding, 1 - cosine"
         caption = None if self.kl is None else f"mean KL(original || ablated): {self.kl:.4f} nats/token"
-        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
-        table.min_width = max(len(title), len(caption or ""))  # each takes one line
-        for name in ("off", "loss", "change"):
+        table = Table(title=Text(title, "table.title"), caption=caption)
+        for name in ("off", self.measure, "change"):
             table.add_column(name, justify="right")
         rows = [("none", self.before), *((f"{x.layer}.{x.head}", x.loss) for x in self.heads)]
         for what, loss in [*rows, *([("all of them", self.after)] if len(self.heads) > 1 else [])]:
@@ -101,7 +104,7 @@ class Ablation(Tabled):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title="where the next token changed most", title_justify="left")
+        table = Table(title="where the next token changed most")
         for name in ("after token", "KL", "next token: before -> after"):
             table.add_column(name, justify="right" if name == "KL" else "left")
         for place in self.places:
@@ -178,6 +181,7 @@ def ablate(
         heads=tuple(HeadLoss(*head, base.loss + rise) for head, rise in zip(chosen, risen, strict=False)),
         kl=kl,
         places=places,
+        measure=texts[0].measure,
     )
 
 

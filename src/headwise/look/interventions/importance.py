@@ -81,6 +81,7 @@ class Importance(Tabled):
         seconds: the duration of the measurement.
         stability: Spearman's rank correlation of ``gradient`` between the two halves of the texts (of one text: of its
             tokens); None if it was not measured. Under 0.5 another text would rank the heads differently.
+        measure: ``"loss"``, or ``"drift"``: of an encoder without a head, 1 - cosine of its embeddings.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Importance(Tabled):
     agreements: tuple[Agreement, ...]
     seconds: float
     stability: float | None = None
+    measure: str = "loss"
 
     def scores(self, by: str) -> list[list[float]]:
         """Return one criterion as ``[layer][head]``, for example for a pruner.
@@ -124,12 +126,13 @@ class Importance(Tabled):
         top = sorted(self.heads, key=lambda head: -float(getattr(head, sorted_by)))[:most]
         rest = f", {len(top)} of {len(self.heads)} heads" if len(top) < len(self.heads) else ""
         pairs = ", ".join(f"{a.first} and {a.second} {a.rho:.2f}" for a in self.agreements if a.rho is not None)
-        lines = [f"rank correlation: {pairs}"] if pairs else []
+        lines = [f"rank correlation between criteria: {pairs}"] if pairs else []
         if self.stability is not None:
-            lines.append(f"gradient, one half of the text with the other: {self.stability:.2f}")
+            lines.append(f"rank correlation of gradient between two halves of the text: {self.stability:.2f}")
         caption = "\n".join(lines) or None
-        title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {by}{rest}"
-        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
+        what = f"loss {self.loss:.3f}" if self.measure == "loss" else "drift of the embedding, 1 - cosine,"
+        title = f"{self.model}: {what} on {self.tokens} tokens, sorted by {sorted_by}{rest}"
+        table = Table(title=Text(title, "table.title"), caption=caption)
         columns = [name for one in self.by for name in ([one, "gradient_raw"] if one == "gradient" else [one])]
         for name in ("layer", "head", *columns):
             table.add_column(name, justify="right")
@@ -220,6 +223,7 @@ def importance(
         agreements=agreements({name: [x for row in columns[name] for x in row] for name in names}),
         seconds=round(time.perf_counter() - started, 3),
         stability=stability,
+        measure=texts[0].measure,
     )
 
 

@@ -56,6 +56,11 @@ class Reading:
             return drift(embedding(output), self.embedded)
         return self.cross_entropy(logits_of(output, self.labels.shape[1], classes=self.classes or bool(self.call)))
 
+    @property
+    def measure(self) -> str:
+        """What the losses are: ``"drift"`` of an embedding, or ``"loss"``."""
+        return "drift" if self.embedded is not None and self.loss is None else "loss"
+
     def scalars(self, model: nn.Module) -> list[Tensor]:
         """Return scalars to differentiate: the loss, or embedding components (the drift's gradient is 0)."""
         if self.embedded is not None and self.loss is None:
@@ -141,6 +146,16 @@ def texts_of(ids: object) -> list[list[int]]:
     if getattr(first, "ndim", isinstance(first, Sequence)):
         return [inputs.as_row(text) for text in rows]
     return [inputs.as_row(ids)]
+
+
+def one_text(ids: object, least: int, what: str) -> list[int]:
+    """Return one text of at least `least` tokens; raise ValueError, which says what is measured, for others."""
+    texts = texts_of(ids)
+    if len(texts) == 1 and len(texts[0]) >= least:
+        return texts[0]
+    got = ", ".join(str(len(text)) for text in texts)
+    out = f"{got}; give a longer text" if len(texts) == 1 else f"{len(texts)} texts, of {got} tokens; give one of them"
+    raise ValueError(f"{what} on one text of at least {least} tokens; got {out}")
 
 
 def readings(

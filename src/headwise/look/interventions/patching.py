@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 MOST_ROWS = 32
 """The most heads in a heatmap by position: those with the largest effects."""
 
-WIDTH = 56
-"""The least width of a table, so that its title and caption take few lines."""
-
 
 @dataclass(frozen=True)
 class LogitDifference:
@@ -125,8 +122,7 @@ class Patching(Tabled):
         rest = f", {len(top)} of {len(self.heads):,} patches" if len(top) < len(self.heads) else ""
         title = f"{self.model}: {self.metric}{rest}"
         caption = f"effect: 0 = as corrupted ({self.corrupted:.3f}), 1 = as clean ({self.clean:.3f})"
-        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
-        table.min_width = WIDTH
+        table = Table(title=Text(title, "table.title"), caption=caption)
         for name in ("layer", "head", *(("position", "clean", "corrupted") if self.by_position else ()), "effect"):
             table.add_column(name, justify="left" if name in ("clean", "corrupted") else "right")
         for one in top:

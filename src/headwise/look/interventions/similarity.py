@@ -21,7 +21,7 @@ from ...shapes.arguments import check_counts, check_numbers
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
 from ..views.tables import Tabled
-from .losses import Reading, no_loss, texts_of
+from .losses import Reading, no_loss, one_text
 
 if TYPE_CHECKING:
     import rich.table
@@ -86,7 +86,7 @@ class Redundancy(Tabled):
         from rich.text import Text
 
         title = f"{self.model}: heads that do the same, {self.tokens} tokens, distance at most {self.threshold:g}"
-        table = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left")
+        table = Table(title=Text(title, "table.title"))
         for name in ("by", "heads", "cluster"):
             table.add_column(name, justify="right" if name == "heads" else "left")
         for by, clusters in (("patterns", self.patterns), ("outputs", self.outputs)):
@@ -101,7 +101,7 @@ class Redundancy(Tabled):
         from rich.table import Table
 
         check_counts(most=most)
-        table = Table(title="closest heads", title_justify="left")
+        table = Table(title="closest heads")
         for name in ("by", "head", "nearest", "distance, 0 to 1"):
             table.add_column(name, justify="left" if name == "by" else "right")
         for by in ("pattern", "output"):
@@ -166,10 +166,8 @@ def redundancy(
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is a distance from 0 to 1; got {threshold}")
     model = unwrap(model)
-    texts = [] if isinstance(ids, Mapping) else texts_of(ids)
-    if not isinstance(ids, Mapping) and (len(texts) != 1 or len(texts[0]) < LEAST):
-        sizes = [len(text) for text in texts]
-        raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
+    if not isinstance(ids, Mapping):
+        one_text(ids, LEAST, "heads are compared")
     [text] = all_readings(model, ids, loss=no_loss, mask_id=None, seed=0, labels=False)
     kinds, compared = kinds_of(model, text), []
     for calls in kinds:

@@ -88,4 +88,4 @@ class LookData:
         """Model, size, kind, and the number of texts and tokens."""
         texts = f"{self.texts:,} texts, " if self.texts != 1 else ""
         shape = f"{self.num_layers} layers x {self.num_heads} heads"
-        return f"{self.model}: {shape}, {self.kind}, {texts}{self.length} tokens"
+        return f"{self.model}: {shape}, {self.kind}, {texts}{self.length} token{'s' * (self.length != 1)}"

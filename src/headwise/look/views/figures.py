@@ -111,7 +111,7 @@ def plot_roles(look: LookData) -> Figure:
     tall = max(1.4 + 0.32 * height, 1.2 + 0.19 * (len(played) + 3))  # the legend stands beside the matrix
     figure = new_figure(min(16.0, 3.6 + 0.32 * width), min(20.0, tall), "compressed")
     axes = figure.add_subplot()
-    names = [name for name, _ in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))]
+    names = palette.in_order(played)
     numbers = np.full((max(1, height), max(1, width)), np.nan)
     for head, cell in cells:
         numbers[head.layer, head.head] = names.index(cell.role) + 1 if cell.role else 0
@@ -170,7 +170,8 @@ def plot_importance(importance: HasImportance) -> Figure:
         axes.set(xlabel="head", ylabel="layer")
         _whole_ticks(axes, width, height)
         _title(axes, by)
-    title = f"{visible(importance.model, limit=60)}: loss {importance.loss:.3f} on {importance.tokens:,} tokens"
+    what = f"loss {importance.loss:.3f}" if importance.measure == "loss" else "drift of the embedding"
+    title = f"{visible(importance.model, limit=60)}: {what} on {importance.tokens:,} tokens"
     figure.suptitle(title, fontsize=11, parse_math=False)
     return figure
 

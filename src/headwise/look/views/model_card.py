@@ -94,7 +94,8 @@ def _texts(look: LookData) -> str:
     if look.texts != 1:
         return f"{look.texts:,} texts of {look.length:,} tokens together"
     excerpt = _joined(look.tokens[: 8 * AROUND])
-    return f"one text of {look.length:,} tokens: {code(excerpt + (' ...' if look.length > 8 * AROUND else ''))}"
+    counted = f"{look.length:,} token{'s' * (look.length != 1)}"
+    return f"one text of {counted}: {code(excerpt + (' ...' if look.length > 8 * AROUND else ''))}"
 
 
 def _row(look: LookData, name: str) -> str:

@@ -27,9 +27,7 @@ _PLAIN = "padding:0 .5em;text-align:right;font:11px monospace;border:0;backgroun
 def markup(look: LookData) -> str:
     """Return the grid of heads by role, and the table of heads."""
     played = Counter(cell.role for cell in map(cell_of, look.heads) if cell.role)
-    legend = "".join(
-        _legend(name, count) for name, count in sorted(played.items(), key=lambda pair: (-pair[1], pair[0]))
-    )
+    legend = "".join(_legend(name, played[name]) for name in palette.in_order(played))
     idle = len(look.heads) - played.total()
     states = f"{idle} without a role; {MARKS['dot']} sink, {MARKS['ring']} broad"
     return (

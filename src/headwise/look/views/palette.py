@@ -7,6 +7,7 @@ than colors that the eye can tell apart, so roles of one family (such as all sin
 from __future__ import annotations
 
 import string
+from collections.abc import Iterable
 
 from ..roles.catalog import ROLES
 
@@ -106,6 +107,16 @@ _RELATIONS = {
 """By the name of Universal Dependencies: the dependent, what it depends on, the letter of the role, and its color."""
 
 _STATES = frozenset(role.name for role in ROLES if role.state)
+_PLACE = {role.name: place for place, role in enumerate(ROLES)}
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return roles in the order of the catalog, from what few heads do to what many do; unknown ones, then states.
+
+    >>> in_order(["broad", "self", "my role", "name mover", "induction"])
+    ['induction', 'name mover', 'self', 'my role', 'broad']
+    """
+    return sorted(names, key=lambda name: (name in _STATES, _PLACE.get(name, len(_PLACE)), name))
 
 
 def _relation(name: str) -> tuple[str, bool] | None:

@@ -60,9 +60,9 @@ class Tabled:
         yield from self._tables()
 
     def __str__(self) -> str:
-        from ...plan.show.tables import plain
+        from ...plan.show.printed import plain
 
-        return "\n".join(line.rstrip() for line in plain(self).splitlines())
+        return plain(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -91,17 +91,17 @@ BEST = 5
 def summary_table(look: LookData) -> rich.table.Table:
     """Return a Rich table with a row for each played role: how many heads play it, and the best of them.
 
-    The order is that of the report: roles by their number of heads, then states (sinks, broad).
+    The order is that of the report and of the catalog: from what few heads do to what many do, then states.
     """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(look.title), title_justify="left", header_style="bold")
+    table = Table(title=Text(look.title), header_style="bold")
     table.add_column("role", no_wrap=True)
     table.add_column("heads", justify="right", no_wrap=True)
     table.add_column("best, with their scores")
     played = {name: look.with_role(name) for name in dict.fromkeys(s.name for head in look.heads for s in head.roles)}
-    for name in sorted(played, key=lambda one: (bool(palette.mark(one)), -len(played[one]), one)):
+    for name in palette.in_order(played):
         heads = played[name]
         best = ", ".join(f"{head.layer}.{head.head} {head.scores[name].value:.2f}" for head in heads[:BEST])
         more = ", ..." if len(heads) > BEST else ""

@@ -14,7 +14,7 @@ from ...files.text import visible
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts
 from ..inputs.ids import check_told, model_name
-from ..interventions.losses import readings, texts_of
+from ..interventions.losses import one_text, readings
 from ..records.look_data import LookData
 from ..views.palette import label
 from ..views.tables import Tabled
@@ -152,7 +152,7 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title, "table.title"), title_justify="left")
+    table = Table(title=Text(title, "table.title"))
     for name in columns:
         table.add_column(name, justify="left" if name in ("by", "role", "its role") else "right")
     return table
@@ -204,11 +204,9 @@ def circuits(
     check_counts(most=most)
     check_told(name, progress)
     model = unwrap(model)
-    texts = texts_of(ids)
-    if len(texts) != 1 or len(texts[0]) < 3:
-        raise ValueError(f"circuits are read off one text of at least 3 tokens; got {[len(text) for text in texts]}")
-    [short] = readings(model, [texts[0][:SHORT]], loss=_no_loss, mask_id=None, seed=0)
-    [text] = readings(model, texts, loss=_no_loss, mask_id=None, seed=0)
+    whole = one_text(ids, 3, "circuits are measured")
+    [short] = readings(model, [whole[:SHORT]], loss=_no_loss, mask_id=None, seed=0)
+    [text] = readings(model, [whole], loss=_no_loss, mask_id=None, seed=0)
     layers = matrices(model, short)
     tell = progress or (lambda done, total: None)
     kept: dict[str, list[Composition]] = {kind: [] for kind in KINDS}

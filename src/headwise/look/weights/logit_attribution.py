@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 SHORT = 8
 """The number of tokens on which the end of the model is found."""
 
-WIDTH = 56
-"""The least width of a table, so that its title and caption take few lines."""
-
 
 @dataclass(frozen=True)
 class HeadLogit:
@@ -73,8 +70,7 @@ class Attribution(Tabled):
         title = f"{self.model}: direct logit of {self.answer!r} minus {self.wrong!r}{rest}"
         heads = sum(one.effect or 0.0 for one in direct)
         caption = f"all heads {heads:+.3f}, all else {self.rest:+.3f}, together {self.difference:+.3f}"
-        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
-        table.min_width = WIDTH
+        table = Table(title=Text(title, "table.title"), caption=caption)
         for name in ("layer", "head", "effect"):
             table.add_column(name, justify="right")
         for one in direct[:most]:

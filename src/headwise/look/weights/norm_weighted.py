@@ -83,7 +83,7 @@ class NormWeighted(Tabled):
 
         check_counts(most=most)
         title = f"{self.model}: the first token by weight, and by what it moves"
-        table = Table(title=Text(title, "table.title"), title_justify="left")
+        table = Table(title=Text(title, "table.title"))
         for name in ("layer", "head", "weight", "moves", "all keys move"):
             table.add_column(name, justify="right")
         for one in sorted(self.heads, key=lambda one: -one.first)[:most]:

@@ -133,7 +133,7 @@ class Trace:
         yield Text(self.summary())
 
     def __str__(self) -> str:
-        from ...plan.show.tables import plain
+        from ...plan.show.printed import plain
 
         return plain(self)
 

@@ -71,7 +71,7 @@ class ModelOverRanks:
         yield from _tables(self)
 
     def __str__(self) -> str:
-        from ..show.tables import plain
+        from ..show.printed import plain
 
         return plain(self)
 

@@ -21,16 +21,6 @@ NONE = "-"
 AS_OTHERS = "as MHA, 8 KV heads, 1 KV head"
 
 
-def plain(result: Any) -> str:
-    """Return the text that `print` shows for a plan or another Rich renderable: its tables without colour."""
-    from rich.console import Console
-
-    console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as text:
-        console.print(result)
-    return text.get().rstrip()
-
-
 def tables(plan: PlanData) -> Iterator[Any]:
     """Yield the tables, the chart and the notes of one plan, in order."""
     from rich.text import Text

@@ -27,12 +27,19 @@ function buildRoles() {
   const played = look.roles.map((role, i) => [role, i]).filter(([role]) => role.played);
   for (const [role, i] of played) chip(plainText(role.label, 40), role.played, i, [role.plain, plainText(role.formula, 300)].filter(Boolean).join("\n"), signOf(i));
   if (none) chip("no role or state", none, undefined, "Heads that have none of the measured roles and states", "\u00b7");
-  if (played.length > FEW_CHIPS) foldChips(place);
+  const chips = [...place.children].slice(1); // parallel to `played`
+  if (played.length > FEW_CHIPS) foldChips(place, rarest(played, played.length - FEW_CHIPS).map((n) => chips[n]));
 }
 
-// Annotated sentences give a role for every relation of grammar: the rarer ones wait behind a button.
-function foldChips(place) {
-  const rare = [...place.children].slice(FEW_CHIPS + 1, -1);
+// Annotated sentences give a role for every relation of grammar: those of the fewest heads wait behind a button.
+function rarest(played, many) {
+  const places = [...played.keys()];
+  const relation = (n) => played[n][0].label.includes(" -> ");
+  const relations = places.filter(relation).sort((a, b) => played[a][0].played - played[b][0].played || b - a);
+  return [...relations, ...places.filter((n) => !relation(n)).reverse()].slice(0, many);
+}
+
+function foldChips(place, rare) {
   const more = el("button", { type: "button", className: "chip more-chips", "aria-expanded": "false" }, `${rare.length} more`);
   const fold = (open) => {
     rare.forEach((button) => (button.hidden = !open));

@@ -1,6 +1,6 @@
 // Attention as arcs between the tokens of a sentence: from the query down to the key, as thick as the weight.
 
-const arcs = { sentence: 0, least: 0.05, token: null };
+const arcs = { sentence: 0, least: 0.05, token: null, own: false };
 const ARC_FONT = 12;
 const LONGEST = 40; // tokens drawn at once
 const SMALLEST = 0.7; // a long line is drawn smaller, down to this scale, and parted beyond it
@@ -112,7 +112,7 @@ function arcsWithin(head, source, first, end) {
     centres.push(x + width / 2);
     x += width + 9;
   }
-  const links = strongLinks(source, [first, end], [first, end]);
+  const links = linksToDraw(source, [first, end], [first, end]);
   const reach = (side) => Math.max(0, ...links.filter(([i, j]) => (side > 0 ? j <= i : j > i)).map(([i, j]) => Math.abs(centres[i - first] - centres[j - first])));
   const up = Math.min(Math.max(30, reach(1) / 2.6), 230);
   const down = reach(-1) ? Math.min(Math.max(24, reach(-1) / 2.6), 230) : 0;
@@ -144,7 +144,7 @@ function arcsAcross(head, source, first, end) {
   const keys = line(0, Math.min(source.keys, LONGEST), source.keyName);
   const queries = line(first, end, source.queryName);
   const svg = arcDrawing(Math.max(keys.width, queries.width, 60), 190);
-  for (const [i, j, weight] of strongLinks(source, [first, end], [0, keys.names.length])) {
+  for (const [i, j, weight] of linksToDraw(source, [first, end], [0, keys.names.length])) {
     arc(svg, `M${queries.centres[i - first]},160C${queries.centres[i - first]},90 ${keys.centres[j]},100 ${keys.centres[j]},26`, i, j, weight, source);
   }
   keys.names.forEach((name, j) => svg.append("text").attr("x", keys.centres[j]).attr("y", 18).attr("text-anchor", "middle").attr("class", "arc-key").text(name));
@@ -163,10 +163,16 @@ function strongLinks(source, [first, end], [left, right]) {
   return links.sort((a, b) => a[2] - b[2]);
 }
 
+function linksToDraw(source, queries, keys) {
+  const links = strongLinks(source, queries, keys);
+  arcs.own = links.some(([i, j]) => i === arcs.token || j === arcs.token); // else all arcs would be faint
+  return links;
+}
+
 function arc(svg, path, i, j, weight, source) {
   const node = svg.append("path").attr("class", "arc").attr("d", path).attr("data-query", i).attr("data-key", j);
   node.attr("stroke-width", 0.8 + 3.2 * weight).attr("stroke-opacity", 0.35 + 0.6 * weight);
-  node.classed("aside", arcs.token !== null && arcs.token !== i && arcs.token !== j);
+  node.classed("aside", arcs.own && arcs.token !== i && arcs.token !== j);
   node.classed("into", arcs.token !== null && arcs.token === j && arcs.token !== i);
   node.append("title").text(`${source.queryName(i)} \u2192 ${source.keyName(j)}: ${number(weight, 3)}`);
 }

@@ -1,0 +1,65 @@
+"""Results of headwise in print: a title and a caption are lines of their own, beside no table wrapped to its width.
+
+Rich wraps the title of a table to the width of the table, so that the title of a narrow table takes several lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TITLE, CAPTION = "table.title", "table.caption"
+
+
+def plain(result: Any) -> str:
+    """Return the text that `print` shows for a plan or another Rich renderable: its tables without colour."""
+    from rich.console import Console
+
+    options = {"color_system": None, "force_terminal": False, "legacy_windows": False, "markup": False}
+    console = Console(width=120, highlight=False, emoji=False, **options)  # type: ignore[arg-type]
+    with console.capture() as text:
+        for part in parts(result, console):
+            console.print(part)
+    return "\n".join(line.rstrip() for line in text.get().rstrip().splitlines())
+
+
+def parts(what: Any, shown: Console) -> Iterator[Any]:
+    """Yield what Rich prints, in order: titles, tables without one, captions, texts.
+
+    Groups and records that print as tables are split.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if isinstance(what, Group):
+        for one in what.renderables:
+            yield from parts(one, shown)
+    elif isinstance(what, Table):
+        table = copy(what)
+        table.title = table.caption = None
+        if what.title:
+            yield _line(what.title, TITLE)
+        yield table
+        if what.caption:
+            yield _line(what.caption, CAPTION)
+    elif isinstance(what, Text | str) or not hasattr(what, "__rich_console__"):
+        yield what
+    else:
+        for one in what.__rich_console__(shown, shown.options):
+            yield from parts(one, shown)
+
+
+def is_line(part: Any) -> bool:
+    """Return whether a part is a title or a caption."""
+    return getattr(part, "style", None) in (TITLE, CAPTION)
+
+
+def _line(said: Any, style: str) -> Any:
+    from rich.text import Text
+
+    return Text(str(said), style)
