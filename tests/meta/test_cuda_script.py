@@ -44,7 +44,9 @@ def test_every_case_runs(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return time.perf_counter() - start
 
     with pretend_cuda():
-        rows = [gpu.measure(case, 2, clock) for case in gpu.cases(gpu.Sizes(4, 2, 16, divisor=256, dtype=torch.float32))]
+        rows = [
+            gpu.measure(case, 2, clock) for case in gpu.cases(gpu.Sizes(4, 2, 16, divisor=256, dtype=torch.float32))
+        ]
     ours = {
         "headwise",
         "static float32",

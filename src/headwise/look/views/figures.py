@@ -50,7 +50,11 @@ class HasImportance(Protocol):
 
     @property
     def loss(self) -> float:
-        """The loss with all heads."""
+        """The loss with all heads, or 0 where the drift is measured."""
+
+    @property
+    def measure(self) -> str:
+        """`loss`, or what else a head changes."""
 
     @property
     def tokens(self) -> int:
