@@ -1,6 +1,6 @@
 // The parts of a layer that are no product: norm, rotary positions, softmax.
 
-const counts = { layers: 0, forwards: 0 }; // what has been computed; the tests read it
+const counts = { layers: 0, attentions: 0, forwards: 0, draws: {} }; // what has been computed and drawn; the tests read it
 
 function rmsNorm(x, T, D, weight, eps) {
   const y = new Float32Array(T * D);

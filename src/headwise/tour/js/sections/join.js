@@ -53,11 +53,11 @@ const shuffleOrder = () => {
   return mixed.some((h, slot) => h !== slot) ? mixed : [...order.slice(1), 0];
 };
 
-function shuffleHeads(run) {
+async function shuffleHeads(run) {
   const order = shuffleOrder();
-  const before = forwardOf(run);
-  const both = forwardOf(run, { shuffle: order, outputToo: true });
-  const alone = forwardOf(run, { shuffle: order });
+  const before = run.logits;
+  const both = await forwardOf(run, { shuffle: order, outputToo: true });
+  const alone = await forwardOf(run, { shuffle: order });
   return { order, both: largestDifference(before, both), alone: largestDifference(before, alone), loss: mean(losses(alone, run.ids, model.vocab)) };
 }
 
@@ -65,10 +65,11 @@ section("join", {
   build() {
     byId("join-layer").replaceChildren(...Array.from({ length: model.L }, (_, l) => el("option", { value: l }, `layer ${l}`)));
     byId("join-layer").onchange = (event) => lookAt({ layer: Number(event.target.value) });
-    byId("join-shuffle").onclick = () => {
+    byId("join-shuffle").onclick = async () => {
       if (!current) return;
-      const { order, both, alone, loss } = shuffleHeads(current.plain);
-      byId("join-shuffled").replaceChildren(...typeset(`New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${current.plain.loss.toFixed(2)} to ${loss.toFixed(2)}.`));
+      const run = current.plain;
+      const { order, both, alone, loss } = await shuffleHeads(run);
+      byId("join-shuffled").replaceChildren(...typeset(`New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${run.loss.toFixed(2)} to ${loss.toFixed(2)}.`));
     };
   },
   draw(run) {
@@ -101,11 +102,11 @@ section("join", {
 claim("concat", (run) => {
   const T = run.ids.length;
   const { concat, weights, v, K } = run.layers[0];
-  return largestDifference(concat, model.mix(weights, v, T, T, K, null)) === 0 ? "1.00" : "not 1";
+  return largestDifference(concat, model.mix(weights, v, T, T, K)) === 0 ? "1.00" : "not 1";
 });
 claim("w-o", (run) => run.layers.map((seen, l) => number(mixingOf(l, seen, run.ids.length).cosine, 2)).join(" "));
 claim("w-o-only", (run) => tiny(Math.max(...run.layers.map((seen, l) => mixingOf(l, seen, run.ids.length).gap))));
-claim("order-of-heads", (run) => {
-  const { both, alone, loss } = shuffleHeads(run);
+claim("order-of-heads", async (run) => {
+  const { both, alone, loss } = await shuffleHeads(run);
   return `logits by ${tiny(both)} together, by ${alone.toFixed(1)} alone; loss alone ${loss.toFixed(2)}`;
 });

@@ -28,11 +28,11 @@ section("off", {
     const run = current.now;
     byId("price").disabled = true;
     const costs = Array.from({ length: model.L }, () => []);
-    await session.priceAll(run, (l, h, cost) => {
+    await work(FIGURE, () => session.priceAll(run, (l, h, cost) => {
       costs[l][h] = cost;
       const cell = byId("switches").querySelector(`[data-item="${nameOfHead(l, h)}"] .cost`);
       if (current.now === run) cell.textContent = isOff(l, h) ? "off" : signed(cost);
-    });
+    }, FIGURE));
     byId("price").disabled = false;
     prices = { key: priceKey(run), costs };
     if (current) this.draw(current);
@@ -72,7 +72,7 @@ section("off", {
 
 claim("redundant", async (run) => {
   const costs = Array.from({ length: model.L }, () => []);
-  await plainSession.priceAll(run, (l, h, cost) => (costs[l][h] = cost));
+  await plainSession.priceAll(run, (l, h, cost) => (costs[l][h] = cost), CLAIM);
   if (current.plain === run) {
     prices = { key: priceKey(run), costs };
     sections.get("off").draw(current);
