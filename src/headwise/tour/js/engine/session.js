@@ -22,7 +22,8 @@ async function later(urgency) {
   while (busy.some((count, level) => count && level < urgency)) await new Promise((go) => waiting.push(go));
 }
 
-// Work of this urgency: until it ends, what is less urgent stands still where it says `later`.
+// Work of this urgency: until it ends, what is less urgent stands still where it says `later`; so in it nothing less urgent
+// may be waited for.
 async function work(urgency, act) {
   busy[urgency]++;
   try {
@@ -34,7 +35,7 @@ async function work(urgency, act) {
 }
 
 // The logits of a pass; after each layer, more urgent work comes first.
-async function calmly(pass, urgency = CLAIM) {
+async function calmly(pass, urgency) {
   for (;;) {
     const { done, value } = pass.next();
     if (done) return value;

@@ -1,15 +1,15 @@
 // Losses of the reader's text under one change, for the claims and some figures. Each leaves the page's state alone.
 
-function forwardOf(run, options = {}) {
-  return calmly(model.pass(run.ids, { ...plainOptions(), ...options }));
+function forwardOf(run, options = {}, urgency = CLAIM) {
+  return calmly(model.pass(run.ids, { ...plainOptions(), ...options }), urgency);
 }
 
 const lossesKnown = new Map(); // of the last texts, by what was run
 
-async function lossOf(run, options) {
+async function lossOf(run, options, urgency) {
   const key = JSON.stringify([run.ids, options]);
   if (!lossesKnown.has(key)) {
-    const loss = mean(losses(await forwardOf(run, options), run.ids, model.vocab));
+    const loss = mean(losses(await forwardOf(run, options, urgency), run.ids, model.vocab));
     if (lossesKnown.size > 200) lossesKnown.clear();
     lossesKnown.set(key, loss);
   }

@@ -20,7 +20,7 @@ section("share", {
     if (shared?.key !== key) {
       const rows = [];
       for (const kv of all) {
-        rows.push([kv, kv === model.K ? run.plain.loss : await lossOf(run.plain, { kv })]);
+        rows.push([kv, kv === model.K ? run.plain.loss : await lossOf(run.plain, { kv }, FIGURE)]);
         if (current !== run) return;
       }
       shared = { key, rows };
