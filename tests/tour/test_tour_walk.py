@@ -176,9 +176,8 @@ def test_what_is_out_of_view_is_drawn_when_it_comes_into_view(visit: Any) -> Non
     assert page.locator('#switches [data-item="0.7"]').get_attribute("aria-pressed") == "false"  # at once, unlike the rest
     page.keyboard.press("End")
     page.evaluate("document.getElementById('off').scrollIntoView()")
-    rest(page)
+    page.locator("#off-said", has_text="31 of 32 heads are on.").wait_for()
+    page.locator('#maps [data-item="0.7"][aria-label$=", off"]').wait_for()
     once = page.evaluate(draws)
     assert once["off draw"] == 1 and "learn draw" not in once and "order draw" not in once
-    assert page.locator("#off-said").text_content().startswith("31 of 32 heads are on.")
-    assert page.locator('#maps [data-item="0.7"]').get_attribute("aria-label").endswith(", off")
     assert page.locator('#switches [data-item="0.7"]').get_attribute("aria-current") is not None

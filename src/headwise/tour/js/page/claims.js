@@ -68,18 +68,24 @@ function nextOf(wanted) {
   return parts.find(({ seen }) => seen) ?? parts[0];
 }
 
+// Draws one figure; gives whether there was one to draw.
+function drawNext() {
+  const part = nextOf(({ stale }) => stale);
+  if (!part) return false;
+  const act = part.stale === LOOK ? "look" : "draw";
+  part.stale = false;
+  if (!part[act]) return true;
+  const key = `${part.id} ${act}`;
+  counts.draws[key] = (counts.draws[key] ?? 0) + 1;
+  const drawn = part[act](current);
+  if (drawn) waitFor(drawn);
+  arrive();
+  return true;
+}
+
 async function drawStale() {
-  await later(FIGURE);
-  for (let part; (part = nextOf(({ stale }) => stale)); await later(FIGURE)) {
-    const act = part.stale === LOOK ? "look" : "draw";
-    part.stale = false;
-    if (!part[act]) continue;
-    const key = `${part.id} ${act}`;
-    counts.draws[key] = (counts.draws[key] ?? 0) + 1;
-    const drawn = part[act](current);
-    if (drawn) waitFor(drawn);
-    arrive();
-  }
+  do await later(FIGURE);
+  while (drawNext());
 }
 
 function waitFor(drawn) {
@@ -123,6 +129,9 @@ function watchSections() {
     for (const part of sections.values()) part.near = true;
     return refresh();
   };
-  window.addEventListener("beforeprint", all);
+  window.addEventListener("beforeprint", () => {
+    all();
+    while (drawNext()); // what is printed is taken when this returns
+  });
   return all;
 }
