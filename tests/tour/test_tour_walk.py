@@ -146,7 +146,7 @@ def test_a_line_is_broken_where_nothing_was_measured(visit: Any) -> None:
 
 
 def test_a_change_comes_before_claims(visit: Any) -> None:
-    """All sections are drawn and measured, many passes; a head that is switched meanwhile waits for one layer at most."""
+    """While all sections are drawn and measured, a head that is switched waits for one layer at most."""
     page = visit()
     first, last = page.evaluate(
         """() => new Promise((go) => {
@@ -173,7 +173,7 @@ def test_what_is_out_of_view_is_drawn_when_it_comes_into_view(visit: Any) -> Non
     page.evaluate("document.querySelector('#switches [data-item=\"0.7\"]').click()")
     rest(page)
     assert not {"off draw", "grid draw", "ledger draw"} & set(page.evaluate(draws))
-    assert page.locator('#switches [data-item="0.7"]').get_attribute("aria-pressed") == "false"  # at once, unlike the rest
+    page.locator('#switches [data-item="0.7"][aria-pressed="false"]').wait_for(state="attached")  # unlike the rest
     page.keyboard.press("End")
     page.evaluate("document.getElementById('off').scrollIntoView()")
     page.locator("#off-said", has_text="31 of 32 heads are on.").wait_for()
