@@ -174,7 +174,7 @@ def test_what_is_out_of_view_is_drawn_when_it_comes_into_view(visit: Any) -> Non
     rest(page)
     assert not {"off draw", "grid draw", "ledger draw"} & set(page.evaluate(draws))
     page.locator('#switches [data-item="0.7"][aria-pressed="false"]').wait_for(state="attached")  # unlike the rest
-    page.keyboard.press("End")
+    page.evaluate("scrollTo(0, 1e6)")
     page.evaluate("document.getElementById('off').scrollIntoView()")
     page.locator("#off-said", has_text="31 of 32 heads are on.").wait_for()
     page.locator('#maps [data-item="0.7"][aria-label$=", off"]').wait_for()
