@@ -1,9 +1,10 @@
 """How quick the tour is in Chromium: `python benchmarks/tour.py [--rounds 5] [--json]`.
 
 Milliseconds from the navigation to the first figure (the text as tokens), from a click on a head of the first layer to
-the new loss on the screen (all four layers are computed again), and from a click on "price every head" to the last
-price. WebAssembly and plain JavaScript; the CPU as it is, and throttled to a quarter by Chromium. Each round opens the
-page anew. Needs Playwright and a Chromium of the system (`pip install playwright`, `apt-get install chromium`).
+the new loss on the screen (all four layers are computed again, but for what the heads of the first layer see), and from
+a click on "price every head" to the last price. WebAssembly and plain JavaScript; the CPU as it is, and throttled to a
+quarter by Chromium. Each round opens the page anew. Needs Playwright and a Chromium of the system (`pip install
+playwright`, `apt-get install chromium`).
 """
 
 from __future__ import annotations

@@ -150,20 +150,34 @@ def test_tokens_are_those_of_transformers(engine: Any) -> None:
 
 
 def test_a_change_costs_only_the_layers_behind_it(engine: Any) -> None:
-    """The last layer's head costs one layer, the first layer's four; going back costs none."""
+    """The last layer's head costs one layer, the first layer's four; going back costs none.
+
+    What the heads of that layer see does not depend on which are off, so one attention less is computed.
+    """
     engine.evaluate("window.scrollTo(0, 0)")
     engine.wait_for_selector("html[data-settled]")
     for key, cost in (("3.2", 1), ("2.1", 2), ("0.0", 4)):
-        before = settled(engine)
+        settled(engine)
+        before = engine.evaluate("({ ...window.headwise.counts })")
         engine.locator(f'#switches [data-item="{key}"]').evaluate("(node) => node.click()")
         wait_until(
             engine,
             f"document.getElementById('bar-changes').textContent === 'head {key} off'",
         )
-        layers = engine.evaluate("window.headwise.counts.layers") - before
+        after = engine.evaluate("({ ...window.headwise.counts })")
         engine.evaluate("document.getElementById('reset').click()")
         wait_until(engine, "document.getElementById('bar-changes').textContent === 'no change'")
-        assert layers == cost, key
+        assert [after[name] - before[name] for name in ("layers", "attentions")] == [cost, cost - 1], key
+
+
+def test_prices_cost_only_what_a_head_changes(engine: Any) -> None:
+    """Eight heads of each layer: that layer without its attention, and the layers above it whole."""
+    settled(engine)
+    before = engine.evaluate("({ ...window.headwise.counts })")
+    engine.evaluate("document.getElementById('price').click()")
+    wait_until(engine, "!document.getElementById('price').disabled")
+    after = engine.evaluate("({ ...window.headwise.counts })")
+    assert [after[name] - before[name] for name in ("layers", "attentions")] == [8 * (4 + 3 + 2 + 1), 8 * (3 + 2 + 1)]
 
 
 def settled(page: Any) -> int:

@@ -143,3 +143,41 @@ def test_a_line_is_broken_where_nothing_was_measured(visit: Any) -> None:
     rest(page)
     paths = page.eval_on_selector_all("#share-chart .line", "(all) => all.map((node) => node.getAttribute('d'))")
     assert [path.count("M") for path in paths] == [1, 1, 1, 1, 2]
+
+
+def test_a_change_comes_before_claims(visit: Any) -> None:
+    """While all sections are drawn and measured, a head that is switched waits for one layer at most."""
+    page = visit()
+    first, last = page.evaluate(
+        """() => new Promise((go) => {
+          new MutationObserver((_, measured) => {
+            measured.disconnect();
+            const before = { ...window.headwise.counts };
+            new MutationObserver(() => go([before, { ...window.headwise.counts }]))
+              .observe(document.getElementById('bar-changes'), { childList: true });
+            document.querySelector('#switches [data-item="1.2"]').click();
+          }).observe(document.querySelector('#pattern .claim output'), { childList: true });
+          window.headwise.drawAll();
+        })"""
+    )
+    assert last["layers"] - first["layers"] in (3, 4) and last["forwards"] - first["forwards"] == 1
+    page.evaluate("window.headwise.drawAll()")
+    assert page.evaluate("window.headwise.counts.forwards") > last["forwards"] + 32  # all heads were priced afterwards
+
+
+def test_what_is_out_of_view_is_drawn_when_it_comes_into_view(visit: Any) -> None:
+    page = visit()
+    rest(page)
+    draws = "window.headwise.counts.draws"
+    assert set(page.evaluate(draws)) <= {"type draw", "one draw", "type look", "one look"}
+    page.evaluate("document.querySelector('#switches [data-item=\"0.7\"]').click()")
+    rest(page)
+    assert not {"off draw", "grid draw", "ledger draw"} & set(page.evaluate(draws))
+    page.locator('#switches [data-item="0.7"][aria-pressed="false"]').wait_for(state="attached")  # unlike the rest
+    page.evaluate("scrollTo(0, 1e6)")
+    page.evaluate("document.getElementById('off').scrollIntoView()")
+    page.locator("#off-said", has_text="31 of 32 heads are on.").wait_for()
+    page.locator('#maps [data-item="0.7"][aria-label$=", off"]').wait_for()
+    once = page.evaluate(draws)
+    assert once["off draw"] == 1 and "learn draw" not in once and "order draw" not in once
+    assert page.locator('#switches [data-item="0.7"]').get_attribute("aria-current") is not None

@@ -11,6 +11,7 @@ function start(opened, read) {
   [plainSession, session] = [new Session(model), new Session(model)];
   past.length = 0;
   measured.clear();
+  lossesKnown.clear();
   current = null;
   Object.assign(state, { layer: 0, head: 0, query: 0, off: noneOff(), kv: model.K, ...PLAIN });
   document.documentElement.dataset.engine = model.memory.engine;
@@ -37,20 +38,18 @@ function showContents() {
   fit();
 }
 
-let waiting = 0;
-on("change", () => {
-  clearTimeout(waiting);
-  waiting = setTimeout(() => runNow(), 0);
-});
-on("run", async () => {
+let asked = 0;
+on("change", () => work(CHANGE, async () => {
+  const mine = ++asked;
+  await rest(); // several changes of one moment are run once
+  if (mine !== asked || !(await runNow())) return;
   for (const part of sections.values()) part.stale = true;
   await shown(); // the bar has the new loss; the figures take longer
-  refresh();
-});
+}).then(refresh));
 on("look", () => {
   if (!current) return;
-  for (const part of sections.values()) if (part.near && part.stale === false) part.look?.(current);
-    else if (part.look) part.stale = true;
+  for (const part of sections.values()) if (part.look) part.stale ||= LOOK;
+  refresh();
 });
 
 async function begin() {

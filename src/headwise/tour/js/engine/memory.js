@@ -70,30 +70,41 @@ class Memory {
   }
 }
 
-// y (T x N) = x (T x K) w (K x N), all in one array: four rows by four columns at a time, N a multiple of eight.
+// Where the plain product copies what it reads: float64, so that the inner loop converts nothing, and in reading order.
+const copies = { rows: new Float64Array(0), columns: new Float64Array(0) };
+
+// y (T x N) = x (T x K) w (K x N), all in one array, N a multiple of eight: three rows by four columns at a time, as many
+// sums as a processor's registers hold.
 function plainProduct(f, x, T, K, w, N, y) {
-  let t = 0;
-  for (; t + 3 < T; t += 4) {
-    const [x0, x1, x2, x3] = [x + t * K, x + (t + 1) * K, x + (t + 2) * K, x + (t + 3) * K];
-    for (let n = 0; n < N; n += 4) {
-      let a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;
-      let c0 = 0, c1 = 0, c2 = 0, c3 = 0, d0 = 0, d1 = 0, d2 = 0, d3 = 0;
-      for (let k = 0, at = w + n; k < K; k++, at += N) {
-        const w0 = f[at], w1 = f[at + 1], w2 = f[at + 2], w3 = f[at + 3];
-        const p = f[x0 + k], q = f[x1 + k], r = f[x2 + k], s = f[x3 + k];
+  const whole = T - (T % 3);
+  if (copies.rows.length < whole * K) copies.rows = new Float64Array(whole * K);
+  if (copies.columns.length < 4 * K) copies.columns = new Float64Array(4 * K);
+  const { rows, columns } = copies;
+  for (let t = 0, at = 0; t < whole; t += 3) {
+    for (let k = x + t * K; k < x + (t + 1) * K; k++) {
+      rows[at++] = f[k]; rows[at++] = f[k + K]; rows[at++] = f[k + 2 * K];
+    }
+  }
+  for (let n = 0; whole && n < N; n += 4) {
+    for (let k = 0, at = 0, from = w + n; k < K; k++, from += N) {
+      columns[at++] = f[from]; columns[at++] = f[from + 1]; columns[at++] = f[from + 2]; columns[at++] = f[from + 3];
+    }
+    for (let t = 0; t < whole; t += 3) {
+      let a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0, c0 = 0, c1 = 0, c2 = 0, c3 = 0;
+      for (let i = t * K, j = 0, end = 4 * K; j < end; i += 3, j += 4) {
+        const w0 = columns[j], w1 = columns[j + 1], w2 = columns[j + 2], w3 = columns[j + 3];
+        const p = rows[i], q = rows[i + 1], r = rows[i + 2];
         a0 += p * w0; a1 += p * w1; a2 += p * w2; a3 += p * w3;
         b0 += q * w0; b1 += q * w1; b2 += q * w2; b3 += q * w3;
         c0 += r * w0; c1 += r * w1; c2 += r * w2; c3 += r * w3;
-        d0 += s * w0; d1 += s * w1; d2 += s * w2; d3 += s * w3;
       }
       const at = y + t * N + n;
       f[at] = a0; f[at + 1] = a1; f[at + 2] = a2; f[at + 3] = a3;
       f[at + N] = b0; f[at + N + 1] = b1; f[at + N + 2] = b2; f[at + N + 3] = b3;
       f[at + 2 * N] = c0; f[at + 2 * N + 1] = c1; f[at + 2 * N + 2] = c2; f[at + 2 * N + 3] = c3;
-      f[at + 3 * N] = d0; f[at + 3 * N + 1] = d1; f[at + 3 * N + 2] = d2; f[at + 3 * N + 3] = d3;
     }
   }
-  for (; t < T; t++) {
+  for (let t = whole; t < T; t++) {
     for (let n = 0; n < N; n += 4) {
       let a0 = 0, a1 = 0, a2 = 0, a3 = 0;
       for (let k = 0, at = w + n; k < K; k++, at += N) {

@@ -109,9 +109,10 @@ class Model {
     return { q, k, v, K };
   }
 
-  // One layer's attention. The stages by the names of `headwise.trace`. `options`: causal, rotary, scaled, onePattern, kv;
-  // `off`: heads that say nothing; `past`: the cache of this layer.
-  attention(l, x, T, options = {}, off = null, past = null) {
+  // What the heads of a layer see, by the names of `headwise.trace`: up to the values that each head mixes, so it is the
+  // same whichever heads are off. `options`: causal, rotary, scaled, onePattern, kv; `past`: the cache of this layer.
+  see(l, x, T, options = {}, past = null) {
+    counts.attentions++;
     const { H, D } = this;
     const start = past ? past.length : 0;
     let { q, k, v, K } = this.project(l, x, T, options, start);
@@ -123,10 +124,16 @@ class Model {
     }
     const seen = this.weigh(q, k, T, start + T, K, { ...options, start });
     if (options.onePattern === true || options.onePattern?.[l]) seen.weights = onePattern(seen.weights, H, T, start + T);
-    const concat = this.mix(seen.weights, v, T, start + T, K, off);
+    return { q, k, v, K, ...seen, mixed: this.mix(seen.weights, v, T, start + T, K) };
+  }
+
+  // What a layer's attention adds, from what its heads have seen. `off`: heads that say nothing.
+  join(l, seen, T, options = {}, off = null) {
+    const { H, D } = this;
+    const concat = silenced(seen.mixed, T, H, D, off);
     const joined = options.shuffle ? shuffled(concat, T, H, D, options.shuffle) : concat;
     const o = options.shuffle && options.outputToo ? this.outputShuffled(l, options.shuffle) : this.layers[l].o;
-    return { q, k, v, K, ...seen, concat, output: this.linear(joined, T, o) };
+    return { ...seen, concat, output: this.linear(joined, T, o) };
   }
 
   // Scores and weights of every head: H maps of T queries by S keys.
@@ -151,14 +158,13 @@ class Model {
     return { weights, scores };
   }
 
-  // The values mixed by the weights, heads side by side. The columns of a head that is off stay 0.
-  mix(weights, v, T, S, K, off) {
+  // The values mixed by the weights, heads side by side.
+  mix(weights, v, T, S, K) {
     const { H, D } = this;
     const concat = new Float32Array(T * H * D);
     const wide = up(D, 8);
     const vh = new Float32Array(S * wide);
     for (let h = 0; h < H; h++) {
-      if (off?.[h]) continue;
       const g = Math.floor((h * K) / H);
       for (let j = 0; j < S; j++) for (let d = 0; d < D; d++) vh[j * wide + d] = v[(j * K + g) * D + d];
       const out = this.memory.product(weights.subarray(h * T * S, (h + 1) * T * S), T, S, vh, wide);
@@ -187,26 +193,40 @@ class Model {
     return this.linear(g, T, down);
   }
 
-  // A whole layer, x in place; gives what attention showed.
-  layer(l, x, T, options, off, past) {
+  // A whole layer, x in place; gives what attention showed. `seen`: what its heads have seen, where that is known.
+  layer(l, x, T, options, off, past, seen = null) {
     counts.layers++;
-    const seen = this.attention(l, rmsNorm(x, T, this.width, this.layers[l].norm1, this.eps), T, options, off, past);
-    for (let i = 0; i < x.length; i++) x[i] += seen.output[i];
+    const shown = this.join(l, seen ?? this.see(l, rmsNorm(x, T, this.width, this.layers[l].norm1, this.eps), T, options, past), T, options, off);
+    for (let i = 0; i < x.length; i++) x[i] += shown.output[i];
     const more = this.feedForward(l, x, T);
     for (let i = 0; i < x.length; i++) x[i] += more[i];
-    return seen;
+    return shown;
   }
 
   logits(x, T) {
     return this.linear(rmsNorm(x, T, this.width, this.norm, this.eps), T, this.head);
   }
 
-  // Logits of all tokens, in one go. `resume`: { layer, x }, a kept residual to go on from.
-  forward(ids, options = {}, { off = [], cache = null, resume = null } = {}) {
+  // Logits of all tokens, with a pause after each layer: `calmly` and `forward` say what happens there. `resume`: { layer,
+  // x, seen }, a kept residual to go on from, and what the heads of that layer have seen.
+  *pass(ids, options = {}, { off = [], cache = null, resume = null } = {}) {
     counts.forwards++;
+    const first = resume?.layer ?? 0;
     const x = resume ? resume.x.slice() : this.embedded(ids);
-    for (let l = resume?.layer ?? 0; l < this.L; l++) this.layer(l, x, ids.length, options, off[l], cache?.[l]);
+    for (let l = first; l < this.L; l++) {
+      this.layer(l, x, ids.length, options, off[l], cache?.[l], l === first ? resume?.seen : null);
+      yield;
+    }
     return this.logits(x, ids.length);
+  }
+
+  // The same in one go.
+  forward(...asked) {
+    const pass = this.pass(...asked);
+    for (;;) {
+      const { done, value } = pass.next();
+      if (done) return value;
+    }
   }
 
   newCache(size, kv = this.K) {
@@ -222,6 +242,14 @@ function onePattern(weights, H, T, S) {
     for (let h = 0; h < H; h++) sum += weights[h * T * S + i];
     for (let h = 0; h < H; h++) out[h * T * S + i] = sum / H;
   }
+  return out;
+}
+
+// The concatenation where some heads are off: their columns are 0.
+function silenced(mixed, T, H, D, off) {
+  if (!off?.some(Boolean)) return mixed;
+  const out = mixed.slice();
+  for (let t = 0; t < T; t++) for (let h = 0; h < H; h++) if (off[h]) out.fill(0, (t * H + h) * D, (t * H + h + 1) * D);
   return out;
 }
 

@@ -1,7 +1,10 @@
-// A run that is kept, so that a change of a head costs only the layers from that head on; in slices, so that the page
-// stays quick, and given up where a newer change comes.
+// What is computed when; and a run that is kept, so that a change of a head costs only the layers from that head on; in
+// slices, so that the page stays quick, and given up where a newer change comes.
 
 const SLICE = 30; // ms of computing after which the page may draw; a frame costs as much as a layer
+const [CHANGE, FIGURE, CLAIM] = [0, 1, 2]; // urgency: a change of the reader's, what the reader looks at, all else
+const busy = [0, 0, 0]; // how much of each is under way
+const waiting = [];
 const resting = [];
 const channel = new MessageChannel();
 channel.port1.onmessage = () => resting.shift()?.();
@@ -13,6 +16,33 @@ function rest() {
   });
 }
 
+// As `rest`, and waits until nothing more urgent is under way.
+async function later(urgency) {
+  await rest();
+  while (busy.some((count, level) => count && level < urgency)) await new Promise((go) => waiting.push(go));
+}
+
+// Work of this urgency: until it ends, what is less urgent stands still where it says `later`; so in it nothing less urgent
+// may be waited for.
+async function work(urgency, act) {
+  busy[urgency]++;
+  try {
+    return await act();
+  } finally {
+    busy[urgency]--;
+    for (const go of waiting.splice(0)) go();
+  }
+}
+
+// The logits of a pass; after each layer, more urgent work comes first.
+async function calmly(pass, urgency) {
+  for (;;) {
+    const { done, value } = pass.next();
+    if (done) return value;
+    await later(urgency);
+  }
+}
+
 // Lets the page show what has changed so far; a hidden page draws nothing, so nothing is waited for.
 const shown = () => (document.hidden ? rest() : new Promise((go) => requestAnimationFrame(() => rest().then(go))));
 
@@ -20,12 +50,12 @@ class Session {
   constructor(model) {
     this.model = model;
     this.turn = 0;
-    this.steps = []; // of each layer: its key, the residual before it, what its attention showed
+    this.steps = []; // of each layer: the keys before and behind it, the residual before it, what its attention showed
   }
 
   // { ids, options, off } -> { ids, logits, each, loss, layers }, or null where a newer run has begun. `other`: a session
   // whose layers may be taken over where they are the same.
-  async run({ ids, options = {}, off = [] }, other = null) {
+  async run({ ids, options = {}, off = [] }, other = null, urgency = CHANGE) {
     const { model } = this;
     const turn = ++this.turn;
     const T = ids.length;
@@ -36,15 +66,17 @@ class Session {
     const [own, lent] = [same(this.steps), same(other?.steps ?? [])];
     const kept = own.length >= lent.length ? own : lent;
     const first = kept.length;
-    let x = kept.length ? kept.at(-1).after.slice() : model.embedded(ids);
+    // The first layer that changes has other heads off, and perhaps nothing else: its heads see the same.
+    const known = [this, other].map((session) => session?.steps[first]).find((step) => step?.from === keys[first])?.seen;
+    const x = kept.length ? kept.at(-1).after.slice() : model.embedded(ids);
     counts.forwards++;
     let begun = performance.now();
     for (let l = first; l < model.L; l++) {
       const before = x.slice();
-      const seen = model.layer(l, x, T, options, off[l], null);
-      kept.push({ key: keys[l + 1], before, after: x.slice(), seen });
+      const seen = model.layer(l, x, T, options, off[l], null, l === first ? known : null);
+      kept.push({ key: keys[l + 1], from: keys[l], before, after: x.slice(), seen });
       if (performance.now() - begun < SLICE) continue;
-      await rest();
+      await later(urgency);
       if (turn !== this.turn) return null;
       begun = performance.now();
     }
@@ -56,16 +88,17 @@ class Session {
   }
 
   // What each head costs: the loss without it, less the loss with all. Calls `tell(layer, head, cost)` as they come.
-  async priceAll(done, tell) {
+  async priceAll(done, tell, urgency) {
     const { model } = this;
     for (let l = 0; l < model.L; l++) {
       for (let h = 0; h < model.H; h++) {
         const off = done.off.map((row) => [...row]);
         for (let m = 0; m < model.L; m++) off[m] ??= [];
         off[l][h] = true;
-        const logits = model.forward(done.ids, done.options, { off, resume: { layer: l, x: done.layers[l].before } });
+        const resume = { layer: l, x: done.layers[l].before, seen: done.layers[l] };
+        const logits = await calmly(model.pass(done.ids, done.options, { off, resume }), urgency);
         tell(l, h, mean(losses(logits, done.ids, model.vocab)) - done.loss);
-        await rest();
+        await later(urgency);
       }
     }
   }

@@ -17,6 +17,7 @@ async function measureSection(id, run) {
     const measure = measures.get(name);
     if (!measure || measured.get(name)?.key === key) continue;
     let text;
+    await later(CLAIM);
     try {
       text = await measure(run);
     } catch (error) {
@@ -28,18 +29,18 @@ async function measureSection(id, run) {
     if (output) output.textContent = text;
     output?.closest(".claim").classList.add("measured");
     emit("measured", name);
-    await rest();
   }
 }
 
 // --- sections --------------------------------------------------------------------------------------------------------
 
-const sections = new Map(); // id -> { draw, stale, seen }
+const LOOK = "look"; // only the head or the token looked at has changed
+const sections = new Map(); // id -> { draw, look, stale: true, LOOK or false; seen: in view; near: or close to it }
 
 // `build()` once, when the model is ready; `draw(run)` after every run, once the section is near the view; `look()` when
-// only the head or token looked at has changed.
+// only the head or token looked at has changed. A drawing that computes gives a promise.
 function section(id, parts) {
-  sections.set(id, { id, stale: true, near: false, ...parts });
+  sections.set(id, { id, stale: true, seen: false, near: false, ...parts });
 }
 
 // Where a link or a key leads. Figures that are drawn on the way move it, so it is brought into place once more.
@@ -58,49 +59,79 @@ function arrive() {
 }
 for (const moved of ["wheel", "touchmove", "pointerdown", "keydown"]) window.addEventListener(moved, ({ key }) => key === "j" || key === "k" || (goal = null), { passive: true, capture: true });
 
-let refreshing = null;
+// Figures are drawn one at a time: first what is in view, then what is near it; the claims follow, where nothing is drawn.
+const slow = new Set(); // figures that compute before they are drawn
+let [showing, measuring] = [null, null];
+
+function nextOf(wanted) {
+  const parts = [...sections.values()].filter((part) => current && part.near && wanted(part));
+  return parts.find(({ seen }) => seen) ?? parts[0];
+}
+
+// Draws one figure; gives whether there was one to draw.
+function drawNext() {
+  const part = nextOf(({ stale }) => stale);
+  if (!part) return false;
+  const act = part.stale === LOOK ? "look" : "draw";
+  part.stale = false;
+  if (!part[act]) return true;
+  const key = `${part.id} ${act}`;
+  counts.draws[key] = (counts.draws[key] ?? 0) + 1;
+  const drawn = part[act](current);
+  if (drawn) waitFor(drawn);
+  arrive();
+  return true;
+}
+
+async function drawStale() {
+  do await later(FIGURE);
+  while (drawNext());
+}
+
+function waitFor(drawn) {
+  const whole = work(FIGURE, () => drawn).finally(() => slow.delete(whole));
+  slow.add(whole);
+}
+
+async function measureNear() {
+  await later(CLAIM);
+  for (let part; (part = nextOf(({ done }) => done !== current.plain)); ) {
+    const run = current.plain;
+    await measureSection(part.id, run);
+    if (run === current.plain) part.done = run;
+  }
+}
+
+// Resolves when all that is near is drawn and measured.
 async function refresh() {
-  if (refreshing) return refreshing;
-  refreshing = (async () => {
-    for (let again = true; again; ) {
-      again = false;
-      for (const part of sections.values()) {
-        if (!part.near || !current) continue;
-        const run = current;
-        if (part.stale !== false) {
-          part.stale = false;
-          part.draw?.(run);
-          arrive();
-          await rest();
-          again = true;
-        }
-        if (part.done !== run.plain) {
-          part.done = run.plain;
-          await measureSection(part.id, run.plain);
-          again = true;
-        }
-      }
-    }
-  })();
-  await refreshing;
-  refreshing = null;
+  showing ??= work(FIGURE, drawStale).finally(() => (showing = null));
+  measuring ??= measureNear().finally(() => (measuring = null));
+  await Promise.all([showing, measuring]);
+  await Promise.all(slow);
   arrive();
   document.documentElement.dataset.settled = String(Number(document.documentElement.dataset.settled ?? 0) + 1);
 }
 
 function watchSections() {
-  const observer = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      const part = sections.get(target.id);
-      if (part) part.near = isIntersecting;
-    }
-    refresh();
-  }, { rootMargin: "60% 0px" });
-  for (const id of sections.keys()) observer.observe(byId(id));
+  const observe = (mark, rootMargin) => {
+    const observer = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        const part = sections.get(target.id);
+        if (part) part[mark] = isIntersecting;
+      }
+      refresh();
+    }, { rootMargin });
+    for (const id of sections.keys()) observer.observe(byId(id));
+  };
+  observe("seen", "0px");
+  observe("near", "60% 0px");
   const all = () => {
     for (const part of sections.values()) part.near = true;
     return refresh();
   };
-  window.addEventListener("beforeprint", all);
+  window.addEventListener("beforeprint", () => {
+    all();
+    while (drawNext()); // what is printed is taken when this returns
+  });
   return all;
 }

@@ -1,10 +1,20 @@
-// Losses of the reader's text under one change, for the claims. Each leaves the page's state alone.
+// Losses of the reader's text under one change, for the claims and some figures. Each leaves the page's state alone.
 
-function forwardOf(run, options = {}, more = {}) {
-  return model.forward(run.ids, { ...plainOptions(), ...options }, more);
+function forwardOf(run, options = {}, urgency = CLAIM) {
+  return calmly(model.pass(run.ids, { ...plainOptions(), ...options }), urgency);
 }
 
-const lossOf = (run, options, more) => mean(losses(forwardOf(run, options, more), run.ids, model.vocab));
+const lossesKnown = new Map(); // of the last texts, by what was run
+
+async function lossOf(run, options, urgency) {
+  const key = JSON.stringify([run.ids, options]);
+  if (!lossesKnown.has(key)) {
+    const loss = mean(losses(await forwardOf(run, options, urgency), run.ids, model.vocab));
+    if (lossesKnown.size > 200) lossesKnown.clear();
+    lossesKnown.set(key, loss);
+  }
+  return lossesKnown.get(key);
+}
 
 function offAll(list) {
   const off = noneOff();
@@ -47,35 +57,40 @@ function randomTwice(period, seed = 1) {
   return [bos(), ...once, ...once];
 }
 
-// Losses of the first and the second copy; the first token of the second copy cannot be known, so it is left out.
-function copyLosses(ids, period, options, off) {
-  const each = losses(model.forward(ids, { ...plainOptions(), ...options }, { off }), ids, model.vocab);
-  return { each, first: mean(each.slice(0, period)), second: mean(each.slice(period + 1)) };
-}
+// Random tokens twice, run with the model as it is and with the reader's changes; a run is kept until the tokens change.
+class Laboratory {
+  constructor(period) {
+    Object.assign(this, { period, ids: randomTwice(period), plain: new Session(model), changed: new Session(model) });
+  }
 
-// How much of each query of the second copy lies on the token after its earlier copy: heads by layer.
-function inductionScores(ids, period, off) {
-  const x = model.embedded(ids);
-  const T = ids.length;
-  return Array.from({ length: model.L }, (_, l) => {
-    const { weights } = model.layer(l, x, T, plainOptions(), off[l], null);
-    return Array.from({ length: model.H }, (_, h) => mean(Array.from({ length: period - 1 }, (_, n) => {
+  // The losses of both copies and the layers, or null where a newer run has begun. The first token of the second copy
+  // cannot be known, so it is left out.
+  async run(options, off, urgency, session = this.changed) {
+    const done = await session.run({ ids: this.ids, options, off }, this.plain, urgency);
+    if (!done) return null;
+    const { each } = done;
+    return { ...done, first: mean(each.slice(0, this.period)), second: mean(each.slice(this.period + 1)) };
+  }
+
+  untouched(urgency) {
+    return this.run(plainOptions(), noneOff(), urgency, this.plain);
+  }
+
+  // How much of each query of the second copy lies on the token after its earlier copy: heads by layer.
+  induction({ layers }) {
+    const { period, ids: { length: T } } = this;
+    return layers.map(({ weights }) => Array.from({ length: model.H }, (_, h) => mean(Array.from({ length: period - 1 }, (_, n) => {
       const i = period + 2 + n;
       return weights[(h * T + i) * T + i - period + 1];
-    })));
-  });
-}
-
-// The head with the highest mean weight on the token before, and those that find what followed: the circuit's two ends.
-function circuitHeads(ids, period) {
-  const T = ids.length;
-  const x = model.embedded(ids);
-  const before = [];
-  for (let l = 0; l < model.L; l++) {
-    const { weights } = model.layer(l, x, T, plainOptions(), null, null);
-    for (let h = 0; h < model.H; h++) before.push({ l, h, value: mean(Array.from({ length: T - 1 }, (_, n) => weights[(h * T + n + 1) * T + n])) });
+    }))));
   }
-  const induction = inductionScores(ids, period, noneOff()).flatMap((row, l) => row.map((value, h) => ({ l, h, value }))).filter(({ value }) => value > 0.4);
-  const first = before.filter(({ l }) => induction.some((one) => one.l > l)).sort((a, b) => b.value - a.value)[0] ?? null;
-  return { first, induction };
+
+  // The head with the highest mean weight on the token before, and those that find what followed: the circuit's two ends.
+  circuit(whole) {
+    const T = this.ids.length;
+    const before = whole.layers.flatMap(({ weights }, l) => Array.from({ length: model.H }, (_, h) => ({ l, h, value: mean(Array.from({ length: T - 1 }, (_, n) => weights[(h * T + n + 1) * T + n])) })));
+    const induction = this.induction(whole).flatMap((row, l) => row.map((value, h) => ({ l, h, value }))).filter(({ value }) => value > 0.4);
+    const first = before.filter(({ l }) => induction.some((one) => one.l > l)).sort((a, b) => b.value - a.value)[0] ?? null;
+    return { first, induction };
+  }
 }

@@ -1,11 +1,13 @@
 // Figures that several sections use.
 
+const [BELOW, ABOVE] = [[0, 114, 178], [213, 94, 0]]; // colours of numbers below and above 0
+
 // A row of cells, a dimension each: orange above 0, blue below, clear at 0; the same in light and dark.
 function strip(label, about, values, most = Math.max(...values.map(Math.abs), 1e-9)) {
   const canvas = el("canvas", { width: values.length, height: 1 });
   const context = canvas.getContext("2d");
   const image = context.createImageData(values.length, 1);
-  values.forEach((value, d) => image.data.set([...(value < 0 ? [0, 114, 178] : [213, 94, 0]), Math.round((255 * Math.abs(value)) / most)], 4 * d));
+  values.forEach((value, d) => image.data.set([...(value < 0 ? BELOW : ABOVE), Math.round((255 * Math.abs(value)) / most)], 4 * d));
   context.putImageData(image, 0, 0);
   return el("div", { className: "strip" }, el("b", {}, label), el("span", { className: "who" }, about), canvas);
 }

@@ -1,13 +1,17 @@
 // Attention maps: a pixel a cell, colour by the square root of the weight; cells that may not be attended stay bare.
 
+// The ramp's colours, a whole pixel each.
+const PIXELS = new Uint32Array(Uint8ClampedArray.from({ length: 1024 }, (_, n) => (n % 4 === 3 ? 255 : RAMP[3 * (n >> 2) + (n % 4)])).buffer);
+
 function drawMap(canvas, weights, from, T, S, causal) {
   canvas.width = S;
   canvas.height = T;
   const context = canvas.getContext("2d");
   const image = context.createImageData(S, T);
+  const pixels = new Uint32Array(image.data.buffer);
   for (let i = 0; i < T; i++) {
     const end = causal ? i + 1 + S - T : S;
-    for (let j = 0; j < end; j++) paint(image.data, 4 * (i * S + j), Math.round(255 * Math.sqrt(weights[from + i * S + j])));
+    for (let j = 0, at = i * S; j < end; j++, at++) pixels[at] = PIXELS[Math.round(255 * Math.sqrt(weights[from + at]))];
   }
   context.putImageData(image, 0, 0);
 }
@@ -42,7 +46,15 @@ function roleScores(run, cells) {
   const T = run.ids.length;
   const queries = cells.flatMap((keys, i) => (keys.length ? [i] : []));
   const chance = mean(queries.map((i) => cells[i].length / (i + 1)));
-  const values = run.layers.map(({ weights }) => Array.from({ length: weights.length / (T * T) }, (_, h) => mean(queries.map((i) => cells[i].reduce((sum, j) => sum + weights[(h * T + i) * T + j], 0)))));
+  const values = run.layers.map(({ weights }) => Array.from({ length: weights.length / (T * T) }, (_, h) => {
+    let total = 0;
+    for (const i of queries) {
+      let sum = 0;
+      for (const j of cells[i]) sum += weights[(h * T + i) * T + j];
+      total += sum;
+    }
+    return total / Math.max(queries.length, 1);
+  }));
   return { values, chance, queries: queries.length };
 }
 

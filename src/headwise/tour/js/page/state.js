@@ -125,6 +125,7 @@ function readAddress() {
 let current = null; // the latest run: { ids, pieces, plain, now }; both as `Session.run` gives them
 let [plainSession, session] = [null, null];
 
+// Gives whether the run was the latest when it ended.
 async function runNow() {
   const all = words.ids(state.text);
   const ids = all.slice(0, Math.min(LONGEST, model.positions));
@@ -132,9 +133,10 @@ async function runNow() {
   const plain = await plainSession.run({ ids, options: plainOptions(), off: noneOff() });
   const touched = plain && changes().length;
   const now = touched ? await session.run({ ids, options: optionsNow(), off: state.off }, plainSession) : plain;
-  if (!plain || !now) return; // a newer change has come
+  if (!plain || !now) return false; // a newer change has come
   current = { ids, pieces: ids.map((id) => words.piece(id)), left: all.length - ids.length, plain, now };
   state.query = Math.min(state.query, ids.length - 1);
-  writeAddress();
   emit("run", current);
+  writeAddress();
+  return true;
 }

@@ -36,8 +36,7 @@ section("grid", {
   draw(run) {
     const T = run.ids.length;
     const role = chapter.roles.find(({ name }) => name === roleShown);
-    const cells = idealCells(role.name, run.ids, run.pieces);
-    const { values, chance, queries } = roleScores(run.now, cells);
+    const { values, chance, queries } = roleScores(run.now, idealCells(role.name, run.ids, run.pieces));
     const plays = rolesPlayed(run.now, run.pieces);
     for (const cell of byId("maps").querySelectorAll(".head")) {
       const [l, h] = cell.dataset.item.split(".").map(Number);

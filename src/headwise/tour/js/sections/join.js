@@ -21,15 +21,22 @@ function mixingOf(layer, seen, T) {
   const { H, D, width } = model;
   const parts = partsOf(layer, seen, T);
   const total = new Float64Array(T * width);
-  for (const part of parts) part.forEach((value, n) => (total[n] += value));
-  const whole = total.reduce((sum, value) => sum + value * value, 0) || Number.MIN_VALUE;
-  const shares = parts.map((part) => part.reduce((sum, value, n) => sum + value * total[n], 0) / whole);
-  const slice = (c) => Math.floor((c * H) / width);
-  const energy = parts.map((part) => {
+  for (const part of parts) for (let n = 0; n < total.length; n++) total[n] += part[n];
+  let whole = 0;
+  for (let n = 0; n < total.length; n++) whole += total[n] * total[n];
+  whole ||= Number.MIN_VALUE;
+  const slice = Uint8Array.from({ length: width }, (_, c) => Math.floor((c * H) / width));
+  const [shares, energy] = [[], []];
+  for (const part of parts) {
     const row = new Float64Array(H);
-    part.forEach((value, n) => (row[slice(n % width)] += value * value));
-    return row;
-  });
+    let share = 0;
+    for (let n = 0; n < total.length; n++) {
+      share += part[n] * total[n];
+      row[slice[n % width]] += part[n] * part[n];
+    }
+    shares.push(share / whole);
+    energy.push(row);
+  }
   const sums = Array.from({ length: H }, (_, s) => energy.reduce((sum, row) => sum + row[s], 0) || Number.MIN_VALUE);
   let cosine = null;
   if (H * D === width) {
@@ -47,17 +54,26 @@ function mixingOf(layer, seen, T) {
   return { shares, energy: energy.map((row) => [...row].map((value, s) => value / sums[s])), cosine, gap: largestDifference(total, seen.output) };
 }
 
+async function mixingOfAll(run) {
+  const all = [];
+  for (const [l, seen] of run.layers.entries()) {
+    all.push(mixingOf(l, seen, run.ids.length));
+    await later(CLAIM);
+  }
+  return all;
+}
+
 const shuffleOrder = () => {
   const order = Array.from({ length: model.H }, (_, h) => h);
   const mixed = shuffle(order, 3);
   return mixed.some((h, slot) => h !== slot) ? mixed : [...order.slice(1), 0];
 };
 
-function shuffleHeads(run) {
+async function shuffleHeads(run) {
   const order = shuffleOrder();
-  const before = forwardOf(run);
-  const both = forwardOf(run, { shuffle: order, outputToo: true });
-  const alone = forwardOf(run, { shuffle: order });
+  const before = run.logits;
+  const both = await forwardOf(run, { shuffle: order, outputToo: true });
+  const alone = await forwardOf(run, { shuffle: order });
   return { order, both: largestDifference(before, both), alone: largestDifference(before, alone), loss: mean(losses(alone, run.ids, model.vocab)) };
 }
 
@@ -65,10 +81,11 @@ section("join", {
   build() {
     byId("join-layer").replaceChildren(...Array.from({ length: model.L }, (_, l) => el("option", { value: l }, `layer ${l}`)));
     byId("join-layer").onchange = (event) => lookAt({ layer: Number(event.target.value) });
-    byId("join-shuffle").onclick = () => {
+    byId("join-shuffle").onclick = async () => {
       if (!current) return;
-      const { order, both, alone, loss } = shuffleHeads(current.plain);
-      byId("join-shuffled").replaceChildren(...typeset(`New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${current.plain.loss.toFixed(2)} to ${loss.toFixed(2)}.`));
+      const run = current.plain;
+      const { order, both, alone, loss } = await shuffleHeads(run);
+      byId("join-shuffled").replaceChildren(...typeset(`New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${run.loss.toFixed(2)} to ${loss.toFixed(2)}.`));
     };
   },
   draw(run) {
@@ -101,11 +118,11 @@ section("join", {
 claim("concat", (run) => {
   const T = run.ids.length;
   const { concat, weights, v, K } = run.layers[0];
-  return largestDifference(concat, model.mix(weights, v, T, T, K, null)) === 0 ? "1.00" : "not 1";
+  return largestDifference(concat, model.mix(weights, v, T, T, K)) === 0 ? "1.00" : "not 1";
 });
-claim("w-o", (run) => run.layers.map((seen, l) => number(mixingOf(l, seen, run.ids.length).cosine, 2)).join(" "));
-claim("w-o-only", (run) => tiny(Math.max(...run.layers.map((seen, l) => mixingOf(l, seen, run.ids.length).gap))));
-claim("order-of-heads", (run) => {
-  const { both, alone, loss } = shuffleHeads(run);
+claim("w-o", async (run) => (await mixingOfAll(run)).map(({ cosine }) => number(cosine, 2)).join(" "));
+claim("w-o-only", async (run) => tiny(Math.max(...(await mixingOfAll(run)).map(({ gap }) => gap))));
+claim("order-of-heads", async (run) => {
+  const { both, alone, loss } = await shuffleHeads(run);
   return `logits by ${tiny(both)} together, by ${alone.toFixed(1)} alone; loss alone ${loss.toFixed(2)}`;
 });

@@ -1,27 +1,18 @@
 // 8. The induction laboratory: random tokens twice, the circuit behind it, and how it formed.
 
-const lab = { ids: [], period: 40 };
-
-// The lab runs the reader's changes, on tokens of its own.
-function runLab() {
-  const { period, ids } = lab;
-  const whole = copyLosses(ids, period, {}, noneOff());
-  const now = copyLosses(ids, period, optionsNow(), state.off);
-  return { whole, now, scores: inductionScores(ids, period, state.off), circuit: circuitHeads(ids, period) };
-}
+let lab = null;
 
 section("learn", {
   build() {
     const most = Math.min(79, Math.floor((Math.min(LONGEST, model.positions) - 1) / 2));
     byId("lab-period").max = String(most);
     byId("lab-period").oninput = (event) => {
-      lab.period = Number(event.target.value);
-      lab.ids = randomTwice(lab.period);
-      if (current) this.draw(current);
+      lab = new Laboratory(Number(event.target.value));
+      this.stale = true;
+      refresh();
     };
-    lab.period = Math.min(40, most);
+    lab = new Laboratory(Math.min(40, most));
     byId("lab-period").value = String(lab.period);
-    lab.ids = randomTwice(lab.period);
     byId("lab-first").onclick = () => this.first && setOff([[this.first.l, this.first.h]], !isOff(this.first.l, this.first.h));
     byId("lab-second").onclick = () => this.second?.length && setOff(this.second.map(({ l, h }) => [l, h]), !this.second.every(({ l, h }) => isOff(l, h)));
     const curve = chapter.formation;
@@ -31,10 +22,14 @@ section("learn", {
       byId("formation-chart").replaceChildren(keyOf(lines), lineChart({ lines, x: { range: [0, curve.at(-1)[0]] }, y: [0, 1], label: "Scores of the best heads by training step", xName: "training step", yName: "score" }), numbersOf(["step", "held-out loss", "previous-token", "induction"], curve.map((row) => row.map(String))));
     }
   },
-  draw() {
-    const { whole, now, scores, circuit } = runLab();
-    [this.first, this.second] = [circuit.first, circuit.induction];
+  async draw(run) {
     byId("lab-period-said").textContent = String(lab.period);
+    const here = lab;
+    const whole = await here.untouched(FIGURE);
+    const now = whole && (await here.run(optionsNow(), state.off, FIGURE));
+    if (!now || here !== lab || current !== run) return; // a newer drawing has begun
+    const [scores, circuit] = [here.induction(now), here.circuit(whole)];
+    [this.first, this.second] = [circuit.first, circuit.induction];
     byId("lab-period").setAttribute("aria-valuetext", `${lab.period} tokens, then the same again`);
     const svg = picture(640, 170, `Loss of each token: first copy ${now.first.toFixed(2)}, second copy ${now.second.toFixed(2)} nats`);
     const [from, wide] = [34, 600 / now.each.length];
@@ -76,13 +71,12 @@ function strongest(run, role, count) {
 }
 claim("prev-token", (run) => strongest(run, "previous-token", 2));
 claim("sinks", (run) => strongest(run, "first-token sink", 2));
-claim("induction", () => {
-  const { first } = circuitHeads(lab.ids, lab.period);
-  const whole = copyLosses(lab.ids, lab.period, {}, noneOff()).second;
-  return first ? `${whole.toFixed(2)} \u2192 ${copyLosses(lab.ids, lab.period, {}, offAll([[first.l, first.h]])).second.toFixed(2)}` : `${whole.toFixed(2)}; no such head here`;
+claim("induction", async () => {
+  const own = new Laboratory(lab.period);
+  const whole = await own.untouched(CLAIM);
+  const { first } = own.circuit(whole);
+  const without = first && (await own.run(plainOptions(), offAll([[first.l, first.h]]), CLAIM));
+  return without ? `${whole.second.toFixed(2)} \u2192 ${without.second.toFixed(2)}` : `${whole.second.toFixed(2)}; no such head here`;
 });
-claim("at-once", () => {
-  const ids = words.ids(PRESETS[2][1]());
-  return mean(losses(model.forward(ids, plainOptions()), ids, model.vocab)).toFixed(2);
-});
+claim("at-once", async () => (await lossOf({ ids: words.ids(PRESETS[2][1]()) })).toFixed(2));
 claim("example-sentence", () => String(words.ids(PRESETS[1][1]()).length - 1));

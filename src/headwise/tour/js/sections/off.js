@@ -4,6 +4,12 @@ let prices = null; // { key, costs }: what each head costs on the text and in th
 
 const priceKey = (run) => JSON.stringify([run.ids, run.options, run.off]);
 
+// A switch shows at once that it is pressed; the loss follows.
+function showSwitches() {
+  for (const [l, h] of heads()) byId("switches").querySelector(`[data-item="${nameOfHead(l, h)}"]`).setAttribute("aria-pressed", String(!isOff(l, h)));
+}
+on("change", showSwitches);
+
 section("off", {
   build() {
     headGrid(byId("switches"), "All heads as switches. Arrow keys move, Enter or x switches a head off and on.", {
@@ -28,11 +34,11 @@ section("off", {
     const run = current.now;
     byId("price").disabled = true;
     const costs = Array.from({ length: model.L }, () => []);
-    await session.priceAll(run, (l, h, cost) => {
+    await work(FIGURE, () => session.priceAll(run, (l, h, cost) => {
       costs[l][h] = cost;
       const cell = byId("switches").querySelector(`[data-item="${nameOfHead(l, h)}"] .cost`);
       if (current.now === run) cell.textContent = isOff(l, h) ? "off" : signed(cost);
-    });
+    }, FIGURE));
     byId("price").disabled = false;
     prices = { key: priceKey(run), costs };
     if (current) this.draw(current);
@@ -40,10 +46,10 @@ section("off", {
   draw(run) {
     const known = prices?.key === priceKey(run.now) ? prices.costs : null;
     byId("price-old").hidden = !prices || Boolean(known);
+    showSwitches();
     const most = known ? Math.max(...known.flat().map(Math.abs), 1e-9) : 1;
     for (const cell of byId("switches").querySelectorAll(".head")) {
       const [l, h] = cell.dataset.item.split(".").map(Number);
-      cell.setAttribute("aria-pressed", String(!isOff(l, h)));
       cell.setAttribute("aria-label", `head ${nameOfHead(l, h)}, ${isOff(l, h) ? "off" : "on"}${known ? `, costs ${signed(known[l][h])}` : ""}`);
       cell.querySelector(".cost").textContent = isOff(l, h) ? "off" : known ? signed(known[l][h]) : "\u00a0";
       cell.style.setProperty("--share", known ? `${((80 * Math.abs(known[l][h])) / most).toFixed(0)}%` : "0%");
@@ -72,7 +78,7 @@ section("off", {
 
 claim("redundant", async (run) => {
   const costs = Array.from({ length: model.L }, () => []);
-  await plainSession.priceAll(run, (l, h, cost) => (costs[l][h] = cost));
+  await plainSession.priceAll(run, (l, h, cost) => (costs[l][h] = cost), CLAIM);
   if (current.plain === run) {
     prices = { key: priceKey(run), costs };
     sections.get("off").draw(current);

@@ -100,4 +100,4 @@ claim("per-head-formula", (run) => {
   for (const { weights } of run.layers) for (let row = 0; row < weights.length / T; row++) most = Math.max(most, Math.abs(weights.subarray(row * T, (row + 1) * T).reduce((a, b) => a + b, 0) - 1));
   return tiny(most);
 });
-claim("scale", (run) => `${run.loss.toFixed(2)} \u2192 ${lossOf(run, { scaled: false }).toFixed(2)}`);
+claim("scale", async (run) => `${run.loss.toFixed(2)} \u2192 ${(await lossOf(run, { scaled: false })).toFixed(2)}`);

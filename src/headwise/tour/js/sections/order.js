@@ -1,11 +1,11 @@
 // 9. Mask and positions: switched off, tested by permuting the tokens, and two bugs of textbook code.
 
 // The same tokens in another order, computed, and put back in their places: the largest difference of logits.
-function permuted(run, options) {
+async function permuted(run, options) {
   const T = run.ids.length;
   const order = shuffle(Array.from({ length: T }, (_, t) => t), 5);
-  const before = forwardOf(run, options);
-  const after = model.forward(order.map((t) => run.ids[t]), { ...plainOptions(), ...options });
+  const before = Object.keys(options).length ? await forwardOf(run, options) : run.logits;
+  const after = await forwardOf({ ids: order.map((t) => run.ids[t]) }, options);
   let most = 0;
   order.forEach((t, place) => {
     most = Math.max(most, largestDifference(before.subarray(t * model.vocab, (t + 1) * model.vocab), after.subarray(place * model.vocab, (place + 1) * model.vocab)));
@@ -40,11 +40,13 @@ section("order", {
     const { weights, most } = leak(4);
     byId("leak").replaceChildren(el("div", { className: "scroll" }, tableOf(["query", "head", "key 0", "key 1", "key 2", "key 3"], [0, 1].flatMap((i) => weights[i].map((row, h) => [String(i), String(h), ...row.map((weight, j) => `${weight.toFixed(2)}${j > i && weight > 0 ? " leaks" : ""}`)])), `4 tokens, 4 heads: queries 0 and 1. Of all four queries, the largest weight on a later key is ${most.toFixed(2)}.`)));
     byId("nan").textContent = `softmax of (\u2212\u221e, \u2212\u221e, \u2212\u221e) = (${textbookRow().map((value) => (Number.isNaN(value) ? "NaN" : value)).join(", ")})`;
-    byId("permute").onclick = () => {
+    byId("permute").onclick = async () => {
       if (!current) return;
       const run = current.plain;
       const rows = [["neither mask nor positions", { causal: false, rotary: false }], ["the causal mask alone", { rotary: false }], ["positions alone", { causal: false }], ["both, as trained", {}]];
-      byId("permuted").replaceChildren(tableOf(["what tells the order", "largest difference of logits"], rows.map(([name, options]) => [name, tiny(permuted(run, options))])));
+      const shown = [];
+      for (const [name, options] of rows) shown.push([name, tiny(await permuted(run, options))]);
+      byId("permuted").replaceChildren(tableOf(["what tells the order", "largest difference of logits"], shown));
     };
   },
   draw(run) {
@@ -65,11 +67,10 @@ section("order", {
 claim("bag", async (run) => {
   const out = [];
   for (const [name, options] of [["neither", { causal: false, rotary: false }], ["mask alone", { rotary: false }], ["positions alone", { causal: false }]]) {
-    out.push(`${name} ${tiny(permuted(run, options))}`);
-    await rest();
+    out.push(`${name} ${tiny(await permuted(run, options))}`);
   }
   return out.join("; ");
 });
 claim("causal-mask-code", () => leak(4).most.toFixed(2));
 claim("nan-row", () => `${textbookRow().every(Number.isNaN) ? "NaN" : "a number"} and 0`);
-claim("no-mask-code", (run) => `${run.loss.toFixed(2)} \u2192 ${lossOf(run, { causal: false }).toFixed(2)}`);
+claim("no-mask-code", async (run) => `${run.loss.toFixed(2)} \u2192 ${(await lossOf(run, { causal: false })).toFixed(2)}`);

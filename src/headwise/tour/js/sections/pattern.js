@@ -44,7 +44,7 @@ function widestPair(run) {
   return best;
 }
 
-claim("one-distribution", (run) => `${run.loss.toFixed(2)} \u2192 ${lossOf(run, { onePattern: true }).toFixed(2)}`);
+claim("one-distribution", async (run) => `${run.loss.toFixed(2)} \u2192 ${(await lossOf(run, { onePattern: true })).toFixed(2)}`);
 claim("same-pair", (run) => {
   const { low, high } = widestPair(run);
   return low === undefined ? "no pair of this text is near 1" : `${low.toExponential(0)} and ${high.toFixed(3)}`;
@@ -52,8 +52,7 @@ claim("same-pair", (run) => {
 claim("reviewers", async (run) => {
   const out = [];
   for (let l = 0; l < model.L; l++) {
-    out.push(signed(lossOf(run, { onePattern: Array.from({ length: model.L }, (_, m) => m === l) }) - run.loss, 2));
-    await rest();
+    out.push(signed((await lossOf(run, { onePattern: Array.from({ length: model.L }, (_, m) => m === l) })) - run.loss, 2));
   }
   return out.join(" ");
 });

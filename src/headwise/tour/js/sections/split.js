@@ -14,9 +14,13 @@ function drawBands() {
   let square = 0;
   for (let n = 0; n < N; n++) for (let k = 0; k < K; k++) square += model.weight(place, n, k) ** 2;
   const most = 2.5 * Math.sqrt(square / (N * K)) || 1;
-  for (let n = 0; n < N; n++) for (let k = 0; k < K; k++) {
+  for (let n = 0, at = 0; n < N; n++) for (let k = 0; k < K; k++, at += 4) {
     const value = model.weight(place, n, k) / most;
-    image.data.set([...(value < 0 ? [0, 114, 178] : [213, 94, 0]), Math.min(255, Math.round(255 * Math.abs(value)))], 4 * (n * K + k));
+    const [red, green, blue] = value < 0 ? BELOW : ABOVE;
+    image.data[at] = red;
+    image.data[at + 1] = green;
+    image.data[at + 2] = blue;
+    image.data[at + 3] = Math.round(255 * Math.abs(value)); // 255 at most: the array clamps
   }
   context.putImageData(image, 0, 0);
   const count = N / model.D;
