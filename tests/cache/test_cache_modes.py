@@ -67,6 +67,22 @@ def lived(cache: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("name", ["static", "rolling", "paged"])
+def test_a_cache_made_and_filled_in_inference_mode_goes_on_outside_of_it(name: str, dtype: torch.dtype) -> None:
+    k, v, q = (torch.randn(B, heads, 9, n) for heads, n in ((K, D), (K, V), (H, D)))
+    outs = []
+    for mode in ("inference", "plain"):
+        with MODES[mode]():
+            cache = caches(dtype)[name].append(k[:, :, :5], v[:, :, :5])
+            other = cache.fork().reorder([1, 0])
+        for one in (cache, other):
+            one.append(k[:, :, 5:8], v[:, :, 5:8]).truncate(7).append(k[:, :, 8:], v[:, :, 8:])
+            outs.append(headwise.attention(q[:, :, 8:], one))
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("mode", list(MODES)[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_a_life_in_a_mode_has_the_numbers_of_a_plain_one(dtype: torch.dtype, mode: str) -> None:

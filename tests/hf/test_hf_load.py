@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,24 @@ def test_the_tokenizers_own_code_is_not_run(model_folder: Path) -> None:
     (model_folder / "tokenizer.json").rename(model_folder / "vocab.json")
     refused(model_folder, "no tokenizer that can be read")
     assert not marker.exists()
+
+
+def test_a_folder_in_a_locale_that_cannot_name_it(model_folder: Path, tmp_path: Path) -> None:
+    named = tmp_path / "modèle"
+    shutil.copytree(model_folder, named)
+    # In the C locale without Python's UTF-8 mode, each byte beyond ASCII becomes a lone surrogate.
+    folder = Path(os.fsencode(named).decode("ascii", "surrogateescape"))
+    loaded, text = hf.load(folder), "for i in range(3):"
+    assert torch.equal(loaded.encode(text)[0], hf.load(model_folder).encode(text)[0])
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names of macOS are UTF-8")
+def test_a_path_that_is_not_utf_8(model_folder: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mod\xe8le"))
+    shutil.copytree(model_folder, folder)
+    refused(folder, "the path is not valid UTF-8, and the safetensors library opens no other; rename the folder")
+    with pytest.raises(hf.ModelError, match="the path is not valid UTF-8"):
+        hf.checkpoint(folder)
 
 
 def test_a_missing_tokenizer(model_folder: Path) -> None:

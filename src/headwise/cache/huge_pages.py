@@ -23,8 +23,12 @@ _LEAST = 2 * HUGE
 def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """Return an empty tensor; from 4 MiB on, on a CPU under Linux, its memory begins at a huge page boundary.
 
-    That memory belongs to this tensor only, so that `on_huge_pages` affects no other memory.
+    That memory belongs to this tensor only, so that `on_huge_pages` affects no other memory. A tensor made in inference
+    mode cannot be written to outside of it, so this one is made outside, wherever the caller is.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return reserve(shape, dtype, device)
     probe = torch.empty(0, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
     if size >= _LEAST and hasattr(mmap, "MADV_HUGEPAGE") and _is_plain(probe):

@@ -189,7 +189,7 @@ def walk(
     place = query + len(row) if query < 0 else query
     if not 0 <= place < len(row):
         raise ValueError(f"the text has {len(row)} tokens, 0 to {len(row) - 1}; got query {query}")
-    device = next(model.parameters()).device
+    device = inputs.device_of(model)
     calls: list[AttentionCall] = []
     seen: list[int] = []
 

@@ -13,6 +13,7 @@ from ..plan.shape import AttentionShape, memory_widths
 from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_tensor, shown, whole_numbers
 from .decode.cache_protocol import cache_traits, rows_of
+from .hooks.projections import has_hooks
 from .latent_costs import check_form
 
 
@@ -62,7 +63,8 @@ def check_input(x: Tensor, d_model: int, projection: nn.Module) -> None:
 def check_taken(name: str, x: Tensor, projection: nn.Module) -> None:
     """Check the dtype and device of an input of a plain linear layer, or the device of an input of a plain norm.
 
-    Other kinds of module are not checked.
+    Other kinds of module are not checked. Neither is the device if a hook or a replaced forward may first move the
+    input or load the weight, as accelerate does in a model that is offloaded or spread over devices.
     """
     weight = projection.weight if type(projection) in (nn.Linear, nn.RMSNorm, nn.LayerNorm) else None
     if not isinstance(weight, Tensor):
@@ -74,7 +76,7 @@ def check_taken(name: str, x: Tensor, projection: nn.Module) -> None:
         or x.dtype == weight.dtype
         or (lowers and x.dtype in DTYPES and torch.float64 not in (x.dtype, weight.dtype))
     )
-    if not alike or x.device != weight.device:
+    if not alike or (x.device != weight.device and not ("forward" in vars(projection) or has_hooks(projection))):
         raise ValueError(
             f"{name} and the module's weights share one dtype and device: the weights are {describe(weight)}; got "
             f"{describe(x)}; move one of them with .to()"

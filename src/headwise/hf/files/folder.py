@@ -158,7 +158,14 @@ def _shard(folder: Path, name: str) -> Path:
         )
     if not os.path.lexists(folder / name):
         raise ModelError(f"{folder}: the weights file {name[:80]!r} is missing; download it anew")
-    return inside(folder, name)
+    path = inside(folder, name)
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ModelError(
+            f"{folder}: the path is not valid UTF-8, and the safetensors library opens no other; rename the folder"
+        ) from None
+    return path
 
 
 def _no_weights(folder: Path) -> ModelError:

@@ -51,7 +51,8 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
             source = read_bytes(folder, "tokenizer.json", MAX_TOKENIZER)
             parse_json(source, f"{folder}/tokenizer.json")
             _rehearse(source, [*IN_A_TEXT], decode=True)
-            return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **_special_tokens(folder))
+            read = tokenizers.Tokenizer.from_buffer(source)  # the library opens only files whose path is valid UTF-8
+            return PreTrainedTokenizerFast(tokenizer_object=read, **_special_tokens(folder))
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), config=config, local_files_only=True, trust_remote_code=False
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.hooks.probe import AttentionCall
+from ...nn.hooks.projections import has_hooks
 from ...shapes.arguments import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
 from ..roles.call_tokens import Passage, Vocabulary, classes_of
 from .repeated_tokens import Repeats
@@ -38,8 +39,21 @@ def checked_model(model: object) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first weight; the CPU if it has none."""
-    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    """Return the device for the inputs: that of the first weight with numbers; the CPU if no weight has any yet.
+
+    An offloaded model keeps its weights on the meta device and loads those of a module when the module is called.
+
+    Raises:
+        ValueError: all weights are on the meta device, and no hook or replaced forward could load them.
+    """
+    devices = [weight.device for weight in model.parameters()]
+    loads = any("forward" in vars(part) or has_hooks(part) for part in model.modules())
+    if devices and not loads and all(device.type == "meta" for device in devices):
+        raise ValueError(
+            f"the weights of {type(model).__name__} are on the meta device and hold no numbers; load them first, for "
+            "example with from_pretrained, or with model.to_empty(device='cpu') and model.load_state_dict(...)"
+        )
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
