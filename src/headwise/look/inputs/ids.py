@@ -108,8 +108,8 @@ def as_row(ids: object) -> list[int]:
         raise ValueError(f"look needs at least one token, got ids of shape {tuple(row.shape)}; give a longer text")
     if row.is_floating_point() or row.is_complex() or row.is_quantized or row.dtype == torch.bool:
         raise TypeError(
-            f"ids are the integers a tokenizer gives; got {row.dtype}; convert with .long(), or pass what is no text by "
-            "name: {'pixel_values': x}"
+            f"ids are the integers a tokenizer gives; got {row.dtype}; convert with .long(), or pass what is no text "
+            "by name: {'pixel_values': x}"
         )
     if row.ndim == 0 or row.ndim > 2 or (row.ndim == 2 and row.shape[0] > 1):
         raise ValueError(
