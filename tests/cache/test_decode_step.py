@@ -286,6 +286,15 @@ def test_a_refused_step_changes_nothing() -> None:
             module(torch.randn(1, 1, 31), cache=full)
 
 
+@pytest.mark.unchecked
+def test_what_is_no_tensor_is_left_to_the_errors_of_append_and_attend() -> None:
+    with torch.no_grad():
+        cache = fill(StaticCache(2, 2, 14, 11, capacity=17), [5, 5], torch.float32)
+        query, key, value = torch.randn(2, 6, 1, 14), torch.randn(2, 2, 1, 14), torch.randn(2, 2, 1, 11)
+        for wrong in ((query.tolist(), key, value), (query, key.tolist(), value), (query, key, value.tolist())):
+            assert cache.step(*wrong) is None and cache.lengths == [5, 5]
+
+
 def test_a_step_counts_as_a_write() -> None:
     """Autograd sees that a cache was written to."""
     cache = fill(StaticCache(1, 2, 14, capacity=20), [5], torch.float32)

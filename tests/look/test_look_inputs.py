@@ -105,7 +105,7 @@ class Configured(Tiny):
         (Tiny(), [], {}, ValueError, "at least one token, got ids of shape (0,); give a longer text"),
         (Tiny(), torch.zeros(1, 0).long(), {}, ValueError, "at least one token, got ids of shape (1, 0)"),
         (Tiny(), torch.zeros(2, 7).long(), {}, ValueError, "ids (T,) or (1, T); got (2, 7); look at each"),
-        (Tiny(), torch.zeros(5, device="meta").long(), {}, ValueError, "ids are on the meta device and hold no numbers"),
+        (Tiny(), torch.zeros(5, device="meta").long(), {}, ValueError, "are on the meta device and hold no num"),
         (Tiny(), [1, 2], {"readings": {"sentence": []}}, ValueError, "got 'sentence'"),
         (Tiny(), [1, 2], {"readings": {SENTENCES: "a text"}}, TypeError, "is a list of headwise.look.Passage; got 'a"),
         (Tiny(), [1, 2], {"readings": {SENTENCES: [[1, 2]]}}, TypeError, "holds headwise.look.Passage; got [1, 2]"),

@@ -274,7 +274,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="dropout by the place"):
         headwise.attention(query, key, value, mask=mask, dropout=0.5, backend="native")
     assert headwise.explain(query, key, value, mask=mask, dropout=0.5).backend == "blocks"
-    assert headwise.attention(query, key, value, mask=headwise.picked(torch.zeros(1, 1, 3, 0).long())).eq(0).all()
+    nothing = headwise.picked(torch.zeros(1, 1, 3, 0).long())
+    assert headwise.attention(query, key, value, mask=nothing).eq(0).all()
+    assert (nothing | headwise.causal()).dense(3, 5)[0, 0].tolist() == headwise.causal().dense(3, 5)[0, 0].tolist()
 
 
 def test_statistics_and_the_largest_logit() -> None:
