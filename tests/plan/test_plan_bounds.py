@@ -165,7 +165,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "intermediate_size is at least 1 in every layer; got [64, "),
     ({"model_type": "lfm2", "block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier is a number above 0; got 0"),
     ({"model_type": "lfm2", "block_ffn_dim_multiplier": True}, "block_ffn_dim_multiplier is a number above 0; got Tr"),
-    ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": "global"}, "attention_types names global or local"),
+    ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": 5}, "attention_types names global or local"),
     ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 1]]}, "for each of 2 layers; got [[["),
     ({"model_type": "gpt_neo", "num_layers": 1, "attention_types": [[["near"], 1]]}, "for each of 1 layers; got [[["),
     ({"model_type": "mpt", "attn_config": [1]}, "attn_config is an object; got [1]"),
