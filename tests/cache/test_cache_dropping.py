@@ -359,3 +359,25 @@ def test_modules_decode_on_after_a_drop() -> None:
             first, cache = attention(x[:, 18:19], cache=cache)
             second, cache = attention(x[:, 19:], cache=cache)
         torch.testing.assert_close(torch.cat([first, second], 1), true, rtol=1e-4, atol=1e-5)  # other forms and orders
+
+
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_truncated_after_a_drop(kind: str) -> None:
+    """Heads that dropped different tokens are truncated together or not at all; before all drops, nothing is gone."""
+    key, value = torch.randn(B, K, 7, D), torch.randn(B, K, 7, V)
+    cache = make(kind, torch.float32).append(key, value)
+    cache.keep(torch.tensor([[[0, 2, 5], [1, 2, 3]]] * B))
+    with pytest.raises(ValueError, match=r"row 0 would have \[2, 3\] at length 4: fork\(\)"):
+        cache.truncate(4)
+    assert cache.columns == [3] * B and cache.lengths == [7] * B
+    cache.truncate(3)
+    assert cache.columns == [2] * B and cache.column_positions()[0].tolist() == [[0, 2], [1, 2]]
+
+    cache, mask = make(kind, torch.float32).append(key, value), headwise.window(2)
+    cache.drop([3]).truncate(3)
+    assert cache.dropped == [0] * B and cache.columns == cache.lengths == [3] * B
+    fresh = make(kind, torch.float32).append(key[:, :, :3], value[:, :, :3])
+    query = torch.randn(B, H, 1, D)
+    assert torch.equal(cache.attend(query, mask=mask), fresh.attend(query, mask=mask))
+    with torch.no_grad():  # after a drop, a step takes no mask
+        assert cache.takes_steps(mask) == fresh.takes_steps(mask)

@@ -99,3 +99,12 @@ def test_the_numbers_of_a_mask_reach_a_compiled_call() -> None:
     """In a process without the shape checker."""
     ran = fresh.run_unchecked("compiled_masks.py")
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr[-1000:]
+
+
+@pytest.mark.unchecked
+def test_keys_and_values_in_different_pages_are_refused() -> None:
+    key, query = drawn(1, K, 7, D, seed=8), drawn(1, H, 1, D, seed=9)
+    keys, values = (PagedCache(PagePool(pages, K, D), 1).append(key, key).view()[0] for pages in (3, 5))
+    values = replace(values, table=keys.table)
+    with pytest.raises(ValueError, match=r"the same pages .*: key \(3, 3, \d+, 8\), value \(5, 3, \d+, 8\)"):
+        headwise.attention(query, keys, values)

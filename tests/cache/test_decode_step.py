@@ -159,6 +159,60 @@ def test_masks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             attempt((name, kind), same_steps, monkeypatch, module, cache, torch.randn(1, 1, 31), mask=mask)
 
 
+class Marked(Tensor):
+    """A tensor subclass that computes as a tensor."""
+
+
+class Marking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).as_subclass(Marked)
+
+
+class Norm(nn.RMSNorm):
+    pass
+
+
+@pytest.mark.unchecked
+def test_steps_of_modules_with_parts_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A projection that returns a tensor of its own class is no step; a norm of its own is called in one."""
+    sizes = {"q_lora_rank": 11, "kv_lora_rank": 13, "nope_dim": 7, "rope_dim": 6, "value_dim": 5}
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plain = MultiHeadAttention(31, 6, num_kv_heads=2, head_dim=14, rotary=Rotary(14)).eval()
+            cache = fill(a_cache("static", 1, 2, 14, 14, torch.float32), [17], torch.float32)
+            own = copy.deepcopy(plain)
+            setattr(own, name, Marking(31, getattr(plain, name).out_features, bias=False))
+            own.load_state_dict(plain.state_dict())
+            token, theirs = torch.randn(1, 1, 31), copy.deepcopy(cache)
+            with monkeypatch.context() as patch:
+                taken = counted(patch)
+                out, _ = own(token, cache=cache)
+            assert taken == [] and cache.lengths == [18]
+            torch.testing.assert_close(out.as_subclass(Tensor), plain(token, cache=theirs)[0])
+        latent = LatentAttention(31, 3, **sizes).eval()  # type: ignore[arg-type]
+        latent.q_a_layernorm = Norm(11)
+        latent.q_a_layernorm.weight.mul_(torch.rand(11) + 0.5)
+        cache = fill(a_cache("static", 1, 1, 19, 13, torch.float32, shared=True), [126], torch.float32)
+        same_steps(monkeypatch, latent, cache, torch.randn(1, 2, 31))
+        weights = latent.state_dict()
+        latent.q_b_proj = Marking(11, 39, bias=False)
+        latent.load_state_dict(weights)
+        with monkeypatch.context() as patch:
+            taken = counted(patch)
+            out, _ = latent(torch.randn(1, 1, 31), cache=cache)
+        assert taken == [] and cache.lengths == [127] and bool(out.isfinite().all())
+
+
+@pytest.mark.unchecked
+def test_a_rotary_of_another_head_dim_is_refused_and_the_cache_is_as_it_was() -> None:
+    module = MultiHeadAttention(31, 6, num_kv_heads=2, head_dim=14, rotary=Rotary(14)).eval()
+    module.rotary = Rotary(12)
+    cache = fill(a_cache("static", 1, 2, 14, 14, torch.float32), [17], torch.float32)
+    with torch.no_grad(), pytest.raises(ValueError, match="12"):
+        module(torch.randn(1, 1, 31), cache=cache)
+    assert cache.lengths == [17]
+
+
 def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients, hooks, autocast, other classes and the like take the usual way, and give what it gives."""
     module = MultiHeadAttention(31, 6, num_kv_heads=2, head_dim=14, rotary=Rotary(14), inner=InnerAttention()).eval()
@@ -221,12 +275,24 @@ def test_a_refused_step_changes_nothing() -> None:
         assert cache.step(query.bfloat16(), key.bfloat16(), value.bfloat16()) is None
         assert cache.step(query[:, :5], key, value) is None
         assert cache.step(query.double(), key.double(), value.double()) is None
+        assert cache.step(query.as_subclass(Marked), key, value) is None
+        assert cache.step(query, key.as_subclass(Marked), value) is None
+        assert cache.step(query, key, value.bfloat16()) is None
         assert cache.lengths == [5, 5] and cache._last.tokens != 1
         assert cache.step(query, key, value) is not None and cache.lengths == [6, 6]
         module = MultiHeadAttention(31, 6, num_kv_heads=2, head_dim=14, value_dim=11).eval()
         full = fill(StaticCache(1, 2, 14, 11, capacity=17), [17], torch.float32)
         with pytest.raises(ValueError, match="capacity 17 has no room for 18 tokens"):
             module(torch.randn(1, 1, 31), cache=full)
+
+
+@pytest.mark.unchecked
+def test_what_is_no_tensor_is_left_to_the_errors_of_append_and_attend() -> None:
+    with torch.no_grad():
+        cache = fill(StaticCache(2, 2, 14, 11, capacity=17), [5, 5], torch.float32)
+        query, key, value = torch.randn(2, 6, 1, 14), torch.randn(2, 2, 1, 14), torch.randn(2, 2, 1, 11)
+        for wrong in ((query.tolist(), key, value), (query, key.tolist(), value), (query, key, value.tolist())):
+            assert cache.step(*wrong) is None and cache.lengths == [5, 5]
 
 
 def test_a_step_counts_as_a_write() -> None:

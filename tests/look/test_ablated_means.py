@@ -54,3 +54,13 @@ def test_the_mean_is_over_every_row_of_a_call_not_over_the_tokens_of_the_text(he
         lost = ablate(model, TEXTS, [(0, head)], by="mean")
         assert lost.before == pytest.approx(loss_with(None), abs=1e-5)
         assert lost.after == pytest.approx(loss_with(mean), abs=1e-5)
+
+
+@pytest.mark.unchecked
+def test_heads_that_read_a_text_in_several_rows_are_not_switched_off() -> None:
+    class Folded(Summarized):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.mha(self.words(ids.view(2, -1)), mask=headwise.causal())).view(1, ids.shape[1], -1)
+
+    with pytest.raises(ValueError, match="module 'mha' made 2 rows of one text; its heads can be switched off only"):
+        ablate(Folded(), [[1, 2, 3, 4]], heads=[(0, 1)])

@@ -156,6 +156,9 @@ WRONG = {
     lines("1-2 ab _ _ _ _"): "line 1: a range of words stands before its words; 'ab' has none",
     "\n\n# text = a\n\n": "line 3: a sentence has a line for each word, and these are comments alone; delete them",
     lines("1 a X 0 root Entity=e1)"): "line 1: a bracket of Entity closes 'e1', which is not open; open it before",
+    lines(
+        "1 a X 0 root Entity=(e1[2/3]-x-1)"
+    ): r"line 1: parts of a mention come in order; got 'e1\[2/3\]' behind 0 parts",
     lines("1 a X 0 root Entity=(e1-x"): "line 1: a mention of 'e1' does not end in its sentence; close its bracket",
     lines("1 a X 0 root Entity=(e1[1/2]-x-1)"): r"line 1: a mention of 'e1\[...\]' does not end in its sentence",
     lines(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import BY_NAME
+from test_circuits import Small
 from torch import Tensor, nn
 
 from headwise.look import attribute
@@ -94,3 +95,15 @@ def test_it_prints_the_heads_of_the_largest_effect() -> None:
 def test_models_without_a_direct_way_are_refused(name: str, answer: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         attribute(BY_NAME[name].build(), TEXT, answer, WRONG)
+
+
+@pytest.mark.unchecked
+def test_a_part_that_is_not_linear_has_no_direct_way() -> None:
+    model = Small()
+    model.final = nn.Tanh()
+    with pytest.raises(ValueError, match=r"module 'final', .* is no norm, so heads have no direct .*look\.patch"):
+        attribute(model, TEXT, ANSWER, WRONG)
+    model = Small()
+    model.layers[1].o_proj = nn.Sequential(nn.Tanh(), model.layers[1].o_proj)
+    with pytest.raises(ValueError, match=r"no module reads the heads of 'layers\.1' side by side .*look\.patch"):
+        attribute(model, TEXT, ANSWER, WRONG)

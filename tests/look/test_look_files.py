@@ -80,6 +80,18 @@ def test_json_is_read_back_whole(planted: Look, tmp_path: Path) -> None:
     assert look.read(tmp_path / "h.json") == replace(planted, maps=(), moved=(), neurons=())
 
 
+def test_a_file_larger_than_any_look_is_not_read(
+    planted: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look.write(planted, tmp_path / "h.json")
+    size = (tmp_path / "h.json").stat().st_size
+    monkeypatch.setattr(files, "MAX_FILE", size)
+    assert look.read(tmp_path / "h.json") == planted
+    monkeypatch.setattr(files, "MAX_FILE", size - 1)
+    with pytest.raises(ValueError, match=r"h\.json has more than 0 MB; a look is smaller"):
+        look.read(tmp_path / "h.json")
+
+
 @pytest.mark.unchecked
 def test_what_is_no_look_is_told(planted: Look, tmp_path: Path) -> None:
     for name, content in (("a.json", b"{"), ("b.json", b"[1]"), ("c.json", b"\xff"), ("d.json", b"[" * 100_000)):

@@ -20,6 +20,7 @@ from headwise import look
 from headwise.look import Repeats
 from headwise.look.inputs.ids import IdFacts, check_heads, vocabulary
 from headwise.look.inputs.repeated_tokens import draw, targets
+from headwise.look.roles.catalog import SENTENCES
 from headwise.nn import AttentionCall
 
 
@@ -104,6 +105,10 @@ class Configured(Tiny):
         (Tiny(), [], {}, ValueError, "at least one token, got ids of shape (0,); give a longer text"),
         (Tiny(), torch.zeros(1, 0).long(), {}, ValueError, "at least one token, got ids of shape (1, 0)"),
         (Tiny(), torch.zeros(2, 7).long(), {}, ValueError, "ids (T,) or (1, T); got (2, 7); look at each"),
+        (Tiny(), torch.zeros(5, device="meta").long(), {}, ValueError, "are on the meta device and hold no num"),
+        (Tiny(), [1, 2], {"readings": {"sentence": []}}, ValueError, "got 'sentence'"),
+        (Tiny(), [1, 2], {"readings": {SENTENCES: "a text"}}, TypeError, "is a list of headwise.look.Passage; got 'a"),
+        (Tiny(), [1, 2], {"readings": {SENTENCES: [[1, 2]]}}, TypeError, "holds headwise.look.Passage; got [1, 2]"),
         (Tiny(), torch.tensor(3), {}, ValueError, "one text at a time, ids (T,) or (1, T); got ()"),
         (Tiny(), torch.zeros(5), {}, TypeError, "the integers a tokenizer gives; got torch.float32; convert"),
         (Tiny(), torch.ones(5, dtype=torch.bool), {}, TypeError, "a tokenizer gives; got torch.bool; convert"),

@@ -46,6 +46,10 @@ def test_the_numbers_of_another_are_no_column_of_a_look(planted: Look, name: str
         ValueError, match=f"^{re.escape(name)} is a column of every look; give the numbers another name"
     ):
         planted.with_extras(**{name: numbers})
+    with pytest.raises(ValueError, match=rf"of {planted.num_heads}; got \[{planted.num_heads - 1}\]"):
+        planted.with_extras(worth=[numbers[0][1:]])
+    some = planted.with_extras(worth=[[None, *numbers[0][1:]]])
+    assert [head.extras.get("worth") for head in some.heads] == [None, *numbers[0][1:]]
     once = planted.with_extras(worth=numbers)
     assert once.with_extras(worth=[[0.5] * planted.num_heads]).heads[0].extras == {"worth": 0.5}
 

@@ -158,6 +158,8 @@ def test_needles() -> None:
     assert len(distances) == 4
     with pytest.raises(ValueError, match="a needle has 7 tokens that the text does not contain, and there are 1 to"):
         needles([1, 2], [1, 2, 3])
+    with pytest.raises(ValueError, match="needles stand in a text, and this one has no token; give a longer text"):
+        needles([], range(40))
 
 
 def test_a_sink_of_a_head_is_one_choice_more_of_a_broad_one() -> None:

@@ -19,6 +19,7 @@ import headwise.hf  # lets look see transformers models
 from headwise import look
 from headwise.look import Passage
 from headwise.look.roles.catalog import SENTENCES
+from headwise.look.weights.copying import Copying
 from headwise.nn import probe
 from headwise.testing.constructed import NAMES, constructed
 
@@ -162,6 +163,47 @@ def test_a_model_without_logits_has_attention_alone_and_says_so() -> None:
     few = [replace(one, ids=[10 + i % 9 for i in range(19)]) for one in passages]  # the first of few is so by chance
     for head in look.at(Small(), few[0].ids, repeats=None, readings={SENTENCES: few}).heads:
         assert ALONE in head.scores and not {*SIGNED} & {*head.scores}
+
+
+def put(model: Small, how: str) -> Small:
+    """A model, part of which is not linear: what its heads do to the logits is then not defined."""
+    if how == "before W_O":
+        model.layers[1].o_proj = nn.Sequential(nn.Tanh(), model.layers[1].o_proj)
+    elif how == "behind W_O":
+        model.behind[1] = nn.Tanh()
+    else:
+        model.final = nn.Tanh()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "signed"), [("before W_O", {0, 2}), ("behind W_O", {0, 2}), ("before the unembedding", set())]
+)
+def test_a_layer_that_does_not_add_to_the_logits_has_attention_alone(how: str, signed: set[int]) -> None:
+    passages = gifts(19, 3, 5)
+    for head in look.at(put(Small(), how), passages[0].ids, repeats=None, readings={SENTENCES: passages}).heads:
+        assert ({*SIGNED} <= {*head.scores}, ALONE in head.scores) == (head.layer in signed, head.layer not in signed)
+
+
+@pytest.mark.parametrize(("names", "others"), [(3, 509), (3, 510), (3, 990), (500, 499), (512, 487), (600, 300)])
+def test_names_are_compared_with_at_most_512_tokens_evenly_chosen(names: int, others: int) -> None:
+    class Wide(Small):
+        def __init__(self) -> None:
+            super().__init__(layers=1)
+            self.embed, self.unembed = nn.Embedding(1000, 24), nn.Linear(24, 1000)
+
+    called, rest = [*range(0, 2 * names, 2)], [i for i in range(1000) if i % 2 or i >= 2 * names][:others]
+    if names > 500:
+        called, rest = [*range(names)], [*range(names, names + others)]
+    made = Copying.of(Wide(), [1, 5, 7, 11], called, {*rest, *called})
+    assert made is not None
+    ids = made.ids.tolist()
+    chosen = [rest.index(i) for i in ids if i in rest]
+    assert ids == sorted({*ids}) and [i for i, one in zip(ids, made.names.tolist(), strict=True) if one] == called
+    assert len(chosen) == min(others, max(512 - names, 0))
+    if chosen:
+        gaps = [b - a for a, b in zip(chosen, [*chosen[1:], others], strict=True)]
+        assert chosen[0] == 0 and max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.parametrize(

@@ -89,3 +89,25 @@ def test_a_sink_without_a_value_moves_nothing() -> None:
 def test_what_does_not_fit_is_refused(ids: list[int], place: tuple[int, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         norm_weighted_map(BY_NAME["Llama GQA"].build(), ids, *place)
+
+
+def test_what_no_head_writes_is_refused() -> None:
+    model = Reader()
+    with pytest.raises(ValueError, match="the numbers are first, first_moved and moved; got 'second'"):
+        norm_weighted(model, TEXT).scores("second")
+    model.attend.o_proj = torch.nn.Sequential(torch.nn.Tanh(), model.attend.o_proj)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"no module reads the heads of 'attend' side by side .*no W_O a head"):
+        norm_weighted(model, TEXT)
+
+
+def test_the_table_lists_the_heads_whose_first_token_has_the_largest_weight() -> None:
+    found = norm_weighted(BY_NAME["GPT-2"].build(), TEXT)
+    ranked = sorted(found.heads, key=lambda one: one.first, reverse=True)
+    assert [one.first for one in ranked] != [one.first for one in found.heads]
+    rows = [*zip(*(column.cells for column in found.table(most=3).columns), strict=True)]
+    assert rows == [
+        (f"{one.layer}", f"{one.head}", *(f"{number:.3f}" for number in (one.first, one.first_moved, one.moved)))
+        for one in ranked[:3]
+    ]
+    lines = str(found).splitlines()
+    assert len(lines) > len(found.heads) and any(f"{ranked[-1].moved:.3f}" in line for line in lines)

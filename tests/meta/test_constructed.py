@@ -20,6 +20,7 @@ from headwise.testing.constructed import (
     random_model,
     targets,
 )
+from headwise.testing.pictures import constructed_picture
 
 TABLES = Tables(
     delimiters=(3,), names=(7, 8), needles=(7,), offsets={5: -2, 6: 1}, heads={5: 6}, antecedents={8: 7},
@@ -276,3 +277,24 @@ def test_a_text_that_is_too_long_is_refused() -> None:
         ValueError, match="the text has 6 tokens, but the model has 5 places; build it with more: places="
     ):
         model(torch.zeros(1, 6, dtype=torch.long))
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("layers", "options", "text"),
+    [
+        ([["reading"]], {}, "a job is one of .*; got 'reading'"),
+        (
+            [["[CLS] sink"]],
+            {"summary": False},
+            r"'\[CLS\] sink' attends to a token that the model does not have; set",
+        ),
+        ([["register sink"]], {}, "'register sink' attends to a token that the model does not have; .* registers="),
+        ([["self"]], {"registers": 2, "summary": False}, r"registers follow \[CLS\]; set summary=True"),
+    ],
+)
+def test_pictures_of_jobs_that_cannot_be_built_are_refused(
+    layers: list[list[str]], options: dict[str, int], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        constructed_picture(layers, (3, 5), **options)

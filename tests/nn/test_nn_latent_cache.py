@@ -122,6 +122,26 @@ def test_a_cache_that_hides_its_keys_is_attended_to_absorbed() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.unchecked
+def test_a_cache_without_all_keys_is_not_expanded() -> None:
+    mla, x = make(), torch.randn(B, T, M)
+    dropping = StaticCache(B, 1, C + R, C, capacity=T, shared=True)
+    mla(x[:, :9], cache=dropping)
+    dropping.keep([0, 3, 8])
+    chunked: Any = Held.of(mla, B)
+    chunked.chunk = 4
+    for cache, new, why in (
+        (dropping, x[:, 9:11], "StaticCache has dropped tokens"),
+        (chunked, x[:, :5], "Held takes 4 tokens at a time"),
+    ):
+        lengths = cache.lengths
+        with pytest.raises(ValueError, match=why + r'; form="absorbed"'):
+            mla(new, cache=cache, form="expanded")
+        assert cache.lengths == lengths
+    assert mla(x[:, :4], cache=chunked, form="expanded")[1].lengths == [4] * B
+
+
+@torch.no_grad()
 def test_a_prompt_longer_than_a_cache_takes_at_once_goes_in_piece_by_piece() -> None:
     mla, x = make(), torch.randn(B, T, M)
     cache = RollingCache(B, 1, C + R, C, window=5, chunk=4, shared=True)

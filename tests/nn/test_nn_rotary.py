@@ -171,6 +171,12 @@ def test_frequencies_are_one_a_pair() -> None:
     for bad in ([1.0, True, 1.0], [1.0, "1", 1.0], [1.0, float("nan"), 1.0], [1.0, 1j, 1.0], [1.0, 10**400, 1.0]):
         with pytest.raises(ValueError, match="frequencies are finite numbers: a sequence, or a tensor of"):
             Rotary(6, frequencies=bad)
+    given = [0.25, 1.75, 0.5]
+    both = [Rotary(6, frequencies=x).angles(torch.tensor([0, 3])) for x in (torch.tensor(given), given)]  # type: ignore
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    for wrong in (torch.ones(1, 3), torch.ones(3, dtype=torch.bool), torch.ones(3, device="meta")):
+        with pytest.raises(TypeError, match="frequencies are finite numbers: a sequence, or a tensor of one axis"):
+            Rotary(6, frequencies=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.unchecked

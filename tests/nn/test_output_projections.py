@@ -61,3 +61,26 @@ def test_of_our_modules_and_where_there_is_none() -> None:
     with pytest.raises(TypeError, match="nothing to probe"):
         output_projections(nn.Linear(2, 2), lambda model: model(x))
     assert headwise.nn.output_projections is output_projections
+
+
+class Particular(nn.Module):
+    """A part that takes the heads as they are, and does otherwise with zeros."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inside, self.how = nn.Linear(12, 12), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        zeros = not x.any()
+        if self.how == "raises" and zeros:
+            raise ValueError("zeros are no heads")
+        y = self.inside(2 * x)  # not the heads themselves: a module that reads these is their projection
+        return y.mean(1) if self.how == "of another shape" and zeros else y
+
+
+@pytest.mark.parametrize("how", ["linear", "raises", "of another shape"])
+def test_a_part_that_cannot_be_seen_to_add_is_no_projection(how: str) -> None:
+    module = MultiHeadAttention(12, 3, value_dim=4)
+    module.o_proj = Particular(how)  # type: ignore[assignment]
+    found = output_projections(module, lambda model: model(torch.randn(2, 5, 12)))
+    assert found == ({"": "o_proj"} if how == "linear" else {})

@@ -261,3 +261,27 @@ def test_hostile_names_are_text_to_the_table() -> None:
     stage = headwise.nn.Stage("[red]name[/red]", "[link=x]f[/link]", Tensor([1.0]), "[bold]")
     text = str(headwise.nn.Trace((stage,), {}))
     assert "[red]name[/red]" in text and "[link=x]f[/link]" in text and "[bold]" in text
+
+
+def test_the_heads_of_a_trace_with_dropout_are_some_of_the_weights_and_pass_their_gradient_on() -> None:
+    """With at least as many value dimensions as tokens, the weights that were used are known from the heads."""
+    mha = MultiHeadAttention(M, H, head_dim=D, value_dim=V, inner=InnerAttention(dropout=0.5)).double().train()
+    result = trace(mha, torch.randn(B, T, M, dtype=torch.float64))
+    weights, heads, value = (result[name].tensor for name in ("weights", "heads", "v_heads"))
+    used = (heads @ torch.linalg.pinv(value)).detach() / weights.detach()
+    nothing, twice = used.abs() < 1e-6, (used - 2).abs() < 1e-6
+    assert bool((nothing | twice).all()) and 0.3 < nothing.double().mean() < 0.7
+    [grad] = torch.autograd.grad(heads.sum(), weights)
+    wanted = 2 * twice * value.sum(-1)[:, :, None]
+    torch.testing.assert_close(grad, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_a_stage_tells_its_shape_and_not_its_numbers() -> None:
+    [stage] = [stage for stage in trace(make(), torch.randn(B, T, M)).stages if stage.name == "weights"]
+    assert repr(stage) == f"Stage('weights', {stage.formula!r}, shape=[{B}, {H}, {T}, {T}])"
+
+
+@pytest.mark.unchecked
+def test_sizes_that_no_trace_can_count_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"at most [\d,]+ numbers together; .*length 1000000000 make more: .*smaller"):
+        trace_shape(4096, 32, batch=10**9, length=10**9)

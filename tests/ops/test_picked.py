@@ -274,7 +274,10 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="dropout by the place"):
         headwise.attention(query, key, value, mask=mask, dropout=0.5, backend="native")
     assert headwise.explain(query, key, value, mask=mask, dropout=0.5).backend == "blocks"
-    assert headwise.attention(query, key, value, mask=headwise.picked(torch.zeros(1, 1, 3, 0).long())).eq(0).all()
+    nothing = headwise.picked(torch.zeros(1, 1, 3, 0).long())
+    assert headwise.attention(query, key, value, mask=nothing).eq(0).all()
+    some = nothing.allowed(3, 5, rows=slice(None), cols=torch.tensor([4, 1]))
+    assert some is not None and some.shape[-2:] == (3, 2) and not some.any()
 
 
 def test_statistics_and_the_largest_logit() -> None:

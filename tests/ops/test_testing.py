@@ -145,6 +145,14 @@ def test_same_bits_sees_one_bit(ours: Tensor, other: Tensor) -> None:
         assert_same_bits(ours, other)
 
 
+def test_every_nan_has_the_same_bits_and_every_whole_number_its_own() -> None:
+    nans = torch.tensor([0x7FC00000, 0x7FC00001, 5], dtype=torch.int32)
+    assert_same_bits(nans.view(torch.float32), nans[[1, 0, 2]].view(torch.float32))
+    assert_same_bits(nans, nans.clone())
+    with pytest.raises(AssertionError, match=r"2 of 3 entries differ .* first at \(0,\): 2143289344 and 2143289345"):
+        assert_same_bits(nans, nans[[1, 0, 2]])
+
+
 def test_inputs_are_the_same_everywhere_and_differ_by_seed_and_kind() -> None:
     """Frozen: a change of these numbers is a change of every test that uses them."""
     q, k, v = make_qkv(1, 1, 1, 1, 1, 2, 1)

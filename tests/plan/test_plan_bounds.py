@@ -138,6 +138,39 @@ WRONG: list[tuple[dict[str, Any], str]] = [
       "attention_layers": ["local", "local"]},
      "attention_layers contradicts attention_types; got ['local', 'local']"),
     ({"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 8}, "num_experts_per_tok = 9 is more"),
+    ({"model_type": "kimi_linear", "linear_attn_config": [4]}, "linear_attn_config is an object; got [4]"),
+    ({"model_type": "kimi_linear", "layer_types": ["full_attention"] * 26 + ["linear_attention"],
+      "linear_attn_config": "x"}, "linear_attn_config is an object; got 'x'"),
+    ({"model_type": "jamba", "attn_layer_period": 3, "attn_layer_offset": 3},
+     "attn_layer_offset = 3 is not below attn_layer_period = 3"),
+    ({"model_type": "qwen3_next", "linear_num_key_heads": 3, "linear_num_value_heads": 5},
+     "linear_num_value_heads = 5 is not a multiple of linear_num_key_heads = 3"),
+    ({"model_type": "bamba", "attn_layer_indices": [0], "hidden_size": 4096, "mamba_n_heads": 7},
+     "mamba_n_heads = 7 does not divide the 8192 channels"),
+    ({"model_type": "bamba", "attn_layer_indices": [0], "mamba_n_heads": 128, "mamba_d_head": 65},
+     "mamba_d_head = 65 times mamba_n_heads = 128 is not 8192, the channels"),
+    ({"model_type": "gemma4_text", "per_layer_config": [64]}, "per_layer_config is an object; got [64]"),
+    ({"model_type": "glm_moe_dsa", "q_lora_rank": None}, "the indexer reads the latent of the queries: give its width"),
+    ({"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "index_topk_pattern": "FXF"},
+     "index_topk_pattern has F or S for each of 3 layers; got 'FXF'"),
+    ({"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "index_topk_pattern": "FS"}, "of 3 layers; got 'FS'"),
+    ({"model_type": "glm_moe_dsa", "num_hidden_layers": 2, "index_topk_pattern": [["full"], "full"]},
+     "index_topk_pattern has F or S for each of 2 layers; got [['full'], 'full']"),
+    ({"model_type": "glm_moe_dsa", "num_hidden_layers": 2, "index_topk_pattern": 2}, "of 2 layers; got 2"),
+    ({"model_type": "deberta-v2", "relative_attention": True, "pos_att_type": "c2p|p2p"},
+     "pos_att_type names c2p or p2c; got ['c2p', 'p2p']"),
+    ({"model_type": "deberta-v2", "hidden_size": 1536, "conv_kernel_size": 3, "conv_groups": 5},
+     "conv_groups = 5 does not divide hidden_size = 1536"),
+    ({"model_type": "gemma3n_text", "num_hidden_layers": 35, "intermediate_size": [64] * 34 + [0]},
+     "intermediate_size is at least 1 in every layer; got [64, "),
+    ({"model_type": "lfm2", "block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier is a number above 0; got 0"),
+    ({"model_type": "lfm2", "block_ffn_dim_multiplier": True}, "block_ffn_dim_multiplier is a number above 0; got Tr"),
+    ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": 5}, "attention_types names global or local"),
+    ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 1]]}, "for each of 2 layers; got [[["),
+    ({"model_type": "gpt_neo", "num_layers": 1, "attention_types": [[["near"], 1]]}, "for each of 1 layers; got [[["),
+    ({"model_type": "mpt", "attn_config": [1]}, "attn_config is an object; got [1]"),
+    ({"model_type": "mpt", "attn_config": {"qk_ln": True}}, "attn_config.qk_ln = True changes the model in a way"),
+    ({"model_type": "t5", "feed_forward_proj": 5}, "feed_forward_proj is a string; got 5"),
     ({"model_type": ["llama"]}, "model_type is a string; got ['llama']"),
     ({"hidden_size": 96}, "has no model_type, so its architecture is not known"),
     ({"model_type": "llava", "text_config": {"model_type": ["llama"]}},
@@ -161,6 +194,30 @@ def test_fields_at_the_edge_of_what_is_right() -> None:
     assert model_of({"model_type": "qwen2_moe", "mlp_only_layers": [0]}).layers
     dense = model_of({"model_type": "qwen2_moe", "mlp_only_layers": [0], "num_hidden_layers": 2}).others
     assert [part.name for part in dense if part.name in ("mlp", "experts")] == ["mlp", "experts"]
+
+
+def test_letters_for_layers_with_an_indexer_of_their_own() -> None:
+    base = {"model_type": "glm_moe_dsa", "num_hidden_layers": 4}
+    for pattern in ("FSFS", list("FSFS"), ["full", "shared", "full", "shared"]):
+        layers = model_of({**base, "index_topk_pattern": pattern}).layers
+        assert [layer.indexer is not None and layer.indexer.shared for layer in layers] == [False, True, False, True]
+    layers = model_of({**base, "index_topk_pattern": "FFFF", "indexer_types": ["full", "shared"] * 2}).layers
+    assert [layer.indexer is not None and layer.indexer.shared for layer in layers] == [False, True, False, True]
+
+
+def test_a_kimi_config_without_a_list_of_layers_has_attention_in_every_fourth() -> None:
+    for inside in ({}, {"full_attn_layers": None, "kda_layers": [1]}):
+        model = model_of({"model_type": "kimi_linear", "num_hidden_layers": 10, "linear_attn_config": inside})
+        assert [layer.index for layer in model.layers] == [4, 8]
+        assert [state.index for state in model.states] == [0, 1, 2, 3, 5, 6, 7, 9]
+
+
+def test_a_feed_forward_width_without_a_factor_is_two_thirds_and_not_rounded_up() -> None:
+    sizes = {"model_type": "lfm2", "hidden_size": 64, "intermediate_size": 155, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "num_hidden_layers": 1, "block_multiple_of": 7}  # fmt: skip
+    for factor, width in ((None, 103), (1.0, 105), (0.5, 56)):  # 2 * 155 / 3 = 103.3, 0.5 * 103 = 51.5
+        others = model_of({**sizes, "block_ffn_dim_multiplier": factor}).others
+        assert sum(part.parameters for part in others if part.name == "mlp") == 3 * 64 * width
 
 
 def test_tied_heads_that_are_marked() -> None:

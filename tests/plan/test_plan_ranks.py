@@ -253,6 +253,18 @@ def test_what_cannot_be_is_told_in_the_words_of_who_asks() -> None:
     assert str(plan.over("llama-3-8b", "1GB/s,2us", tokens=9)).endswith(remark)
 
 
+def test_every_rank_holds_all_towers_and_the_text_model_s_share() -> None:
+    whole = {"every rank holds all towers and all layers with a state"}
+    said = {name: str(plan.over(MODELS[name], "1GB/s,2us", ranks=2, tokens=61)) for name in ("plain", "states")}
+    assert not whole & {*said["plain"].splitlines()} and whole <= {*said["states"].splitlines()}
+    seeing = {"model_type": "gemma3", "text_config": MODELS["windows"]}
+    assert whole <= {*str(plan.over(seeing, "1GB/s,2us", tensor=2, tokens=61)).splitlines()}
+    both, text = model_of(seeing), made("windows")
+    tower = both.stored_bytes() - text.stored_bytes()
+    held = [mesh_cost(model, Grid(2, 1, SLOW), 61).weight_bytes for model in (both, text)]
+    assert held[0] - held[1] == tower > 0 and held[1] < text.stored_bytes()
+
+
 def test_what_a_plan_leaves_out_is_told_over_ranks_too() -> None:
     left_out = plan.of("gpt-3", context=99).notes
     assert left_out[0].startswith("every other layer of the original is locally banded")

@@ -189,6 +189,15 @@ def test_a_budget_is_a_number_of_megabytes(numbers: Any) -> None:
         Budget(*numbers)
 
 
+@pytest.mark.unchecked
+def test_a_budget_and_a_list_of_twins_end_somewhere() -> None:
+    with pytest.raises(ValueError, match="a budget is a finite number of megabytes; got inf"):
+        Budget(math.inf)
+    for twins in ([], [(0, 0.5, (0, 1))], [((0, 1, 2), 0.5, None)]):
+        with pytest.raises(ValueError, match=r"twins are \(\(layer, head\), .*, one at least; got"):
+            by_twins(twins)
+
+
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 

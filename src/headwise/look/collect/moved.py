@@ -63,8 +63,7 @@ def lengths(call: AttentionCall, projection: nn.Module) -> Tensor:
 
     A text's lengths do not depend on the other texts of the batch.
     """
-    if call.value is None:
-        raise ValueError(f"module {call.module!r} has no values, so its heads write nothing")
+    assert call.value is not None  # both callers leave out or refuse calls without values
     H, (_, K, _, V) = call.query.shape[1], call.value.shape
     plain = plain_weight(projection)
     W = written_by(projection, H, V, call.value) if plain is None else plain.detach().float().mT.unflatten(0, (H, V))

@@ -14,7 +14,7 @@ from ...files.text import visible
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts
 from ..inputs.ids import check_told, model_name
-from ..interventions.losses import one_text, readings
+from ..interventions.losses import no_loss, one_text, readings
 from ..records.look_data import LookData
 from ..views.palette import label
 from ..views.tables import Tabled
@@ -205,8 +205,8 @@ def circuits(
     check_told(name, progress)
     model = unwrap(model)
     whole = one_text(ids, 3, "circuits are measured")
-    [short] = readings(model, [whole[:SHORT]], loss=_no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [whole], loss=_no_loss, mask_id=None, seed=0)
+    [short] = readings(model, [whole[:SHORT]], loss=no_loss, mask_id=None, seed=0)
+    [text] = readings(model, [whole], loss=no_loss, mask_id=None, seed=0)
     layers = matrices(model, short)
     tell = progress or (lambda done, total: None)
     kept: dict[str, list[Composition]] = {kind: [] for kind in KINDS}
@@ -223,10 +223,6 @@ def circuits(
         pairs=pairs,
         heads=writes(model, short, text, layers),
     )
-
-
-def _no_loss(output: Any, ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids), device="cpu")
 
 
 @torch.no_grad()

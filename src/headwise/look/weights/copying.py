@@ -109,7 +109,7 @@ class Copying:
 def _chosen(names: set[int], among: set[int]) -> list[int]:
     """Return the names and the other tokens, sorted; of too many others, evenly chosen ones."""
     others = sorted(among - names)
-    room = max(MOST - len(names), 0)
+    room = MOST - len(names)
     if len(others) > room:
         others = [others[n * len(others) // room] for n in range(room)]
     return sorted(names.union(others))

@@ -94,7 +94,8 @@ def _indexers(fields: Fields, layers: int) -> list[Indexer | None]:
     letters = fields.config.get(about["letters"])
     if kinds is None and letters is not None:
         named = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
-        if not isinstance(letters, (str, list)) or len(letters) != layers or not all(n in named for n in letters):
+        known = isinstance(letters, (str, list)) and all(isinstance(n, str) and n in named for n in letters)
+        if not known or len(letters) != layers:
             raise ValueError(f"{about['letters']} has F or S for each of {layers} layers; got {short(letters)}")
         kinds = [named[letter] for letter in letters]
     if kinds is None:
