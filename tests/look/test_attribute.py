@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME
+import transformers
+from hf_models import BY_NAME, stir
 from test_circuits import Small
 from torch import Tensor, nn
 
-from headwise.look import attribute
+from headwise.look import attribute, circuits
 
 TEXT = [1, 7, 23, 11, 5, 7, 31, 2, 47, 23, 11]
 ANSWER, WRONG = 17, 29
@@ -107,3 +108,37 @@ def test_a_part_that_is_not_linear_has_no_direct_way() -> None:
     model.layers[1].o_proj = nn.Sequential(nn.Tanh(), model.layers[1].o_proj)
     with pytest.raises(ValueError, match=r"no module reads the heads of 'layers\.1' side by side .*look\.patch"):
         attribute(model, TEXT, ANSWER, WRONG)
+
+
+@pytest.mark.parametrize("name", ["Cohere", "Granite"])
+def test_a_factor_after_the_unembedding_counts(name: str) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 13, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0}
+    torch.manual_seed(7)
+    if name == "Cohere":
+        model: Any = transformers.CohereForCausalLM(transformers.CohereConfig(**sizes, logit_scale=0.25))
+    else:
+        model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes, logits_scaling=5.0))
+    stir(model)
+    found = attribute(model.eval(), TEXT, ANSWER, WRONG)
+    with torch.no_grad():
+        logits = model(torch.tensor([TEXT])).logits[0, -1]
+        unscaled = model.lm_head(model.model(torch.tensor([TEXT])).last_hidden_state)[0, -1]
+    assert found.difference == pytest.approx(float(logits[ANSWER] - logits[WRONG]), abs=1e-5)
+    assert abs(found.difference - float(unscaled[ANSWER] - unscaled[WRONG])) > 1e-2
+    assert sum(one.effect or 0 for one in found.heads) + found.rest == pytest.approx(found.difference, abs=1e-6)
+
+
+def test_the_heads_records_have_the_factor_too() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 13, "num_hidden_layers": 2}
+    one, other = (
+        transformers.CohereForCausalLM(
+            transformers.CohereConfig(**sizes, num_attention_heads=3, pad_token_id=0, logit_scale=factor)
+        ).eval()
+        for factor in (1.0, 0.25)
+    )
+    stir(one)
+    other.load_state_dict(one.state_dict())
+    whole, quarter = ([head.logit for head in circuits(model, TEXT).heads] for model in (one, other))
+    assert max(abs(logit) for logit in whole if logit is not None) > 1e-2
+    assert quarter == pytest.approx([0.25 * (logit or 0.0) for logit in whole], abs=1e-6)

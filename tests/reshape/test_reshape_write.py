@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +224,9 @@ def test_destinations_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: 
         (tmp_path / "a\0b", ValueError, "it does not name a new folder"),
     ):
         refused(source, path, error, text)
+    if sys.platform != "darwin":  # file names of macOS are UTF-8
+        not_utf_8 = Path(os.fsdecode(os.fsencode(tmp_path) + b"/pr\xfcned"))
+        refused(source, not_utf_8, ValueError, "the path is not valid UTF-8, and the safetensors library opens no")
     monkeypatch.setattr(os, "access", lambda *_: False)
     refused(source, tmp_path / "x", PermissionError, "no permission to write in its folder; give another path")
 

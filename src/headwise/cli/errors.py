@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 import sys
@@ -20,6 +21,8 @@ from .options import ranks
 T = TypeVar("T")
 DEFECT, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK = "HEADWISE_DEBUG"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""The errors of the system for a disk that is full or broken, and for a file that is too large."""
 
 # Newer versions of Typer have their own copy of click, so the class is taken from Typer's own exception.
 ClickException: Any = typer.BadParameter.__mro__[2]
@@ -118,6 +121,9 @@ def message_of(error: BaseException) -> tuple[str, int]:
         return "not enough memory; give a shorter text, or a smaller --dtype", DEFECT
     if isinstance(error, PermissionError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; check its permissions, and those of its folder", BAD_INPUT
+    if isinstance(error, OSError) and error.filename is None and error.errno in FULL:
+        # Only a stream raises this without a name: the writers of files and folders raise a message of their own.
+        return f"cannot write standard output: {error.strerror}; free some space, or send it elsewhere", BAD_INPUT
     if isinstance(error, ValueError | OSError) and str(error):
         return str(error), BAD_INPUT
     first = (str(error).strip().splitlines() or ["no message"])[0]

@@ -27,7 +27,7 @@ def check_new_folder(destination: str | os.PathLike[str], source: Path, size: in
 
     Raises:
         TypeError: the destination is not a path.
-        ValueError: the path has no folder name; or it is the source or is inside it.
+        ValueError: the path has no folder name, or is not UTF-8; or it is the source or is inside it.
         FileExistsError: the path already exists.
         FileNotFoundError: its parent does not exist.
         PermissionError: its parent is not writable.
@@ -42,6 +42,13 @@ def check_new_folder(destination: str | os.PathLike[str], source: Path, size: in
         raise FileNotFoundError(f"cannot write {path}: its folder does not exist; create it, or give another path")
     target = path.parent.resolve() / path.name
     _check_name(path, target)
+    try:
+        os.fsencode(target).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"cannot write {path}: the path is not valid UTF-8, and the safetensors library opens no other; give "
+            "another path"
+        ) from None
     if any(os.path.samefile(folder, source) for folder in (target, *target.parents) if folder.exists()):
         raise ValueError(
             f"cannot write {path}: it is the source folder or inside it, and that is never changed; give another"

@@ -46,7 +46,7 @@ class HeadWrites:
             output does not reach it by addition alone (a norm after each sum, as in the encoders of 2018; the encoder
             of an encoder-decoder; a learned vector on the residual stream).
         logit: its contribution to the logit of the next token, minus the mean of all logits, through the final norm
-            at its actual scale (direct logit attribution); None as for `residual`.
+            at its actual scale and before a softcap (direct logit attribution); None as for `residual`.
         copying: the share of tokens j of the text that have one of the 5 highest logits when the final norm reads
             W_O v_j, the head's output if it attends only to j (Wang et al. 2022, arXiv 2211.00593, who use the
             residual stream after the first MLP at names; here it is the actual value).
@@ -75,6 +75,8 @@ class Ending:
         factors: layer -> the factor with which its heads' output is added to the residual stream that the norm reads;
             layers that reach it in another way are left out.
         behind: layer -> the norm between its output projection and the residual stream, if there is one.
+        scale: the factor between its outputs and the model's logits (Cohere, Granite); 1 if a softcap or another
+            function stands there, of which the argument is meant then.
     """
 
     unembedding: str
@@ -82,6 +84,7 @@ class Ending:
     norm: str | None
     factors: dict[int, float]
     behind: dict[int, str]
+    scale: float
 
     @property
     def module_names(self) -> set[str]:
@@ -137,7 +140,8 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
             if made and x.grad_fn is made[0].grad_fn and out.grad_fn is not x.grad_fn and name not in matrix:
                 written[out.grad_fn], behind[order] = order, name
     name = None if norm is None else norm[0]
-    return Ending(unembedding, last.shape[-1], name, _added(residual.grad_fn, written), behind)
+    scale = _added(logits.grad_fn, {last.grad_fn: 0}).get(0, 1.0)
+    return Ending(unembedding, last.shape[-1], name, _added(residual.grad_fn, written), behind, scale)
 
 
 def _added(step: Any, written: dict[Any, int]) -> dict[int, float]:
@@ -166,6 +170,8 @@ def _additive(step: Any) -> list[tuple[Any, float]]:
         other = step._saved_other if before[1] is None else step._saved_self
         if isinstance(other, Tensor) and other.numel() == 1:
             return [(fn, float(other)) for fn in before]
+    if name == "Div" and before[1] is None and step._saved_other.numel() == 1:
+        return [(before[0], 1 / float(step._saved_other))]
     return []
 
 
@@ -313,7 +319,7 @@ class Final:
         towards = None
         labels = text.labels[0]
         if labels.shape[0] == len(x) and bool((labels != IGNORED).any()):
-            towards = size * (_of_logits(unembedding, read, labels) @ linear)
+            towards = ending.scale * size * (_of_logits(unembedding, read, labels) @ linear)
         return cls(x, towards, norm, unembedding)
 
     def share(self, written: Tensor) -> float:

@@ -45,7 +45,8 @@ class Attribution(Tabled):
         model: the name of the model.
         answer, wrong: the two tokens.
         tokens: the tokens of the text.
-        difference: the logit of `answer` minus that of `wrong` after the last token.
+        difference: the logit of `answer` minus that of `wrong` after the last token; before the softcap, if the model
+            has one (Gemma 2).
         heads: one record per head, in the order of the forward pass.
         rest: the part of everything else: embeddings, MLPs, biases, and heads without an effect of their own. The
             heads' effects and `rest` sum to `difference`.
@@ -189,7 +190,7 @@ def _direction(
     with torch.enable_grad():
         leaf = read[ending.unembedding][:, -1:].detach().requires_grad_()
         logits = unembedding(leaf)[0, -1].float()
-        difference = logits[answer] - logits[wrong]
+        difference = ending.scale * (logits[answer] - logits[wrong])
         [grad] = torch.autograd.grad(difference, leaf)
     towards = grad[0, -1].float()
     if ending.norm is not None:
