@@ -128,7 +128,7 @@ def survey(
             result.tokens += text.tokens
     if not torch.tensor(result.losses, device="cpu").isfinite().all():
         dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
-        raise ValueError(f"the loss is {shown(result.losses)}; {remedy(model, dtype)}")
+        raise ValueError(f"the loss, or the metric of a patch, is {shown(result.losses)}; {remedy(model, dtype)}")
     return result
 
 
