@@ -75,7 +75,7 @@ def patched() -> look.Patching:
 class Ranks:
     """Importance of heads, as `plot_importance` reads it."""
 
-    model, loss, tokens, by = "m", 1.5, 8, ("gradient",)
+    model, loss, measure, tokens, by = "m", 1.5, "loss", 8, ("gradient",)
 
     def scores(self, by: str) -> list[list[float]]:
         return [[0.5, 0.25, -0.125]]

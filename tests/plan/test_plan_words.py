@@ -12,6 +12,7 @@ from headwise.plan import units
 from headwise.plan.costs import totals as costs
 from headwise.plan.model.model import model_of
 from headwise.plan.show import tables as text
+from headwise.plan.show.printed import plain
 
 pytestmark = pytest.mark.unchecked
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -313,7 +314,7 @@ def test_plans_of_two_dtypes_are_told_apart() -> None:
     group = plan.side_by_side(plans)
     assert [str(column.header) for column in group.renderables[0].columns] == ["", "gpt2, bf16", "gpt2, int8"]
     assert [str(part).split(":")[0] for part in group.renderables[1:]] == ["gpt2, bf16", "gpt2, int8"]
-    assert rows(text.plain(group))["cache per token"] == ["36,864 B", "19,584 B"]
+    assert rows(plain(group))["cache per token"] == ["36,864 B", "19,584 B"]
     drawing = plan.svg(plans)
     for label in (">gpt2, bf16<", ">gpt2, int8<", ">Key-value cache against context (batch 2)<"):
         assert label in drawing

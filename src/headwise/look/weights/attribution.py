@@ -75,8 +75,8 @@ class Ending:
         factors: layer -> the factor with which its heads' output is added to the residual stream that the norm reads;
             layers that reach it in another way are left out.
         behind: layer -> the norm between its output projection and the residual stream, if there is one.
-        scale: the factor between its outputs and the model's logits (Cohere, Granite); 1 if a softcap or another
-            function stands there, of which the argument is meant then.
+        scale: the constant factor between its outputs and the model's logits; 1 if a softcap or another function stands
+            there, of which the argument is meant then.
     """
 
     unembedding: str

@@ -46,7 +46,7 @@ class Attribution(Tabled):
         answer, wrong: the two tokens.
         tokens: the tokens of the text.
         difference: the logit of `answer` minus that of `wrong` after the last token; before the softcap, if the model
-            has one (Gemma 2).
+            has one.
         heads: one record per head, in the order of the forward pass.
         rest: the part of everything else: embeddings, MLPs, biases, and heads without an effect of their own. The
             heads' effects and `rest` sum to `difference`.
