@@ -15,6 +15,7 @@ import torch
 from backends import needs_native
 from draw import drawn
 from native_cases import collected
+from step_watch import taken_steps
 from torch import Tensor, nn
 
 import headwise
@@ -58,20 +59,6 @@ def fill(cache: Any, lengths: list[int], dtype: torch.dtype) -> Any:
     return cache
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every step from here on, whether the kernel took it."""
-    taken: list[bool] = []
-    step = KVCache.step
-
-    def watched(*args: Any, **options: Any) -> Any:
-        out = step(*args, **options)
-        taken.append(out is not None)
-        return out
-
-    monkeypatch.setattr(KVCache, "step", watched)
-    return taken
-
-
 def parts(x: Any) -> list[Tensor]:
     """What a cache shows, as plain tensors."""
     x = x.dense() if isinstance(x, Paged) else x
@@ -85,7 +72,7 @@ def same_steps(
     ours, theirs = copy.deepcopy(cache), copy.deepcopy(cache)
     for token in x.split(1, dim=1):
         with monkeypatch.context() as patch:
-            steps = counted(patch)
+            steps = taken_steps(patch)
             out, _ = module(token, cache=ours, **call)
         assert steps == [True] * taken, steps
         with monkeypatch.context() as patch:
@@ -185,7 +172,7 @@ def test_steps_of_modules_with_parts_of_ones_own(monkeypatch: pytest.MonkeyPatch
             own.load_state_dict(plain.state_dict())
             token, theirs = torch.randn(1, 1, 31), copy.deepcopy(cache)
             with monkeypatch.context() as patch:
-                taken = counted(patch)
+                taken = taken_steps(patch)
                 out, _ = own(token, cache=cache)
             assert taken == [] and cache.lengths == [18]
             torch.testing.assert_close(out.as_subclass(Tensor), plain(token, cache=theirs)[0])
@@ -198,7 +185,7 @@ def test_steps_of_modules_with_parts_of_ones_own(monkeypatch: pytest.MonkeyPatch
         latent.q_b_proj = Marking(11, 39, bias=False)
         latent.load_state_dict(weights)
         with monkeypatch.context() as patch:
-            taken = counted(patch)
+            taken = taken_steps(patch)
             out, _ = latent(torch.randn(1, 1, 31), cache=cache)
         assert taken == [] and cache.lengths == [127] and bool(out.isfinite().all())
 
@@ -227,7 +214,7 @@ def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(run: Callable[[Any], Any], cache: Any = None) -> list[bool]:
         cache = fill(a_cache("static", 1, 2, 14, 14, torch.float32), [17], torch.float32) if cache is None else cache
         with monkeypatch.context() as patch:
-            taken = counted(patch)
+            taken = taken_steps(patch)
             run(cache)
         assert cache.lengths == [18]
         return taken

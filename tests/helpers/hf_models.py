@@ -31,13 +31,13 @@ class Row:
     kind: str = "decoder"  # or encoder, seq2seq, speech, vision, both
     sizes: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, seed: int = 3) -> PreTrainedModel:
-        config = getattr(transformers, self.config)(**self.sizes)
+    def build(self, seed: int = 3, *, attention: str = "eager", **sizes: Any) -> PreTrainedModel:
+        config = getattr(transformers, self.config)(**(self.sizes | sizes))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = (
                 getattr(transformers, self.model)
-                ._from_config(config, attn_implementation="eager", experts_implementation="eager")
+                ._from_config(config, attn_implementation=attention, experts_implementation="eager")
                 .eval()
             )
             stir(model)

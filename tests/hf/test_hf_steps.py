@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from backends import needs_native
-from hf_models import BY_NAME, PAD, VOCAB, B, padding, stir, token_ids
+from hf_models import BY_NAME, PAD, VOCAB, B, padding, token_ids
 from native_cases import collected
+from step_watch import taken_steps
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import headwise
 from headwise.cache import base
-from headwise.cache.base import KVCache
 from headwise.hf import fast_decode, make_cache
 from headwise.hf.attention.function import headwise_attention
 from headwise.hf.decode.cache_layers import FullLayer
@@ -45,31 +44,7 @@ NAMES = ("Llama GQA", "Mistral window", "gpt-oss sinks", "Gemma2 softcap")
 
 def built(name: str) -> PreTrainedModel:
     """A model of the table with heads of 40 numbers."""
-    row = BY_NAME[name]
-    config = getattr(transformers, row.config)(**(row.sizes | HEADS))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = (
-            getattr(transformers, row.model)
-            ._from_config(config, attn_implementation="headwise", experts_implementation="eager")
-            .eval()
-        )
-        stir(model)
-    return model
-
-
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every step of a cache from here on, whether the kernel took it."""
-    taken: list[bool] = []
-    step = KVCache.step
-
-    def watch(*args: Any, **options: Any) -> Any:
-        out = step(*args, **options)
-        taken.append(out is not None)
-        return out
-
-    monkeypatch.setattr(KVCache, "step", watch)
-    return taken
+    return BY_NAME[name].build(attention="headwise", **HEADS)
 
 
 def steps(model: PreTrainedModel, cache: Any, ids: Tensor, real: Tensor | None, prompt: int = 7) -> Tensor:
@@ -91,7 +66,7 @@ def test_a_step_is_update_and_attention(name: str, monkeypatch: pytest.MonkeyPat
     def check(how: dict[str, Any], side: Any) -> None:
         real = padding(side, 12) if side else None
         with monkeypatch.context() as patch:
-            taken = watched(patch)
+            taken = taken_steps(patch)
             ours = steps(model, make_cache(model, **how), ids, real)
         assert taken == [True] * 2 * 5, taken
         with monkeypatch.context() as patch:
@@ -113,7 +88,7 @@ def test_generation_with_fast_decode_takes_steps(monkeypatch: pytest.MonkeyPatch
     how: dict[str, Any] = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=PAD)
     arguments = {"input_ids": token_ids(7), "attention_mask": padding("left", 7)}
     for bits in (8, 4):
-        taken = watched(monkeypatch)
+        taken = taken_steps(monkeypatch)
         with fast_decode(model):
             model.generate(**arguments, **how, **{CACHE: make_cache(model, max_length=20, bits=bits)})
         assert taken == [True] * 2 * 4
@@ -121,7 +96,7 @@ def test_generation_with_fast_decode_takes_steps(monkeypatch: pytest.MonkeyPatch
 
 def test_no_token_waits_in_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a static cache in the model's dtype may be read by any attention."""
-    model, taken = built("Llama GQA"), watched(monkeypatch)
+    model, taken = built("Llama GQA"), taken_steps(monkeypatch)
     cache = make_cache(model)
     steps(model, cache, token_ids(9), None)
     assert taken == [] and type(cache.layers[0].keys) is Tensor
@@ -243,7 +218,7 @@ def test_what_is_no_step_is_appended_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_probe_and_returned_weights_see_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, taken, ids = built("Llama GQA"), watched(monkeypatch), token_ids(8)
+    model, taken, ids = built("Llama GQA"), taken_steps(monkeypatch), token_ids(8)
     for how in ({"kind": "static", "bits": 8}, {"kind": "paged", "bits": None}):
         cache = make_cache(model, **how)
         with torch.no_grad():

@@ -9,12 +9,12 @@ import pytest
 import textbook
 import torch
 from backends import ISAS
+from step_watch import taken_steps
 from torch import Tensor, nn
 
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
 from headwise.nn import GatedMultiHeadAttention, OutputGate, Rotary, headwise_gate, probe, to_torch, trace
-from headwise.nn.decode.fused_step import multihead_step
 from headwise.reshape import prune_module
 from headwise.testing import assert_same_bits
 
@@ -74,13 +74,6 @@ def test_decoding_gives_the_whole_pass_and_the_step_the_bits_of_the_general_path
     module = make(gate, rotary=Rotary(D)).to(dtype).requires_grad_(False)
     x = torch.randn(B, T, M).to(dtype)
 
-    taken: list[bool] = []
-
-    def watched(*call: Any) -> Any:
-        out = multihead_step(*call)
-        taken.append(out is not None)
-        return out
-
     @torch.no_grad()  # with gradients, no step is taken
     def decoded() -> Tensor:
         made: dict[str, Any] = {
@@ -92,7 +85,7 @@ def test_decoding_gives_the_whole_pass_and_the_step_the_bits_of_the_general_path
         return torch.cat([module(x[:, t : t + 1], cache=cache)[0] for t in range(T)], 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.nn.multihead.multihead_step", watched)
+        taken = taken_steps(patch, headwise.nn.multihead, "multihead_step")
         steps = decoded()
     assert taken == [bool(ISAS) and dtype == torch.float32] * T
     with monkeypatch.context() as patch:

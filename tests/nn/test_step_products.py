@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from backends import needs_native
+from step_watch import taken_steps
 from torch import Tensor
 
 from headwise.cache import StaticCache
-from headwise.cache.base import KVCache
 from headwise.nn import LatentAttention, MultiHeadAttention, Rotary
 from headwise.nn.decode import fast_linear, fused_step
 from headwise.nn.decode.fast_linear import FastLinear
@@ -84,15 +84,7 @@ def test_small_weights_in_float32_are_left_to_pytorch(monkeypatch: pytest.Monkey
 def test_layers_of_fast_decode_take_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(19)
     layer = MultiHeadAttention(62, 6, head_dim=14).eval()
-    taken: list[bool] = []
-    inner = KVCache.step
-
-    def watched(*args: Any, **options: Any) -> Any:
-        out = inner(*args, **options)
-        taken.append(out is not None)
-        return out
-
-    monkeypatch.setattr(KVCache, "step", watched)
+    taken = taken_steps(monkeypatch)
     x = torch.randn(2, 1, 62)
     with torch.no_grad():
         want, _ = layer(x, cache=StaticCache(2, 6, 14, capacity=3))

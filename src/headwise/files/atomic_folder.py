@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from . import partial as hidden
 from .partial import HAS_LOCKS, is_there, lock
+from .text import is_utf8
 
 ENDING = "headwise-partial"
 SPARE = 1 << 20  # bytes for the manifest, the index and the file system
@@ -42,13 +43,11 @@ def check_new_folder(destination: str | os.PathLike[str], source: Path, size: in
         raise FileNotFoundError(f"cannot write {path}: its folder does not exist; create it, or give another path")
     target = path.parent.resolve() / path.name
     _check_name(path, target)
-    try:
-        os.fsencode(target).decode("utf-8")
-    except UnicodeDecodeError:
+    if not is_utf8(target):
         raise ValueError(
             f"cannot write {path}: the path is not valid UTF-8, and the safetensors library opens no other; give "
             "another path"
-        ) from None
+        )
     if any(os.path.samefile(folder, source) for folder in (target, *target.parents) if folder.exists()):
         raise ValueError(
             f"cannot write {path}: it is the source folder or inside it, and that is never changed; give another"

@@ -1,6 +1,8 @@
-"""Text from untrusted sources, made safe to print."""
+"""Text from untrusted sources, made safe to print, and whether a path is UTF-8."""
 
 from __future__ import annotations
+
+import os
 
 
 def visible(text: str, *, limit: int = 200) -> str:
@@ -16,6 +18,20 @@ def visible(text: str, *, limit: int = 200) -> str:
     """
     shown = "".join(c if c.isprintable() else _escape(c) for c in text[:limit])
     return shown if len(text) <= limit else f"{shown}... ({len(text):,} characters)"
+
+
+def is_utf8(path: str | os.PathLike[str]) -> bool:
+    r"""Return whether a path is valid UTF-8; the safetensors and tokenizers libraries open no other.
+
+    Example:
+        >>> is_utf8("models/Größe"), is_utf8("models/\udcff")
+        (True, False)
+    """
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeError:
+        return False
+    return True
 
 
 def one_line(error: BaseException, *, limit: int = 200) -> str:

@@ -13,7 +13,7 @@ from ..plan.shape import AttentionShape, memory_widths
 from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_tensor, shown, whole_numbers
 from .decode.cache_protocol import cache_traits, rows_of
-from .hooks.projections import has_hooks
+from .hooks.projections import is_intercepted
 from .latent_costs import check_form
 
 
@@ -76,7 +76,7 @@ def check_taken(name: str, x: Tensor, projection: nn.Module) -> None:
         or x.dtype == weight.dtype
         or (lowers and x.dtype in DTYPES and torch.float64 not in (x.dtype, weight.dtype))
     )
-    if not alike or (x.device != weight.device and not ("forward" in vars(projection) or has_hooks(projection))):
+    if not alike or (x.device != weight.device and not is_intercepted(projection)):
         raise ValueError(
             f"{name} and the module's weights share one dtype and device: the weights are {describe(weight)}; got "
             f"{describe(x)}; move one of them with .to()"

@@ -95,8 +95,7 @@ class FullLayer(CacheLayerMixin):
         self.input_dtype = key_states.dtype
         dtype = self.input_dtype if self.stored_dtype is None else self.stored_dtype
         sizes = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
-        with torch.inference_mode(False):  # memory made in inference mode cannot be written to outside of it
-            self._cache = self._new_cache(sizes, dtype, key_states.device)
+        self._cache = self._new_cache(sizes, dtype, key_states.device)
         self.is_initialized = True
 
     def _new_cache(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:

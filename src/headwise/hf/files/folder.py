@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...files.text import is_utf8
 from ..errors import ModelError
 from .reader import inside, open_file, read_json
 from .safetensors_header import TensorEntry, header
@@ -159,12 +160,10 @@ def _shard(folder: Path, name: str) -> Path:
     if not os.path.lexists(folder / name):
         raise ModelError(f"{folder}: the weights file {name[:80]!r} is missing; download it anew")
     path = inside(folder, name)
-    try:
-        os.fsencode(path).decode("utf-8")
-    except UnicodeDecodeError:
+    if not is_utf8(path):
         raise ModelError(
             f"{folder}: the path is not valid UTF-8, and the safetensors library opens no other; rename the folder"
-        ) from None
+        )
     return path
 
 

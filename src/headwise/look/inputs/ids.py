@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.hooks.probe import AttentionCall
-from ...nn.hooks.projections import has_hooks
+from ...nn.hooks.projections import is_intercepted
 from ...shapes.arguments import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
 from ..roles.call_tokens import Passage, Vocabulary, classes_of
 from .repeated_tokens import Repeats
@@ -46,14 +46,16 @@ def device_of(model: nn.Module) -> torch.device:
     Raises:
         ValueError: all weights are on the meta device, and no hook or replaced forward could load them.
     """
-    devices = [weight.device for weight in model.parameters()]
-    loads = any("forward" in vars(part) or has_hooks(part) for part in model.modules())
-    if devices and not loads and all(device.type == "meta" for device in devices):
+    first = None
+    for first in model.parameters():
+        if not first.is_meta:
+            return first.device
+    if first is not None and not any(is_intercepted(part) for part in model.modules()):
         raise ValueError(
             f"the weights of {type(model).__name__} are on the meta device and hold no numbers; load them first, for "
             "example with from_pretrained, or with model.to_empty(device='cpu') and model.load_state_dict(...)"
         )
-    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+    return torch.device("cpu")
 
 
 def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:

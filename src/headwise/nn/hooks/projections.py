@@ -23,9 +23,14 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_intercepted(module: nn.Module) -> bool:
+    """Return whether the module itself has hooks that run before or after a call, or a forward set on the instance."""
+    return has_hooks(module) or "forward" in vars(module)
+
+
 def is_unmodified(module: nn.Module) -> bool:
     """Return whether a module has no hooks, global ones included, and no forward set on the instance."""
-    return not (has_hooks(module) or "forward" in vars(module) or _has_any_global_hook())
+    return not (is_intercepted(module) or _has_any_global_hook())
 
 
 def is_linear(projection: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.attention_mode import attention_mode, current_mode
-from ...nn.hooks.projections import HOOKS, description, has_hooks, is_linear
+from ...nn.hooks.projections import HOOKS, description, is_intercepted, is_linear
 from ...ops.compiled_calls import outside_graphs
 from ...ops.masks.mask import Mask, as_mask
 from ...ops.sharding.heads import Group, Share, as_dtensor, pick_heads
@@ -120,7 +120,7 @@ class HeadShards:
                 summation of its gradients are unknown.
         """
         if type(projection) is RankHeadsLinear:
-            whole = projection.bias is None and not has_hooks(projection) and "forward" not in vars(projection)
+            whole = projection.bias is None and not is_intercepted(projection)
             return self.parameter(projection.weight) if whole else None
         hooks = [hook for kind in HOOKS for hook in getattr(projection, kind).values()]
         torchs = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)

@@ -1,4 +1,4 @@
-"""Results of headwise in print: a title and a caption are lines of their own, beside no table wrapped to its width.
+"""How results are printed: the title and the caption of a table are lines of their own.
 
 Rich wraps the title of a table to the width of the table, so that the title of a narrow table takes several lines.
 """

@@ -207,15 +207,14 @@ class Model {
     return this.linear(rmsNorm(x, T, this.width, this.norm, this.eps), T, this.head);
   }
 
-  // Logits of all tokens, with a pause after each layer: `calmly` and `forward` say what happens there. `resume`: { layer,
-  // x, seen }, a kept residual to go on from, and what the heads of that layer have seen.
+  // Logits of all tokens, with a pause after each layer, where it gives what attention showed and the residual. `resume`:
+  // { layer, x, seen }, a kept residual to go on from, and what the heads of that layer have seen.
   *pass(ids, options = {}, { off = [], cache = null, resume = null } = {}) {
     counts.forwards++;
     const first = resume?.layer ?? 0;
     const x = resume ? resume.x.slice() : this.embedded(ids);
     for (let l = first; l < this.L; l++) {
-      this.layer(l, x, ids.length, options, off[l], cache?.[l], l === first ? resume?.seen : null);
-      yield;
+      yield { x, seen: this.layer(l, x, ids.length, options, off[l], cache?.[l], l === first ? resume?.seen : null) };
     }
     return this.logits(x, ids.length);
   }

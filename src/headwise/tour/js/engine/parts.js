@@ -68,13 +68,7 @@ const mean = (numbers) => numbers.reduce((a, b) => a + b, 0) / Math.max(numbers.
 // The probabilities of one row of logits, and the places of its `count` highest.
 function likeliest(logits, row, vocab, count) {
   const last = logits.subarray(row * vocab, (row + 1) * vocab);
-  const order = []; // highest first; of equal ones the first
-  for (let id = 0; id < vocab; id++) {
-    if (order.length === count && !(last[id] > last[order.at(-1)])) continue;
-    const place = order.findIndex((other) => last[id] > last[other]);
-    order.splice(place < 0 ? order.length : place, 0, id);
-    order.length = Math.min(order.length, count);
-  }
+  const order = [...last.keys()].sort((a, b) => last[b] - last[a]).slice(0, count);
   const sum = last.reduce((total, value) => total + Math.exp(value - last[order[0]]), 0);
   return order.map((id) => ({ id, chance: Math.exp(last[id] - last[order[0]]) / sum }));
 }

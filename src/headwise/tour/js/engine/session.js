@@ -58,7 +58,6 @@ class Session {
   async run({ ids, options = {}, off = [] }, other = null, urgency = CHANGE) {
     const { model } = this;
     const turn = ++this.turn;
-    const T = ids.length;
     const keys = [JSON.stringify([ids, options])];
     for (let l = 0; l < model.L; l++) keys.push(`${keys[l]}|${(off[l] ?? []).map(Number).join("")}`);
     if (this.done?.key === keys.at(-1)) return this.done;
@@ -68,20 +67,20 @@ class Session {
     const first = kept.length;
     // The first layer that changes has other heads off, and perhaps nothing else: its heads see the same.
     const known = [this, other].map((session) => session?.steps[first]).find((step) => step?.from === keys[first])?.seen;
-    const x = kept.length ? kept.at(-1).after.slice() : model.embedded(ids);
-    counts.forwards++;
-    let begun = performance.now();
-    for (let l = first; l < model.L; l++) {
-      const before = x.slice();
-      const seen = model.layer(l, x, T, options, off[l], null, l === first ? known : null);
-      kept.push({ key: keys[l + 1], from: keys[l], before, after: x.slice(), seen });
+    let before = kept.at(-1)?.after ?? model.embedded(ids);
+    const pass = model.pass(ids, options, { off, resume: { layer: first, x: before, seen: known } });
+    let [step, begun] = [null, performance.now()];
+    while (!(step = pass.next()).done) {
+      const [l, after] = [kept.length, step.value.x.slice()];
+      kept.push({ key: keys[l + 1], from: keys[l], before, after, seen: step.value.seen });
+      before = after;
       if (performance.now() - begun < SLICE) continue;
       await later(urgency);
       if (turn !== this.turn) return null;
       begun = performance.now();
     }
     this.steps = kept;
-    const logits = model.logits(x, T);
+    const logits = step.value;
     const each = losses(logits, ids, model.vocab);
     this.done = { key: keys.at(-1), ids, options, off, logits, each, loss: mean(each), layers: kept.map(({ seen, before }) => ({ ...seen, before })) };
     return this.done;

@@ -54,12 +54,16 @@ function mixingOf(layer, seen, T) {
   return { shares, energy: energy.map((row) => [...row].map((value, s) => value / sums[s])), cosine, gap: largestDifference(total, seen.output) };
 }
 
+let mixings = {}; // of the last run, for two claims
+
 async function mixingOfAll(run) {
+  if (mixings.run === run) return mixings.all;
   const all = [];
   for (const [l, seen] of run.layers.entries()) {
     all.push(mixingOf(l, seen, run.ids.length));
     await later(CLAIM);
   }
+  mixings = { run, all };
   return all;
 }
 
