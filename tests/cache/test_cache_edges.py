@@ -9,10 +9,12 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from backends import needs_native
 from torch import Tensor
 
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache, quantize
+from headwise.ops.storage.layout import in_one_piece
 from headwise.testing import assert_same_bits
 
 B, H, K, D, V, S = 2, 6, 3, 8, 5, 11
@@ -65,6 +67,38 @@ def test_each_option_of_attention_reaches_a_cache(name: str) -> None:
                 torch.testing.assert_close(one, other)
         if option not in ("return_lse", "backend"):
             assert (through[0] - plain).abs().max() > 0.01, option
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["static", "paged"])
+@torch.no_grad()
+def test_a_query_after_a_step_is_no_padding_of_the_append_before_it(name: str) -> None:
+    """Row 1 got no token in an append of one token; its query after the next step sees all tokens that it has."""
+    key, value, query = drawn(B, K, S, D, seed=3), drawn(B, K, S, V, seed=4), drawn(B, H, 1, D, seed=5)
+    cache = MAKERS[name]().append(key[:, :, :5], value[:, :, :5])
+    cache.append(key[:, :, 5:6], value[:, :, 5:6], lengths=[1, 0])
+    assert cache.takes_steps() and cache.step(query, key[:, :, 6:7], value[:, :, 6:7]) is not None
+    for b, tokens in enumerate(([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 6])):
+        scores = query[b].double() @ key[b, :, tokens].double().repeat_interleave(H // K, 0).mT * D**-0.5
+        expected = scores.softmax(-1) @ value[b, :, tokens].double().repeat_interleave(H // K, 0)
+        torch.testing.assert_close(headwise.attention(query, cache)[b].double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, 3, 129])
+def test_positions_of_the_columns_of_a_window_are_those_of_its_tokens(first: int) -> None:
+    """Each key holds its own position, so the stored keys say which token lies in a column."""
+    T, real = 601, [601, 353]
+    places = torch.arange(T).float()[None, None, :, None].expand(2, K, T, D)
+    cache = RollingCache(2, K, D, window=5, first=first, chunk=64)
+    for start in range(0, T, 64):
+        piece = places[:, :, start : start + 64]
+        counts = [min(max(n - start, 0), piece.shape[2]) for n in real]
+        cache.append(piece, piece, lengths=counts)
+    assert cache.dropped[0] >= 128 and cache.dropped[0] != cache.dropped[1]
+    stored, positions = in_one_piece(cache.view()[0], torch.float32), cache.column_positions()
+    for b, n in enumerate(cache.columns):
+        assert positions[b, 0, :n].tolist() == stored[b, 0, :n, 0].long().tolist()
+        assert (positions[b, 0, n:] == -1).all()
 
 
 @pytest.mark.parametrize("bits", [4, 3])

@@ -67,6 +67,19 @@ def test_keys_without_a_gradient_and_steps_in_between(kind: str) -> None:
     close(torch.autograd.grad(loss(parts), q), torch.autograd.grad(loss(whole), q))
 
 
+def test_tokens_without_a_gradient_leave_that_of_earlier_ones() -> None:
+    """A token that is appended under no_grad, after a call whose gradient needs the keys, is a constant among them."""
+    q, k, v = leaves(torch.float32)
+    cache = CACHES["static"]().append(k[:, :, :4], v[:, :, :4])
+    first = headwise.attention(q[:, :, :4], cache)
+    with torch.no_grad():
+        cache.append(k[:, :, 4:5], v[:, :, 4:5])
+    outs = torch.cat([first, headwise.attention(q[:, :, 4:5], cache)], 2)
+    parts = [torch.cat([x[:, :, :4], x[:, :, 4:5].detach()], 2) for x in (k, v)]
+    whole = headwise.attention(q[:, :, :5], *parts, mask=RULES["static"])
+    close(torch.autograd.grad(loss(outs), (q, k, v)), torch.autograd.grad(loss(whole), (q, k, v)))
+
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_cache_that_is_emptied_trains_again(kind: str) -> None:
     q, k, v = leaves(torch.float32)

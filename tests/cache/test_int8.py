@@ -252,6 +252,26 @@ def test_the_error_is_what_it_says() -> None:
     assert str(errors).count("\n") == 3 and "worst head" in str(errors)
 
 
+@pytest.mark.parametrize("name", ["mask", "scale", "softcap", "sinks"])
+def test_the_error_is_that_of_the_call_with_each_option(name: str) -> None:
+    """Both outputs have every option: what one of them left out would count as an error of the codes."""
+    q, k, v = make_qkv(2, 6, 3, 5, 41, 16, 11)
+    options = {"mask": headwise.causal(), "scale": 0.7, "softcap": 0.5, "sinks": torch.linspace(1, 4, 6)}
+    errors = quantization_error(q, k, v, **{name: options[name]})
+    scores = 0.7 if name == "scale" else 16**-0.5
+    outs = []
+    for keys, values in ((k.double(), v.double()), (quantize(k).dequantize(torch.float64), quantize(v).dequantize())):
+        x = q.double() @ keys.repeat_interleave(2, 1).mT * scores
+        x = 0.5 * torch.tanh(x / 0.5) if name == "softcap" else x
+        x = x.masked_fill(torch.ones(5, 41).triu(41 - 5 + 1).bool(), -math.inf) if name == "mask" else x
+        sinks = options["sinks"] if name == "sinks" else torch.full((6,), -math.inf)
+        x = torch.cat([x, sinks.double().view(1, 6, 1, 1).expand(2, -1, 5, 1)], -1).softmax(-1)[..., :-1]
+        outs.append((x @ values.double().repeat_interleave(2, 1)).transpose(0, 1).flatten(1))
+    off = outs[1] - outs[0]
+    torch.testing.assert_close(errors.out_rms.double(), off.square().mean(-1).sqrt(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(errors.out_largest.double(), off.abs().amax(-1), rtol=1e-3, atol=0)
+
+
 def test_no_error_where_int8_holds_all() -> None:
     x = torch.randint(-127, 128, (1, 2, 9, 8)).float()
     x[..., 0] = 127

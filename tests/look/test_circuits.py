@@ -311,6 +311,19 @@ def test_heads_are_named_by_the_roles_of_a_look() -> None:
         found.with_roles(replace(seen, heads=seen.heads[1:], maps=(), moved=()))
 
 
+def test_arrows_of_the_graph_point_from_what_is_read_to_who_reads() -> None:
+    pytest.importorskip("matplotlib")
+    found = circuits(Small(), TEXT)
+    axes = found.plot_circuits(most=3).axes[0]
+    places = {text.get_text(): text.get_position() for text in axes.texts if text.get_text()}
+    arrows = [(text.xy, text.xyann) for text in axes.texts if not text.get_text()]
+    strongest = found.strongest(3)
+    assert len(arrows) == len(strongest) >= 3
+    for one, (points_at, begins) in zip(strongest, arrows, strict=True):
+        reader, writer = ("{}.{}".format(*head) for head in (one.reader, one.writer))
+        assert (points_at, begins) == (places[reader], places[writer]) and points_at[0] > begins[0]
+
+
 def test_name_movers_read_what_is_left_out_by_their_queries() -> None:
     model, _ = constructed([["duplicate name"], ["subject inhibition"], ["name mover", "self"]])
     result = circuits(model, model.sample(41))

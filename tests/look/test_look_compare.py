@@ -117,6 +117,22 @@ def test_pruned_heads_are_found_again(before: Look, kept: list[int]) -> None:
     assert len(back.new) == 8 - len(kept) and not back.gone
 
 
+def test_heads_that_are_gone_or_new_have_the_layer_of_their_own_look(before: Look) -> None:
+    """Layers of other numbers, paired by their modules: layer 0 of one look is layer 2 of the other."""
+    few = tuple(replace(one, module="b") for one in before.heads[:3])
+    many = tuple(replace(one, module=name, layer=layer) for layer, name in ((1, "a"), (2, "b")) for one in before.heads)
+    one, other = (
+        replace(before, heads=heads, num_layers=layers, maps=(), moved=())
+        for heads, layers in ((few, 1), (many, 2))
+    )
+    ahead, back = look.compare(one, other), look.compare(other, one)
+    unpaired = [*((1, h) for h in range(8)), *((2, h) for h in range(3, 8))]
+    assert sorted(ahead.new) == unpaired and ahead.gone == ()
+    assert sorted(back.gone) == unpaired and back.new == ()
+    assert [(head.layer, head.other_layer) for head in ahead.heads] == [(0, 2)] * 3
+    assert [(head.layer, head.other_layer) for head in back.heads] == [(2, 0)] * 3
+
+
 def test_each_head_is_paired_once(before: Look) -> None:
     comparison = look.compare(before, pruned(before, [0, 0]))
     assert (comparison.heads[0].head, comparison.heads[0].other_head) == (0, 0) and len(comparison.gone) == 6

@@ -141,6 +141,16 @@ def test_it_prints_as_a_table_and_writes_as_a_heatmap(positions: bool, tmp_path:
     assert len(drawn.encode()) == size and "a$b" in drawn and ("11 | 13" in drawn) == positions
 
 
+def test_a_row_of_the_table_has_the_tokens_of_both_texts() -> None:
+    """At positions 3, 7 and 10 the texts differ; each token stands in the column of its own text."""
+    found = patch(built("Llama GQA"), CLEAN, CORRUPTED, LogitDifference(17, 29), heads=[(0, 1)], positions=True)
+    columns = {str(column.header): list(column.cells) for column in found.table(most=99).columns}
+    assert sorted(columns["position"], key=int) == [str(i) for i in range(len(CLEAN))]
+    for name, text in (("clean", CLEAN), ("corrupted", CORRUPTED)):
+        shown = dict(zip(map(int, columns["position"]), map(str, columns[name]), strict=True))
+        assert [shown[i] for i in range(len(text))] == [repr(str(token)) for token in text]
+
+
 PAIR = LogitDifference(1, 2)
 
 

@@ -348,9 +348,12 @@ def test_the_trainer_of_transformers_calls_the_watch(clock: Clock) -> None:
         state.global_step = step
         handler.on_step_end(None, state, control)
         handler.on_log(None, state, control, {"loss": 10.0 - step, "epoch": "?", "learning_rate": None})
+        if step == 3:  # an evaluation logs its own loss, after that of the step
+            handler.on_log(None, state, control, {"eval_loss": 0.75, "eval_runtime": 3.0})
     handler.on_train_end(None, state, control)
     points = [(point.step, dict(point.numbers)) for point in seen.curve.points]
-    assert points == [(0, {}), (2, {"loss": 8.0}), (4, {"loss": 6.0}), (5, {"loss": 5.0})]
+    last = {"eval_loss": 0.75}
+    assert points == [(0, {}), (2, {"loss": 8.0}), (4, {"loss": 6.0} | last), (5, {"loss": 5.0} | last)]
     other = TrainerState(is_world_process_zero=False)
     handler.on_step_begin(None, other, control)
     handler.on_train_end(None, other, control)

@@ -141,6 +141,19 @@ def test_shares_sum_to_one_and_follow_the_contributions() -> None:
     assert mixing.own == pytest.approx([float(s[i] / s.sum()) for i, s in enumerate(slices)], abs=1e-5)
 
 
+@torch.no_grad()
+def test_the_cosine_is_that_of_each_token() -> None:
+    """Heads as wide as the model: the mean over tokens, not over columns."""
+    mha, x = MultiHeadAttention(12, 3), torch.randn(B, T, 12)
+    joined = torch.cat(textbook.head_outputs(mha, x), -1)
+    total = joined @ mha.o_proj.weight.T
+    cosines = (joined * total).sum(-1) / (joined.norm(dim=-1) * total.norm(dim=-1))
+    mixing = trace(mha, x).mixing
+    assert mixing is not None and mixing.cosine == pytest.approx(float(cosines.mean()), abs=1e-5)
+    columns = (joined * total).sum(1) / (joined.norm(dim=1) * total.norm(dim=1))
+    assert abs(float(columns.mean() - cosines.mean())) > 1e-3
+
+
 def test_without_mixing_each_slice_is_its_heads_own() -> None:
     """With W_O = 1 the output is the concatenation: own share 1 in each slice, cosine 1; a silent head has none."""
     mha = MultiHeadAttention(12, 3)

@@ -1,7 +1,7 @@
 """A part of a mask, of some queries, keys, heads and rows of the batch, is what the whole says of those pairs."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,6 +32,23 @@ def test_a_part_is_the_same_pairs_counted_from_there(name: str) -> None:
                 assert torch.equal(ours.expand(full.shape), full), (n, rows, cols, heads)
             if whole[0] is not None and whole[0][:, :, slice(*rows), slice(*cols)].any():
                 assert mask.meets(rows, cols, n.T, n.S)
+
+
+@pytest.mark.parametrize("offset", [None, 3, (1, 4, 2)], ids=str)
+def test_rows_of_a_batch_keep_their_own_slopes_and_offsets(offset: Any) -> None:
+    """Of a bias with a slope for each row of the batch and head, the part of some rows has those of these rows."""
+    B, H, T, S = 3, 2, 5, 7
+    slopes = torch.rand(B, H) + torch.arange(B)[:, None]
+    shift = torch.tensor(offset) if isinstance(offset, tuple) else offset
+    mask = alibi(slopes, offset=shift)
+    offsets = list(offset) if isinstance(offset, tuple) else [S - T if offset is None else offset] * B
+    i, j = torch.arange(T)[:, None], torch.arange(S)
+    whole = torch.stack([-slopes[b, :, None, None] * (i + offsets[b] - j).abs() for b in range(B)])
+    for batch, heads in (((1, 3), None), ((2, 3), (1, 2)), ((0, 2), (0, 1))):
+        added = mask.part(batch=batch, heads=heads, T=T, S=S).added(T, S)
+        assert added is not None
+        wanted = whole[slice(*batch), slice(*(heads or (0, H)))]
+        torch.testing.assert_close(added.expand(wanted.shape), wanted)
 
 
 def nothing_between(mask: Mask, n: Sizes = SHORT) -> int:

@@ -182,6 +182,20 @@ def test_a_module_has_it(compiled: bool) -> None:
     torch.testing.assert_close(mha.inner.max_logits, true, rtol=1e-5, atol=1e-6)  # a float32 sum in another order
 
 
+def test_a_gated_module_has_it() -> None:
+    """The gate of the module and that of the call multiply the heads, and the logits do not depend on them."""
+    sizes = {"num_kv_heads": 2, "head_dim": 5, "value_dim": 3}
+    gated = headwise.nn.GatedMultiHeadAttention(23, 4, inner=headwise.nn.MaxLogitAttention(), **sizes)
+    plain = headwise.nn.GatedMultiHeadAttention(23, 4, **sizes)
+    plain.load_state_dict(gated.state_dict())
+    x, gate = torch.randn(3, 7, 23), torch.rand(3, 4, 7, 3)
+    for how in ({}, {"gate": gate}):
+        assert torch.equal(gated(x, mask=headwise.causal(), **how), plain(x, mask=headwise.causal(), **how))
+    q, k = gated.q_proj(x).unflatten(-1, (4, 5)), gated.k_proj(x).unflatten(-1, (2, 5)).repeat_interleave(2, 2)
+    true = (torch.einsum("bihd,bjhd->bhij", q, k) * 5**-0.5).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(gated.inner.max_logits, true.amax((0, 2, 3)), rtol=1e-5, atol=1e-6)
+
+
 def test_latent_attention_has_it() -> None:
     mla = headwise.LatentAttention(24, 3, kv_lora_rank=8, nope_dim=6, rope_dim=4, value_dim=5)
     mla.inner = headwise.nn.MaxLogitAttention(scale=mla.scale)

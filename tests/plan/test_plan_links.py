@@ -220,6 +220,11 @@ def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     assert around.seconds == (around.link_seconds or 0) + (around.compute_seconds or 0)
     back = layout_cost(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14, backward=True)
     assert back.compute_seconds == 2 * back.pairs * 5 * 128 / 1e14
+    many = [layout_cost(replace(call, batch=3), name, 4, link=Link(50e9), flop_rate=1e14) for name in LAYOUTS]
+    alone = [layout_cost(call, name, 4, link=Link(50e9), flop_rate=1e14) for name in LAYOUTS]
+    for three, one in zip(many, alone, strict=True):
+        assert three.compute_seconds == pytest.approx(3 * (one.compute_seconds or 0), rel=1e-12)
+        assert three.link_seconds == pytest.approx(3 * (one.link_seconds or 0), rel=1e-12)
     assert layout_cost(call, "ring", 4).seconds is None and layout_cost(call, "ring", 1).bytes == 0
     assert layout_costs(call, 4)[0].bytes == min(cost.bytes for cost in layout_costs(call, 4))
 
