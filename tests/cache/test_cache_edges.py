@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,6 +100,28 @@ def test_positions_of_the_columns_of_a_window_are_those_of_its_tokens(first: int
     for b, n in enumerate(cache.columns):
         assert positions[b, 0, :n].tolist() == stored[b, 0, :n, 0].long().tolist()
         assert (positions[b, 0, n:] == -1).all()
+
+
+@pytest.mark.parametrize("T", [1, 3, 7])
+@pytest.mark.parametrize("name", ["static", "paged"])
+def test_queries_of_a_group_see_the_tokens_that_their_own_keys_kept(name: str, T: int) -> None:
+    """Each key-value head keeps other tokens, and a mask has its place among all: query head h reads head h // 2."""
+    key, value, query = drawn(B, K, S, D, seed=3), drawn(B, K, S, V, seed=4), drawn(B, H, T, D, seed=5)
+    cache = MAKERS[name]().append(key, value)
+    left = torch.stack([torch.randperm(S, generator=torch.Generator().manual_seed(n))[:5] for n in range(B * K)])
+    cache.keep(left.view(B, K, 5))
+    masks = {"window": headwise.window(6), "dilated": headwise.dilated(2), "bias": headwise.alibi(torch.arange(6) / 3.0)}
+    i, j = torch.arange(T)[:, None] + S - T, torch.arange(S)
+    rules = {"window": j > i - 6, "dilated": (i - j) % 2 == 0, "bias": j == j}
+    for rule, mask in masks.items():
+        out = headwise.attention(query, cache, mask=mask)
+        for b, h in itertools.product(range(B), range(H)):
+            kept = torch.zeros(S).bool().index_fill(0, left.view(B, K, 5)[b, h // 2], True)
+            scores = query[b, h].double() @ key[b, h // 2].double().T * D**-0.5
+            scores = scores - (h / 3.0 * (i - j).abs() if rule == "bias" else 0.0)
+            seen = kept & (j <= i) & rules[rule]
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+            torch.testing.assert_close(out[b, h].double(), weights @ value[b, h // 2].double(), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 3])

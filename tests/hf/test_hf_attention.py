@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_models import BY_NAME, VOCAB, B, inputs, logits, token_ids
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from headwise.hf import ModelError
 from headwise.hf.attention.function import HARMLESS, headwise_attention
 from headwise.hf.attention.mask import StructuralMask, headwise_mask
 from headwise.hf.returned import attentions_are_collected
@@ -102,6 +104,18 @@ def test_a_batch_of_one_serves_all() -> None:
     out = call(q[:1], k, v, None)
     assert torch.equal(out, call(q[:1].expand(3, -1, -1, -1), k, v, None))
     assert torch.equal(call(q, k[:1], v[:1], None)[1:2], call(q[1:2], k[:1], v[:1], None))
+
+
+def test_a_model_may_repeat_its_keys_for_all_heads() -> None:
+    """It passes as many key-value heads as query heads although its config has groups; nothing else may be uneven."""
+    module = SomeAttention()
+    module.num_key_value_groups, module.config = H // K, SimpleNamespace(num_attention_heads=H)  # type: ignore[assignment]
+    q, k, v = qkv()
+    mask = torch.rand(3, 1, 5, S) > 0.3
+    repeated = (x.repeat_interleave(H // K, 1) for x in (k, v))
+    torch.testing.assert_close(call(q, *repeated, mask, module=module), call(q, k, v, mask, module=module))
+    with pytest.raises(ModelError, match="passes 2 query heads and 2 key-value heads, and the model has 2 query heads"):
+        call(q[:, :2], k, v, mask, module=module)
 
 
 def test_attentions_have_a_column_for_every_key() -> None:

@@ -76,6 +76,7 @@ UNREAD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "weights that are changed": lambda q, k, v: ((q @ k.mT).softmax(-1) * SEEN) @ v,
     "a negative scale": lambda q, k, v: (-1.0 * (q @ k.mT)).softmax(-1) @ v,
     "no softmax": lambda q, k, v: (q @ k.mT) @ v,
+    "at least a number that scores reach": lambda q, k, v: torch.max(q @ k.mT, torch.tensor(-0.5)).softmax(-1) @ v,
     "a window of numbers that hide nothing": lambda q, k, v: (q @ k.mT).masked_fill(~SEEN, 0.0).softmax(-1) @ v,
 }
 

@@ -181,6 +181,20 @@ def test_what_computes_with_the_keys_gets_them() -> None:
 
 
 @torch.no_grad()
+def test_a_step_in_training_drops_weights() -> None:
+    """A cache is used in training mode, too, where the kernel of a step has no dropout."""
+    layer, query, token = filled(), torch.randn(2, 6, 1, 40), (torch.randn(2, 2, 1, 40), torch.randn(2, 2, 1, 40))
+    other = copy.deepcopy(layer)
+    other.cache.append(*token)
+    torch.manual_seed(5)
+    dropped = headwise_attention(Attending(), query, *layer.update(*token), None, dropout=0.5)[0].transpose(1, 2)
+    torch.manual_seed(5)
+    assert_same_bits(dropped, headwise.attention(query, *other.cache.view(), dropout=0.5))
+    assert (dropped - headwise.attention(query, *other.cache.view())).abs().max() > 0.01
+    assert layer.get_seq_length() == 8
+
+
+@torch.no_grad()
 def test_keys_in_the_place_of_values_are_those() -> None:
     layer, query = filled(), torch.randn(2, 6, 1, 40)
     keys, values = layer.update(torch.randn(2, 2, 1, 40), torch.randn(2, 2, 1, 40))

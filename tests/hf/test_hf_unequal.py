@@ -14,8 +14,11 @@ from torch import nn
 
 from headwise.cache import RollingCache
 from headwise.hf.attention.function import headwise_attention
+from headwise.hf.attention.mask import StructuralMask
 from headwise.hf.decode.cache import FullLayer, SlidingLayer
 from headwise.hf.files.folder import find_weights
+from headwise.ops.masks import causal
+from headwise.ops.storage.paged import PAGE
 
 H, K, D, V = 4, 2, 6, 5
 
@@ -44,6 +47,27 @@ def test_a_layer_with_a_window_reserves_the_pages_of_that_window(window: int) ->
     layer.update(torch.randn(1, K, 4, D), torch.randn(1, K, 4, V))
     assert layer.nbytes == RollingCache(1, K, D, V, window=window).nbytes
     assert layer.get_max_length() == window
+
+
+@pytest.mark.parametrize("window", [1, 5, 131])
+def test_pieces_of_any_length_see_the_window_of_their_first_token(window: int) -> None:
+    """Also for a mask without a window, as some models pass it; a piece of a page is taken at once, a longer one cut."""
+    pieces = (7, 1, PAGE, 3, PAGE + 1, 1, 2, PAGE - 1, PAGE, 1, 2 * PAGE + 3, 5)
+    total, layer, at = sum(pieces), SlidingLayer(window, 5000, None), 0
+    query, key, value = torch.randn(2, H, total, D), torch.randn(2, K, total, D), torch.randn(2, K, total, V)
+    for T in pieces:
+        S, first = layer.get_mask_sizes(T) if at else (T, 0)
+        new = slice(at, at + T)
+        keys, values = layer.update(key[:, :, new], value[:, :, new])
+        mask = StructuralMask(causal(), (2, 1, T, S))
+        out, _ = headwise_attention(CrossAttention(), query[:, :, new], keys, values, mask)
+        assert (keys.shape[2], first + S) == (S, at + T), (at, T)
+        seen = slice(max(at - window + 1, 0), at + T)
+        x = query[:, :, new].double() @ key[:, :, seen].double().repeat_interleave(H // K, 1).mT * D**-0.5
+        x = x.masked_fill(torch.ones(x.shape[2:]).triu(x.shape[3] - T + 1).bool(), -torch.inf).softmax(-1)
+        expected = (x @ value[:, :, seen].double().repeat_interleave(H // K, 1)).transpose(1, 2)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=4e-6)
+        at += T
 
 
 @pytest.mark.parametrize("kind", ["static", "paged"])

@@ -188,6 +188,25 @@ def test_the_scale_of_a_replaced_inner_part_is_that_of_both_forms(scale: float |
         assert torch.allclose(out, exact, atol=1e-5)
 
 
+@torch.no_grad()
+def test_steps_after_an_exchange_of_the_expansion_use_the_new_weight() -> None:
+    """A step keeps views of kv_b_proj; another parameter in its place, or other numbers in it, must be seen."""
+    mla, other, x = make(), make(), torch.randn(B, T, M)
+
+    def stepped() -> Tensor:
+        cache = StaticCache(B, num_kv_heads=1, head_dim=C + R, value_dim=C, shared=True, capacity=T)
+        first, _ = mla(x[:, :-2], cache=cache)
+        return torch.cat([first, *(mla(token, cache=cache, form="absorbed")[0] for token in x[:, -2:].split(1, 1))], 1)
+
+    before = stepped()
+    mla.kv_b_proj.weight = torch.nn.Parameter(other.kv_b_proj.weight.clone())
+    exchanged = stepped()
+    exact = textbook(copy.deepcopy(mla).double(), x.double(), CAUSAL)
+    assert (before - exact).abs().max() > 0.1 and torch.allclose(exchanged.double(), exact, atol=1e-4)
+    mla.kv_b_proj.weight.mul_(-0.5)
+    assert torch.allclose(stepped().double(), textbook(copy.deepcopy(mla).double(), x.double(), CAUSAL), atol=1e-4)
+
+
 @pytest.mark.unchecked
 def test_the_absorbed_form_needs_an_inner_part_that_says_its_scale() -> None:
     mla, x = make(), torch.randn(B, T, M)

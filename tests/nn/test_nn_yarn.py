@@ -1,11 +1,18 @@
-"""YaRN's frequencies and scale, counted by hand: which pairs turn how often within the length of training."""
+"""YaRN's frequencies and scale, counted by hand: which pairs turn how often within the length of training.
+
+And frequencies of one's own in decode steps.
+"""
 
 import math
 import random
 
 import pytest
+import torch
+from step_watch import taken_steps
 
-from headwise.nn import yarn_frequencies, yarn_scale
+import headwise
+from headwise.cache import StaticCache
+from headwise.nn import Rotary, yarn_frequencies, yarn_scale
 
 
 def counted(
@@ -59,3 +66,29 @@ def test_defaults_are_those_of_the_paper() -> None:
 def test_the_scale_grows_by_the_square_of_the_stretch(factor: float, mscale: float, stretch: float) -> None:
     assert yarn_scale(13, factor=factor, mscale=mscale) == pytest.approx(stretch**2 / math.sqrt(13), rel=1e-12)
     assert yarn_scale(13, factor=factor) == yarn_scale(13, factor=factor, mscale=1.0)
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
+@torch.no_grad()
+def test_decode_steps_turn_by_frequencies_of_ones_own(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, as in one pass over the whole text; two modules step in turn, each with its own frequencies."""
+    texts, modules, caches = torch.randn(2, 3, 13, 29), [], []
+    for factor in (5.0, 40.0):
+        frequencies = yarn_frequencies(6, factor=factor, original_length=7)
+        rotary = Rotary(6, frequencies=frequencies, interleaved=latent)
+        if latent:
+            sizes = {"kv_lora_rank": 11, "nope_dim": 5, "rope_dim": 6, "value_dim": 7}
+            modules.append(headwise.LatentAttention(29, 3, rotary=rotary, **sizes))
+            caches.append(StaticCache(3, 1, 17, 11, capacity=13, shared=True))
+        else:
+            modules.append(headwise.MultiHeadAttention(29, 4, num_kv_heads=2, head_dim=6, rotary=rotary))
+            caches.append(StaticCache(3, 2, 6, capacity=13))
+    how = {"form": "absorbed"} if latent else {}
+    taken, outs = taken_steps(monkeypatch), ([], [])
+    for i in range(13):
+        for module, cache, x, out in zip(modules, caches, texts, outs, strict=True):
+            out.append(module(x[:, i : i + 1], cache=cache, **how)[0])
+    assert not headwise.ops.native.library.isas() or taken == [True] * 26
+    for module, x, out in zip(modules, texts, outs, strict=True):
+        whole = module(x, mask=headwise.causal(), **how)
+        torch.testing.assert_close(torch.cat(out, 1), whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))

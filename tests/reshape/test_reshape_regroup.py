@@ -107,6 +107,21 @@ def test_a_layer_whose_text_is_not_finite_is_named(method: Any) -> None:
         plan_regroup(source, 1, method=method, model=model, rows=rows)
 
 
+def test_which_heads_share_is_chosen_without_the_rows_that_are_held_out() -> None:
+    """Every fifth row, or the last of fewer, says afterwards whether a reconstruction holds."""
+    source = opened("qwen2")
+    model = source.build(source.config, source.state)
+    for count, held in ((7, 4), (3, 2)):
+        rows = [torch.randint(3, 13, (1, 23 + 2 * n)) for n in range(count)]
+        maps = []
+        for changed in (None, held, 1):
+            text = [torch.full_like(ids, 11) if n == changed else ids for n, ids in enumerate(rows)]
+            plan = plan_regroup(source, 1, method="fitted", model=model, rows=text)
+            maps.append([part for one in plan.merges.values() for part in (one.keys.write, one.values.write)])
+        same, other = ([torch.equal(*pair) for pair in zip(maps[0], some, strict=True)] for some in maps[1:])
+        assert all(same) and not any(other)
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", KEEPS)
 def test_heads_that_are_the_same_become_one(family: str) -> None:
