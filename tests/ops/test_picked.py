@@ -290,3 +290,19 @@ def test_statistics_and_the_largest_logit() -> None:
     assert torch.equal(ours.keys, true.keys)
     one, other = (headwise.attention_max_logits(query, key, value, mask=m)[1] for m in (mask, dense))
     torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("backend", [*(["native"] if NATIVE else []), "blocks", "reference"])
+@pytest.mark.parametrize("cols", [(0, 5), (3, 8), (7, 13), (5, 6)], ids=str)
+def test_a_part_of_some_keys_lists_these_alone(backend: str, cols: tuple[int, int]) -> None:
+    """As where keys are split over processes: every key stands in the lists, those right beside the part, too."""
+    (T, S), (first, last) = (7, 13), cols
+    query, key, value = tensors(T, S)
+    indices = torch.stack([torch.randperm(S)[:9] for _ in range(B * H * T)]).view(B, H, T, 9)
+    mask = headwise.picked(indices).part(cols=cols, T=T, S=S)
+    out = headwise.attention(query, key[:, :, first:last], value[:, :, first:last], mask=mask, backend=backend)
+    listed = torch.zeros(B, H, T, S).bool().scatter(3, indices, True)[..., first:last]
+    groups = [x[:, :, first:last].double().repeat_interleave(H // K, 1) for x in (key, value)]
+    scores = (query.double() @ groups[0].mT * D**-0.5).masked_fill(~listed, -torch.inf)
+    expected = scores.softmax(-1).nan_to_num(0.0) @ groups[1]
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=4e-6)
