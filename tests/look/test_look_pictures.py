@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 import headwise
 from headwise import look
@@ -64,3 +65,31 @@ def test_the_lines_of_a_formation_have_the_steps_of_their_points(seen: Look) -> 
     for name in ("loss", "rate"):
         expected = [(step, some[name]) for step, some in zip(steps, numbers, strict=True) if name in some]
         assert list(zip(lines[name].get_xdata(), lines[name].get_ydata(), strict=True)) == expected
+
+
+class Described(nn.Module):
+    """A text with places for pictures and sounds, whose ids the config names."""
+
+    def __init__(self, **named: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**named)
+        self.words, self.mha = nn.Embedding(23, 12), headwise.MultiHeadAttention(12, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.mha(self.words(input_ids), mask=headwise.causal()) @ self.words.weight.T
+
+
+@pytest.mark.parametrize(
+    ("named", "places"),
+    [({}, []), ({"image_token_id": 7}, [7]), ({"image_token_index": 5, "audio_token_id": 11}, [5, 11])],
+)
+def test_places_of_pictures_and_sounds_are_no_words_to_predict(named: dict[str, int], places: list[int]) -> None:
+    torch.manual_seed(3)
+    model, ids = Described(**named), [2, 7, 7, 7, 3, 13, 5, 5, 17, 11, 19]
+    found = look.importance(model, {"input_ids": torch.tensor([ids])}, by="zero")
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]))[0].double().log_softmax(-1)
+    counted = [-float(logits[i, word]) for i, word in enumerate(ids[1:]) if word not in places]
+    assert found.loss == pytest.approx(sum(counted) / len(counted), abs=1e-5) and len(counted) == 10 - sum(
+        ids.count(place) for place in places
+    )
