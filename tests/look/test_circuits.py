@@ -218,6 +218,7 @@ SUMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "scaled, then subtracted": (lambda x, y: x - 2.5 * y, -2.5),
     "subtracted from": (lambda x, y: -1.0 * (y - x), -1.0),
     "twice": (lambda x, y: y + x + y, 2.0),
+    "divided": (lambda x, y: x + y / 2.5, 0.4),
 }
 
 

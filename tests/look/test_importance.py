@@ -215,6 +215,9 @@ def test_masked_words_are_fifteen_in_a_hundred_and_alone_count() -> None:
         logits = built("BERT")(reading.inputs[0]).logits[0]
     expected = cross_entropy(logits[hidden], torch.tensor(text)[hidden])
     torch.testing.assert_close(reading.losses(built("BERT"))[0], expected)
+    for seed in range(30):
+        [short] = readings(built("BERT"), [[2, 3, 5, 7, 11]], loss=None, mask_id=50, seed=seed)
+        assert set((short.inputs[0][0] == 50).nonzero().flatten().tolist()) <= {1, 2, 3}, seed
 
 
 def test_an_encoder_decoder_says_the_text_again() -> None:
