@@ -110,7 +110,11 @@ def test_queries_of_a_group_see_the_tokens_that_their_own_keys_kept(name: str, T
     cache = MAKERS[name]().append(key, value)
     left = torch.stack([torch.randperm(S, generator=torch.Generator().manual_seed(n))[:5] for n in range(B * K)])
     cache.keep(left.view(B, K, 5))
-    masks = {"window": headwise.window(6), "dilated": headwise.dilated(2), "bias": headwise.alibi(torch.arange(6) / 3.0)}
+    masks = {
+        "window": headwise.window(6),
+        "dilated": headwise.dilated(2),
+        "bias": headwise.alibi(torch.arange(6) / 3.0),
+    }
     i, j = torch.arange(T)[:, None] + S - T, torch.arange(S)
     rules = {"window": j > i - 6, "dilated": (i - j) % 2 == 0, "bias": j == j}
     for rule, mask in masks.items():

@@ -51,7 +51,7 @@ def test_a_layer_with_a_window_reserves_the_pages_of_that_window(window: int) ->
 
 @pytest.mark.parametrize("window", [1, 5, 131])
 def test_pieces_of_any_length_see_the_window_of_their_first_token(window: int) -> None:
-    """Also for a mask without a window, as some models pass it; a piece of a page is taken at once, a longer one cut."""
+    """Also for a mask without a window, as some models pass it; one of a page is taken at once, a longer one cut."""
     pieces = (7, 1, PAGE, 3, PAGE + 1, 1, 2, PAGE - 1, PAGE, 1, 2 * PAGE + 3, 5)
     total, layer, at = sum(pieces), SlidingLayer(window, 5000, None), 0
     query, key, value = torch.randn(2, H, total, D), torch.randn(2, K, total, D), torch.randn(2, K, total, V)

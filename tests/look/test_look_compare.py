@@ -122,8 +122,7 @@ def test_heads_that_are_gone_or_new_have_the_layer_of_their_own_look(before: Loo
     few = tuple(replace(one, module="b") for one in before.heads[:3])
     many = tuple(replace(one, module=name, layer=layer) for layer, name in ((1, "a"), (2, "b")) for one in before.heads)
     one, other = (
-        replace(before, heads=heads, num_layers=layers, maps=(), moved=())
-        for heads, layers in ((few, 1), (many, 2))
+        replace(before, heads=heads, num_layers=layers, maps=(), moved=()) for heads, layers in ((few, 1), (many, 2))
     )
     ahead, back = look.compare(one, other), look.compare(other, one)
     unpaired = [*((1, h) for h in range(8)), *((2, h) for h in range(3, 8))]
