@@ -138,6 +138,17 @@ def test_a_row_that_may_attend_nothing_is_zero() -> None:
         assert not out[1, 2].any() and out[1, 3].all() and out.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_lowest_number_of_any_dtype_hides_a_key(dtype: torch.dtype) -> None:
+    """Models add it in the dtype of their scores; a row of it alone gives 0, as one of False does."""
+    q, k, v = (x.to(dtype) for x in qkv())
+    seen = torch.rand(3, 1, 5, S, generator=torch.Generator().manual_seed(1)) > 0.4
+    seen[1, :, 2] = False
+    added = torch.zeros(3, 1, 5, S, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    out = call(q, k, v, added)
+    assert torch.equal(out, call(q, k, v, seen)) and not out[1, 2].any() and out[1, 3].any()
+
+
 def test_packed_sequences_by_their_ends_or_numbers() -> None:
     """cu_seq_lens_*, as flash attention takes them, and seq_idx: honoured, where eager silently ignores them."""
     q, k, v = torch.randn(1, H, S, D), torch.randn(1, K, S, D), torch.randn(1, K, S, V)

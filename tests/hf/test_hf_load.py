@@ -178,6 +178,16 @@ def test_nothing_in_the_folder_is_run(model_folder: Path) -> None:
     )
 
 
+def test_keys_that_name_code_are_left_out_at_any_depth() -> None:
+    from headwise.hf.files.config_fields import harmless
+
+    evil, labels = "someone/kernel", {"_0": "a", "x_plan": "b", "kernels": "c"}
+    below = {"hidden_size": 3, "parts": [{"depth": 2, "auto_map": evil}, [{"x_file": evil, "width": 5}], 7]}
+    value = {"text_config": {"_attn_implementation": evil, **below}, "id2label": labels, "kernels": {"a": 1}}
+    left = {"hidden_size": 3, "parts": [{"depth": 2}, [{"width": 5}], 7]}
+    assert harmless(value) == {"text_config": left, "id2label": labels}
+
+
 def test_which_keys_of_a_config_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that its class declares or its file names, but for such as choose code; sizes of kernels are sizes."""
     from headwise.hf.files import config_fields as fields
@@ -260,6 +270,7 @@ def test_a_size_is_within_bounds_under_whatever_name_its_config_has_it(
     ("fields", "text"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0, and an integer of 1 to 10000 is needed"),
+        ({"num_key_value_heads": [2, 10**9]}, "num_key_value_heads is 1000000000, and an integer of 1 to 10000"),
         ({"num_attention_heads": True}, "num_attention_heads is True, and an integer"),
         ({"num_attention_heads": 2.0}, "num_attention_heads is 2.0, and an integer"),
         ({"num_attention_heads": [4, 0]}, "num_attention_heads is 0, and an integer"),
