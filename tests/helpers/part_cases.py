@@ -150,6 +150,31 @@ def tensors_of_some_kinds() -> dict[str, str]:
     return said
 
 
+def masks_that_a_probe_sees() -> dict[str, Any]:
+    """The weights that a probe's call of a split module says, against those of the whole one; what is off.
+
+    Each mask says something else of each head, and each rank attends with its own part of it.
+    """
+    wrong: dict[str, Any] = {}
+    x, kept = drawn(2, 7, M, seed=3), drawn(H, 7, 7, seed=4) > 0
+    masks = {
+        "slopes": headwise.causal() & headwise.alibi(torch.arange(H) / 5.0),
+        "kept": headwise.keep(kept | torch.eye(7).bool()),
+        "alike": headwise.window(3),
+    }
+    for name, mask in masks.items():
+        seen = []
+        for made in (module(), tensor_parallel(module(), mesh())):
+            with headwise.nn.probe(made) as found, torch.no_grad():
+                made(x, mask=mask)
+            [call] = found.calls
+            seen.append(headwise.weights(call.query, call.key, **call.scoring))
+        far = float((seen[0] - seen[1]).abs().max()) if seen[0].shape == seen[1].shape else -1.0
+        if not 0 <= far <= 1e-6:
+            wrong[name] = far
+    return wrong
+
+
 def modes_of_split_modules() -> dict[str, Any]:
     """Whether each part of a split module is in the mode that it was in."""
     wrong: dict[str, Any] = {}

@@ -32,6 +32,11 @@ def test_a_probe_sees_sinks_and_biases_of_all_heads(world: int) -> None:
     assert ranks.pool(world).run(part_cases.gathered_of_all_heads) == [{}] * world
 
 
+@pytest.mark.parametrize("world", [2])
+def test_a_probe_sees_the_mask_of_all_heads(world: int) -> None:
+    assert ranks.pool(world).run(part_cases.masks_that_a_probe_sees) == [{}] * world
+
+
 def test_a_row_of_a_sharded_cache_has_the_same_bits_in_every_batch() -> None:
     """Which rank merges the parts of a row depends on the batch, and the order in which it adds them does not."""
     assert ranks.pool(3).run(part_cases.rows_of_a_batch_have_bits_of_their_own) == [{}] * 3
