@@ -219,6 +219,30 @@ def masks_over_a_rolling_cache() -> dict[str, str]:
     return said
 
 
+def first_tokens_on_a_rank_alone() -> dict[str, float]:
+    """A rolling cache whose window lies on one rank and whose first tokens on another, by the definition.
+
+    301 tokens in blocks of 64 on three ranks: 0 to 63 are rank 0's, and the last 45 are rank 1's.
+    """
+    wrong, n = {}, 301
+    key, value = drawn(2, K, n, D, seed=1), drawn(2, K, n, D, seed=2)
+    for first, T in ((1, 1), (3, 5), (70, 2)):
+        cache = ShardedCache(RollingCache, 2, K, D, window=7, first=first, block=64, chunk=64)
+        for piece in zip(key.split(64, 2), value.split(64, 2), strict=True):
+            cache.append(*piece)
+        query = drawn(2, H, T, D, seed=3)
+        i, j = torch.arange(T)[:, None] + n - T, torch.arange(n)
+        seen = (j <= i) & ((j > i - 7) | (j < first))
+        scores = query.double() @ key.double().repeat_interleave(H // K, 1).mT * D**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = weights @ value.double().repeat_interleave(H // K, 1)
+        with torch.no_grad():
+            far = float((headwise.attention(query, cache) - expected).abs().max())
+        if far > 2e-6:
+            wrong[f"{first} {T}"] = far
+    return wrong
+
+
 def frozen_key_heads() -> dict[str, Any]:
     """What the style of transformers makes of a projection of keys: replicated, frozen or learned as it was."""
     import transformers

@@ -64,6 +64,10 @@ def test_masks_over_a_rolling_cache_mean_the_same_or_are_refused() -> None:
             assert said[name].startswith("a rolling ShardedCache takes a further window() or causal() alone"), name
 
 
+def test_first_tokens_are_attended_where_the_window_is_on_another_rank() -> None:
+    assert ranks.pool(3).run(part_cases.first_tokens_on_a_rank_alone) == [{}] * 3
+
+
 def test_the_call_whose_costs_are_planned_contains_the_mask() -> None:
     """By brute force over small masks: what is planned may be more than what is attended, and never less."""
     T, S = 7, 11
