@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draw import drawn
+from hf_models import BY_NAME
 from planted import Tiny, text
 from test_look_numbers import matrices
 
@@ -31,6 +32,34 @@ def by_word(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
             ids.append(3 + sum(map(ord, text[slice(*piece)])) % 40)
             offsets.append(piece)
     return {"input_ids": ids, "offset_mapping": offsets}
+
+
+def test_links_of_a_cross_attention_begin_behind_the_start_token_of_the_decoder() -> None:
+    """The decoder reads a start token and then the text, so token i of the text is its query i + 1."""
+    ids = [11, 23, 29, 31, 37, 41, 43]
+    links = [[], [3, 5], [4], [1, 6], [2], [], [1]]
+    passages = tuple(look.Passage(ids, links={"same word class": links}, text=n) for n in range(2))
+    model = BY_NAME["T5"].build().eval()
+    seen = look.at(model, ids, repeats=None, readings={SENTENCES: passages})
+    with torch.no_grad(), headwise.nn.probe(model) as calls:
+        model(torch.tensor([ids]), decoder_input_ids=torch.tensor([[1, *ids[:-1]]]))
+    across = 0
+    for call, (part, behind) in zip(
+        calls.calls, ([("encoder", 0)] * 2 + [("decoder", 1), ("cross", 1)] * 2), strict=True
+    ):
+        weights = headwise.weights(call.query, call.key, **call.scoring)[0].double()
+        for h in range(len(weights)):
+            head = seen.head(call.order, h)
+            before = behind if part == "decoder" else 0
+            rows = {i + behind: [j + before for j in keys] for i, keys in enumerate(links) if i + behind < len(ids)}
+            if part == "decoder":
+                rows = {i: [j for j in keys if j <= i] for i, keys in rows.items()}
+            masses = [float(weights[h, i, keys].sum()) for i, keys in rows.items() if keys]
+            score = head.scores["same word class"]
+            assert head.part == part and score.count == 2 * len(masses)
+            assert score.value == pytest.approx(sum(masses) / len(masses), abs=2e-5)
+            across += part == "cross"
+    assert across == 8
 
 
 def test_links_ahead_are_an_encoders() -> None:
