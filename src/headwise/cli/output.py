@@ -65,7 +65,8 @@ def warn_unstable(stability: float | None) -> None:
     if stability is not None and stability < STABLE and is_first():
         print(
             f"headwise: the ranking by gradient is unstable (its two halves of the text correlate by {stability:.2f}, "
-            f"under {STABLE}); give a longer text, some thousand words of the model's kind",
+            f"under {STABLE}); give a longer text, some thousand words of the model's kind, or "
+            "rank by ablation",
             file=sys.stderr,
         )
 

@@ -48,7 +48,8 @@ def _prune(  # private: a command has many options, and Python users call headwi
     by: Annotated[
         str | None,
         typer.Option(
-            help="How heads are ranked: importance, ablation, redundancy or random.",
+            help="How heads are ranked: importance (by gradient, for long texts), ablation (each head in turn), "
+            "redundancy or random.",
             show_default="importance; with --heads nothing is ranked",
         ),
     ] = None,

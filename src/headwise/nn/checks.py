@@ -123,7 +123,7 @@ def check_memory(
     if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
         raise TypeError(
             "memory is one tensor (B, S, width), or a pair of them: (for the keys, for the values); got "
-            f"{shown(memory)}"
+            f"{shown(memory)}; give a mask or a cache by name, as mask=... or cache=..."
         )
     for part, name, width, projection in zip(pair, ("keys", "values"), widths, projections, strict=True):
         check_tensor(f"the memory of the {name}", part)

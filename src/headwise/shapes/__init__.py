@@ -33,7 +33,9 @@ from .arguments import INTEGERS as INTEGERS
 from .arguments import describe as describe
 
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
+AXES = "is the layout (B, heads, length, D)? (B, length, heads, D) becomes that by .transpose(1, 2)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2), and give (H, T, D) alone a batch of one by x[None]"
+CONVERT = "convert an array with torch.as_tensor(), and pass a cache without a value, as attention(query, cache)"
 # Factors of scores stay far from the limits of float32, whose exponents go from -126 to 127. The product of a factor
 # with a score, or with the log2(e) that a kernel multiplies in, then neither overflows nor underflows.
 LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
@@ -54,7 +56,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: boo
     """
     check_query_key(query, key, quantised=quantised)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{LAYOUT} as tensors; value is {type(value).__name__}")
+        raise TypeError(f"{LAYOUT} as tensors; value is {type(value).__name__}; {CONVERT}")
     check_dense("value", value)
     if value.ndim != 4:
         raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key, value)}; {SPLIT}")
@@ -77,7 +79,7 @@ def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> N
     """Check query (B, H, T, D) and key (B, K, S, D) like `check_attention`; this is enough for scores."""
     for name, tensor in (("query", query), ("key", key)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{LAYOUT} as tensors; {name} is {type(tensor).__name__}")
+            raise TypeError(f"{LAYOUT} as tensors; {name} is {type(tensor).__name__}; {CONVERT}")
         check_dense(name, tensor)
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key)}; {SPLIT}")
@@ -97,12 +99,12 @@ def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> N
     if key.shape[3] != query.shape[3]:
         raise ValueError(
             f"query and key share the head dim D: query D = {query.shape[3]}, key D = {key.shape[3]}; "
-            f"is the layout (B, heads, length, D)? {_got(query, key)}"
+            f"{AXES}; {_got(query, key)}"
         )
     if query.shape[3] == 0:
         raise ValueError(f"the head dim D is at least 1; {_got(query, key)}")
     H, K = query.shape[1], key.shape[1]
-    check_head_counts(H, K, f"; is the layout (B, heads, length, D)? {_got(query, key)}" if K and H % K else "")
+    check_head_counts(H, K, f"; {AXES}; {_got(query, key)}" if K and H % K else "")
 
 
 def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:

@@ -64,7 +64,9 @@ def check_dense(name: str, tensor: Tensor) -> None:
 def check_tensor(name: str, value: Any, what: str = "a tensor") -> None:
     """Check that a value is a dense tensor; raise TypeError if it is not a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is {what}; got {type(value).__name__}")
+        numbers = isinstance(value, (list, tuple)) or hasattr(value, "__array__")
+        way = "; make a tensor of it with torch.as_tensor()" if numbers else ""
+        raise TypeError(f"{name} is {what}; got {type(value).__name__}{way}")
     check_dense(name, value)
 
 

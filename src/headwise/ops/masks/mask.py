@@ -353,4 +353,6 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
         way = "; call it, as in causal(), or wrap a function of (b, h, i, j) in rule()"
     elif hasattr(mask, "mask_mod"):
         way = "; wrap its mask_mod in rule()"
+    elif isinstance(mask, str):
+        way = "; write the rule as a call, such as headwise.causal()"
     raise TypeError(f"{MASK_RULE}; got {type(mask).__name__}{way}")
