@@ -92,7 +92,7 @@ def test_two_writes_give_the_same_bytes_within_the_budget(written: Path, tmp_pat
     assert written.stat().st_size <= 9_500_000
     scripts = sum(len(ROOM.joinpath("js", *name.split("/")).read_bytes()) for name in page_module.SCRIPTS)
     styles = sum(len(ROOM.joinpath("css", name).read_bytes()) for name in page_module.STYLES)
-    assert scripts <= 137_000 and styles <= 25_000
+    assert scripts <= 133_200 and styles <= 25_000
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:
