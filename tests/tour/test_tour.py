@@ -328,7 +328,7 @@ def test_one_token_at_a_time(visit: Any) -> None:
     click(page, "#step-text")
     until(page, "document.getElementById('step-said').textContent.startsWith('128 tokens read')")
     said = page.locator("#step-said").text_content()
-    assert "8,256" in said and said.endswith("one whole pass: 0.")
+    assert "8,256" in said and said.endswith("over the whole text: 0.")
     click(page, "#step")
     until(page, "document.getElementById('made').textContent.includes('The model goes on')")
 

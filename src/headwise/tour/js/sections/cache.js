@@ -68,13 +68,12 @@ section("cache", {
     const { at, made } = stepper;
     const T = current.ids.length;
     say("step-said", at === 0 ? "The cache is empty. Press Step: the first token is read, and its keys and values are kept." : `${plural(at, "token")} read, each computed once; without a cache the model would have computed ${thousands((at * (at + 1)) / 2)}. In the cache: ${thousands(at * cacheBytes(state.kv))} bytes, ${thousands(cacheBytes(state.kv))} a token.${state.kv === model.K ? ` Largest difference of logits to one pass over the whole text: ${tiny(stepper.gap)}.` : ""}`);
-    const svg = picture(640, 24 + 22 * model.L, `The cache: ${at} tokens in ${model.L} layers`);
+    const svg = picture(640, 8 + 22 * model.L, `The cache: ${at} tokens in ${model.L} layers`);
     const wide = 576 / Math.max(T + 8, at + 1);
     for (let l = 0; l < model.L; l++) {
-      put(svg, "text", { x: 0, y: 28 + 22 * l }).text(`layer ${l}`);
-      for (let t = 0; t < at; t++) for (const [n, part] of ["k", "v"].entries()) put(svg, "rect", { class: t === at - 1 ? "new" : part, x: 60 + t * wide, y: 17 + 22 * l + 9 * n, width: Math.max(wide - 0.5, 0.4), height: 8 });
+      put(svg, "text", { x: 0, y: 14 + 22 * l }).text(`layer ${l}`);
+      for (let t = 0; t < at; t++) for (const [n, part] of ["k", "v"].entries()) put(svg, "rect", { class: t === at - 1 ? "new" : part, x: 60 + t * wide, y: 3 + 22 * l + 9 * n, width: Math.max(wide - 0.5, 0.4), height: 8 });
     }
-    put(svg, "text", { x: 60, y: 12 }).text("upper: keys, lower: values; the newest is orange");
     fill("cache-drawing", svg.node());
     const out = byId("made");
     out.replaceChildren();
