@@ -111,7 +111,7 @@ section("join", {
     };
     fill("join-before", matrix("before W_O: slice by head", (h, s) => Number(h === s)), matrix("after W_O", (h, s) => energy[h][s]));
     fill("join-shares", barList(shares.map((share, h) => [nameOfHead(state.layer, h), share, share.toFixed(2)])));
-    say("join-said", `Layer ${state.layer}: how much of the output each head makes; the shares sum to 1.${cosine === null ? "" : ` Cosine between concatenation and output: ${number(cosine, 2)}.`}`);
+    say("join-said", `Layer ${state.layer}: how much of the output each head makes; the shares sum to 1.${cosine === null ? "" : ` Cosine between concatenation and output (1 would be the same direction): ${number(cosine, 2)}.`}`);
     fill("join-numbers", numbersOf(["head", ...range(H, (s) => `slice ${s}`)], energy.map((row, h) => [String(h), ...row.map((value) => value.toFixed(2))]), "Shares after W_O"));
   },
 });

@@ -50,18 +50,18 @@ section("learn", {
     say(id, `Switch ${off ? "on" : "off"}: ${label(list.map((head) => nameOfHead(...head)).join(", "))}`);
   },
   circuit({ first, induction }, scores) {
-    const svg = picture(560, 34 + 30 * Math.max(induction.length, 1), "The circuit: a previous-token head and the induction heads that use it");
+    const svg = picture(640, 34 + 30 * Math.max(induction.length, 1), "The circuit: a previous-token head and the induction heads that use it");
     const middle = 16 + (30 * Math.max(induction.length, 1)) / 2;
     induction.forEach(({ l, h, value }, n) => {
       const at = 30 + 30 * n;
       const now = scores[l][h];
-      if (first && first.l < l) put(svg, "path", { class: isOff(first.l, first.h) ? "wire cut" : "wire", d: `M188,${middle}C235,${middle} 240,${at} 292,${at}` });
-      put(svg, "text", { class: "big", x: 300, y: at + 4 }).text(nameOfHead(l, h));
-      put(svg, "rect", { class: "track", x: 340, y: at - 7, width: 150, height: 12, rx: 3 });
-      put(svg, "rect", { fill: "var(--role-1)", x: 340, y: at - 7, width: Math.max(150 * now, 0), height: 12, rx: 3 });
-      put(svg, "text", { x: 498, y: at + 4 }).text(`${now.toFixed(2)}${Math.abs(now - value) > 0.005 ? ` (was ${value.toFixed(2)})` : ""}`);
+      if (first && first.l < l) put(svg, "path", { class: isOff(first.l, first.h) ? "wire cut" : "wire", d: `M208,${middle}C255,${middle} 260,${at} 312,${at}` });
+      put(svg, "text", { class: "big", x: 320, y: at + 4 }).text(nameOfHead(l, h));
+      put(svg, "rect", { class: "track", x: 366, y: at - 7, width: 130, height: 12, rx: 3 });
+      put(svg, "rect", { fill: "var(--role-1)", x: 366, y: at - 7, width: Math.max(130 * now, 0), height: 12, rx: 3 });
+      put(svg, "text", { x: 504, y: at + 4 }).text(`${now.toFixed(2)}${Math.abs(now - value) > 0.005 ? ` (was ${value.toFixed(2)})` : ""}`);
     });
-    if (first) put(svg, "text", { class: "big", x: 180, "text-anchor": "end", y: middle + 4 }).text(`${nameOfHead(first.l, first.h)} looks one token back`);
+    if (first) put(svg, "text", { class: "big", x: 200, "text-anchor": "end", y: middle + 4 }).text(`${nameOfHead(first.l, first.h)} looks one back`);
     if (!induction.length) put(svg, "text", { x: 20, y: 30 }).text("No head of this model passes the threshold 0.4 of induction here.");
     fill("circuit", svg.node());
   },

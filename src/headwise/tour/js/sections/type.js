@@ -48,7 +48,7 @@ section("type", {
     const t = state.query;
     const { hex } = run.pieces[t];
     const said = byId("token-said");
-    const surprise = t ? `; its surprise is ${run.now.each[t - 1].toFixed(2)} nats: the model gave it a probability of ${(100 * Math.exp(-run.now.each[t - 1])).toPrecision(2)} %` : "; nothing stands before it, so nothing is predicted";
+    const surprise = t ? `; its surprise is ${run.now.each[t - 1].toFixed(2)} nats: the model gave it a probability of ${Number((100 * Math.exp(-run.now.each[t - 1])).toPrecision(2))} %` : "; nothing stands before it, so nothing is predicted";
     said.replaceChildren("Token ", el("bdi", {}, tokenLabel(t)), ` has id ${run.ids[t]}${hex ? `, bytes ${hex}` : ""}${surprise}. The model's probabilities of the token after it:`);
     const next = likeliest(run.now.logits, t, model.vocab, 5);
     fill("expects", barList(next.map(({ id, chance }) => [plainText(words.piece(id).text, 16), chance, chance.toFixed(2)]), 1));
