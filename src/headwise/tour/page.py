@@ -104,10 +104,10 @@ def render(checkpoint: TourCheckpoint, text: str, *, packaged: bool) -> str:
 
 
 def _typeset(text: str) -> str:
-    """Return the text with W_Q, d_k, head_i and similar names as a letter or word with an index."""
+    """Return the text with W_Q, d_k, h_kv, head_i and similar names as a letter or word with an index."""
     from markupsafe import Markup, escape
 
-    names = re.compile(r"\b([Wd])_(Q|K|V|O|k|model)(?![A-Za-z0-9_])")
+    names = re.compile(r"\b([Wdh])_(Q|K|V|O|kv|k|model)(?![A-Za-z0-9_])")
     return Markup(names.sub(r"<i>\1</i><sub>\2</sub>", str(escape(text))).replace("head_i", "head<sub><i>i</i></sub>"))
 
 

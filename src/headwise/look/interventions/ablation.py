@@ -90,7 +90,10 @@ class Ablation(Tabled):
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
         if self.measure == "drift":
             title += ", drift of the embedding, 1 - cosine"
-        caption = None if self.kl is None else f"mean KL(original || ablated): {self.kl:.4f} nats/token"
+        moved = (
+            "" if self.kl is None else f"; mean KL(original || ablated), of the predictions: {self.kl:.4f} nats/token"
+        )
+        caption = f"loss and change in nats{moved}" if self.measure == "loss" else None
         table = Table(title=Text(title, "table.title"), caption=caption)
         for name in ("off", self.measure, "change"):
             table.add_column(name, justify="right")

@@ -74,7 +74,10 @@ def _caption(look: LookData, without: Sequence[str]) -> str:
     without = [name for name in without if name in _columns(look.heads)]
     units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
     if MOVES in _columns(look.heads) and MOVES not in without:
-        units.append(f"{MOVES}: share of the head's value-weighted output that comes from the first token")
+        units.append(
+            f"{MOVES}: the first token's share of weight times length of what the head writes;\n"
+            "sink to induct: scores of roles, from 0 to 1"
+        )
     return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
 
 

@@ -99,7 +99,11 @@ class Circuits(Tabled):
         columns: tuple[str, ...] = ("by", "reader", "writer", "value", "of chance")
         if self.roles:
             columns = ("reader", "role", "reads", "its role", "through", "value", "of chance")
-        table = _table(f"{self.model}: what heads read of earlier ones", columns)
+        caption = (
+            "Q, K, V: through the reader's queries, keys, values; value: overlap of the weights of both, from 0 to 1;\n"
+            "of chance: its multiple of what unrelated weights give"
+        )
+        table = _table(f"{self.model}: what heads read of earlier ones", columns, caption)
         by = {"q": "queries", "k": "keys", "v": "values"}
         for one in self.strongest(most):
             reader, writer = ("{}.{}".format(*place) for place in (one.reader, one.writer))
@@ -137,7 +141,12 @@ class Circuits(Tabled):
             check_counts(1, most=most)
         largest = sorted(self.heads, key=lambda head: -(head.norm or 0.0))[:most]
         names = ("norm", "share", "residual", "logit", "copying", "suppressing")
-        table = _table(f"{self.model}: what heads write", ("layer", "head", *names))
+        caption = (
+            "norm: mean length of what a head writes; share: its part of the layer's output;\n"
+            "residual: its part of the final residual; logit: what it adds to that of the next token;\n"
+            "copying, suppressing: how often a token is among the 5 that its value raises, or lowers, most"
+        )
+        table = _table(f"{self.model}: what heads write", ("layer", "head", *names), caption)
         for head in self.heads if most is None or len(self.heads) <= most else largest:
             numbers = [getattr(head, name) for name in names]
             table.add_row(str(head.layer), str(head.head), *("-" if x is None else f"{x:.3f}" for x in numbers))
@@ -148,11 +157,11 @@ class Circuits(Tabled):
         return self.table(), self.heads_table()
 
 
-def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+def _table(title: str, columns: Sequence[str], caption: str) -> rich.table.Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title, "table.title"))
+    table = Table(title=Text(title, "table.title"), caption=caption)
     for name in columns:
         table.add_column(name, justify="left" if name in ("by", "role", "its role") else "right")
     return table

@@ -70,7 +70,7 @@ class Attribution(Tabled):
         rest = f", {most} of {len(direct)} heads" if most < len(direct) else ""
         title = f"{self.model}: direct logit of {self.answer!r} minus {self.wrong!r}{rest}"
         heads = sum(one.effect or 0.0 for one in direct)
-        caption = f"all heads {heads:+.3f}, all else {self.rest:+.3f}, together {self.difference:+.3f}"
+        caption = f"in logits: all heads {heads:+.3f}, all else {self.rest:+.3f}, together {self.difference:+.3f}"
         table = Table(title=Text(title, "table.title"), caption=caption)
         for name in ("layer", "head", "effect"):
             table.add_column(name, justify="right")

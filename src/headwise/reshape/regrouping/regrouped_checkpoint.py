@@ -86,6 +86,7 @@ class Regrouping:
         notes = [f"{sizes.K} key-value heads became {self.num_kv_heads} in each layer: {METHODS[self.method]}."]
         if self.target.why:
             notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")
+        notes.append("lost: what the shared keys and values cannot give of the former, as a share of their squares")
         layers = [
             (key, " ".join("+".join(map(str, group)) for group in one.groups), *(f"{lost:.3f}" for lost in one.lost))
             for key, one in self.merges.items()

@@ -26,7 +26,7 @@ function start(opened, read) {
 }
 
 function notice(text) {
-  byId("notice").textContent = text;
+  say("notice", text);
   byId("notice").hidden = false;
 }
 
@@ -80,12 +80,10 @@ async function begin() {
 
 // For the console, and for the tests: the parts of the engine, nothing that could change the page.
 window.headwise = Object.freeze({
-  counts, LONGEST,
+  counts, randomTwice,
   ids: (text) => words.ids(text),
-  piece: (id) => words.piece(id),
   forward: (ids, options, more) => model.forward(ids, { ...plainOptions(), ...options }, more),
   model: () => model,
-  losses, Memory, plainProduct, readSafetensors, randomTwice, packedTensors,
   state: () => ({ ...snapshot(), changes: changes() }),
   drawAll: () => drawAll(),
 });

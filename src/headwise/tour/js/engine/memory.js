@@ -4,6 +4,9 @@
 // Products that are summed up by themselves before they join the rest: short sums round less than one long one.
 const BLOCK = 32;
 
+// make(0), make(1), ... make(count - 1).
+const range = (count, make) => Array.from({ length: count }, (_, n) => make(n));
+
 const up = (size, step) => Math.ceil(size / step) * step;
 
 class Memory {

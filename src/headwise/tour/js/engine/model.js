@@ -40,7 +40,7 @@ class Model {
     this.embed = matrix("model.embed_tokens.weight", vocab, width);
     this.head = config.tie_word_embeddings ? this.embed : matrix("lm_head.weight", vocab, width);
     this.norm = get("model.norm.weight", width).vector();
-    this.layers = Array.from({ length: L }, (_, l) => {
+    this.layers = range(L, (l) => {
       const at = (name, N, from) => matrix(`model.layers.${l}.${name}.weight`, N, from);
       const norm = (name) => get(`model.layers.${l}.${name}.weight`, width).vector();
       return {
@@ -86,7 +86,7 @@ class Model {
 
   // The numbers of key-value heads that all heads can share evenly: 8, 4, 2, 1.
   sharings() {
-    return Array.from({ length: this.K }, (_, i) => this.K - i).filter((kv) => this.K % kv === 0 && this.H % kv === 0);
+    return range(this.K, (i) => this.K - i).filter((kv) => this.K % kv === 0 && this.H % kv === 0);
   }
 
   embedded(ids) {

@@ -63,7 +63,8 @@ function losses(logits, ids, vocab) {
   });
 }
 
-const mean = (numbers) => numbers.reduce((a, b) => a + b, 0) / Math.max(numbers.length, 1);
+const sumOf = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const mean = (numbers) => sumOf(numbers) / Math.max(numbers.length, 1);
 
 // The probabilities of one row of logits, and the places of its `count` highest.
 function likeliest(logits, row, vocab, count) {

@@ -38,9 +38,9 @@ const LOOK = "look"; // only the head or the token looked at has changed
 const sections = new Map(); // id -> { draw, look, stale: true, LOOK or false; seen: in view; near: or close to it }
 
 // `build()` once, when the model is ready; `draw(run)` after every run, once the section is near the view; `look()` when
-// only the head or token looked at has changed. A drawing that computes gives a promise.
+// only the head or token looked at has changed, and for all where there is no `draw`. A drawing that computes gives a promise.
 function section(id, parts) {
-  sections.set(id, { id, stale: true, seen: false, near: false, ...parts });
+  sections.set(id, { id, stale: true, seen: false, near: false, draw: parts.look, ...parts });
 }
 
 // Where a link or a key leads. Figures that are drawn on the way move it, so it is brought into place once more.

@@ -11,6 +11,17 @@ function emit(event, value) {
   for (const listener of listeners[event] ?? []) listener(value);
 }
 
+const say = (id, text) => (byId(id).textContent = text);
+const fill = (id, ...nodes) => byId(id).replaceChildren(...nodes);
+const press = (id, pressed) => byId(id).setAttribute("aria-pressed", String(pressed));
+
+// One more shape in a drawing.
+function put(into, tag, attributes) {
+  const shape = into.append(tag);
+  for (const [name, value] of Object.entries(attributes)) shape.attr(name, value);
+  return shape;
+}
+
 function button(label, act, properties = {}) {
   const node = el("button", { type: "button", ...properties }, label);
   node.addEventListener("click", act);
@@ -19,7 +30,7 @@ function button(label, act, properties = {}) {
 
 // The text with W_Q, d_k and similar names as a letter with an index, as the chapter sets them.
 function typeset(text) {
-  return text.split(/\b([Wd]_(?:Q|K|V|O|k|model))(?![A-Za-z0-9_])/).flatMap((part, n) => {
+  return text.split(/\b([Wdh]_(?:Q|K|V|O|kv|k|model))(?![A-Za-z0-9_])/).flatMap((part, n) => {
     const [letter, index] = n % 2 ? part.split("_") : [];
     return letter ? [el("i", {}, letter), el("sub", {}, index)] : [part];
   });
@@ -45,6 +56,8 @@ function bytes(value) {
   return `${value} bytes`;
 }
 
+const largest = (values) => Math.max(...values.map(Math.abs), 1e-9);
+
 function largestDifference(a, b) {
   let most = 0;
   for (let i = 0; i < a.length; i++) most = Math.max(most, Math.abs(a[i] - b[i]));
@@ -64,7 +77,7 @@ function tell(text) {
   spoken.text = text;
   spoken.timer ||= setTimeout(() => {
     spoken.timer = 0;
-    byId("said").textContent = spoken.text;
+    say("said", spoken.text);
   }, 500);
 }
 

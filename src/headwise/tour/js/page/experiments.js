@@ -16,11 +16,8 @@ async function lossOf(run, options, urgency) {
   return lossesKnown.get(key);
 }
 
-function offAll(list) {
-  const off = noneOff();
-  for (const [l, h] of list) off[l][h] = true;
-  return off;
-}
+// The loss as it is and under a change, as the claims give it.
+const lossesSaid = async (run, options) => `${run.loss.toFixed(2)} \u2192 ${(await lossOf(run, options)).toFixed(2)}`;
 
 // Numbers that always come out the same, so that a link shows what its sender saw.
 function generator(seed) {
@@ -79,7 +76,7 @@ class Laboratory {
   // How much of each query of the second copy lies on the token after its earlier copy: heads by layer.
   induction({ layers }) {
     const { period, ids: { length: T } } = this;
-    return layers.map(({ weights }) => Array.from({ length: model.H }, (_, h) => mean(Array.from({ length: period - 1 }, (_, n) => {
+    return layers.map(({ weights }) => range(model.H, (h) => mean(range(period - 1, (n) => {
       const i = period + 2 + n;
       return weights[(h * T + i) * T + i - period + 1];
     }))));
@@ -88,7 +85,7 @@ class Laboratory {
   // The head with the highest mean weight on the token before, and those that find what followed: the circuit's two ends.
   circuit(whole) {
     const T = this.ids.length;
-    const before = whole.layers.flatMap(({ weights }, l) => Array.from({ length: model.H }, (_, h) => ({ l, h, value: mean(Array.from({ length: T - 1 }, (_, n) => weights[(h * T + n + 1) * T + n])) })));
+    const before = whole.layers.flatMap(({ weights }, l) => range(model.H, (h) => ({ l, h, value: mean(range(T - 1, (n) => weights[(h * T + n + 1) * T + n])) })));
     const induction = this.induction(whole).flatMap((row, l) => row.map((value, h) => ({ l, h, value }))).filter(({ value }) => value > 0.4);
     const first = before.filter(({ l }) => induction.some((one) => one.l > l)).sort((a, b) => b.value - a.value)[0] ?? null;
     return { first, induction };

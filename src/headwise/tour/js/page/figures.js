@@ -3,7 +3,7 @@
 const [BELOW, ABOVE] = [[0, 114, 178], [213, 94, 0]]; // colours of numbers below and above 0
 
 // A row of cells, a dimension each: orange above 0, blue below, clear at 0; the same in light and dark.
-function strip(label, about, values, most = Math.max(...values.map(Math.abs), 1e-9)) {
+function strip(label, about, values, most = largest(values)) {
   const canvas = el("canvas", { width: values.length, height: 1 });
   const context = canvas.getContext("2d");
   const image = context.createImageData(values.length, 1);
@@ -13,19 +13,19 @@ function strip(label, about, values, most = Math.max(...values.map(Math.abs), 1e
 }
 
 // Bars above and below a line, one for each number.
-function signedBars(values, height = 44) {
-  const most = Math.max(...values.map(Math.abs), 1e-9);
-  const half = height / 2;
-  const svg = drawing("100%", height).attr("viewBox", `0 0 ${values.length} ${height}`).attr("preserveAspectRatio", "none").attr("aria-hidden", "true");
+function signedBars(values) {
+  const most = largest(values);
+  const half = 22;
+  const svg = drawing("100%", 2 * half).attr("viewBox", `0 0 ${values.length} ${2 * half}`).attr("preserveAspectRatio", "none").attr("aria-hidden", "true");
   values.forEach((value, d) => {
     const size = ((half - 1) * Math.abs(value)) / most;
-    svg.append("rect").attr("class", value < 0 ? "minus" : "plus").attr("x", d + 0.1).attr("width", 0.8).attr("y", value < 0 ? half : half - size).attr("height", size);
+    put(svg, "rect", { class: value < 0 ? "minus" : "plus", x: d + 0.1, width: 0.8, y: value < 0 ? half : half - size, height: size });
   });
   return el("div", { className: "strip" }, el("b"), el("span", { className: "who" }), svg.node());
 }
 
 // Horizontal bars with a name and a number each: [[name, value, text]].
-function barList(rows, most = Math.max(...rows.map(([, value]) => Math.abs(value)), 1e-9)) {
+function barList(rows, most = largest(rows.map(([, value]) => value))) {
   return el("ol", { className: "bars" }, ...rows.map(([name, value, text]) => {
     const bar = el("span", { className: value < 0 ? "bar-of less" : "bar-of" });
     bar.style.setProperty("--share", `${(100 * Math.min(Math.abs(value) / most, 1)).toFixed(1)}%`);
@@ -42,6 +42,10 @@ function tableOf(head, rows, caption) {
 // The numbers of a figure, folded away.
 function numbersOf(head, rows, caption = "The numbers of this figure") {
   return el("details", { className: "numbers" }, el("summary", {}, ...typeset(caption)), el("div", { className: "scroll" }, tableOf(head, rows)));
+}
+
+function fillLayers(id) {
+  fill(id, ...range(model.L, (l) => el("option", { value: l }, `layer ${l}`)));
 }
 
 // A name for a token by its place.
@@ -73,22 +77,23 @@ function tokenBoxes(box, tint, pick) {
 }
 
 // Lines over an axis of numbers. `lines`: [{ name, points: [[x, y]], colour }]; a line is broken where y is null.
-function lineChart({ lines, x, y, label, xName, yName, width = 560, height = 240, ticks }) {
+function lineChart({ lines, x, y, label, xName, yName }) {
+  const [width, height] = [560, 240];
   const [left, right, top, bottom] = [44, 24, 28, 44];
   const across = (x.log ? d3.scaleBand(x.values, [left, width - right]).padding(1) : d3.scaleLinear(x.range, [left, width - right]));
   const upward = d3.scaleLinear(y, [height - bottom, top]);
   const svg = picture(width, height, label);
-  svg.append("g").attr("class", "grid").attr("transform", `translate(${left},0)`).call(d3.axisLeft(upward).ticks(5).tickSize(left + right - width));
+  put(svg, "g", { class: "grid", transform: `translate(${left},0)` }).call(d3.axisLeft(upward).ticks(5).tickSize(left + right - width));
   const axis = d3.axisBottom(across).tickSize(3).tickPadding(5);
-  if (!x.log) axis.ticks(ticks ?? 6);
-  svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(axis);
-  svg.append("text").attr("class", "name").attr("x", width - right).attr("y", height - 4).attr("text-anchor", "end").text(xName);
-  svg.append("text").attr("class", "name").attr("x", 4).attr("y", 13).text(yName);
-  lines.forEach(({ name, points, colour, dots }) => {
+  if (!x.log) axis.ticks(6);
+  put(svg, "g", { transform: `translate(0,${height - bottom})` }).call(axis);
+  put(svg, "text", { class: "name", x: width - right, y: height - 4, "text-anchor": "end" }).text(xName);
+  put(svg, "text", { class: "name", x: 4, y: 13 }).text(yName);
+  lines.forEach(({ name, points, colour }) => {
     const places = points.map(([px, py]) => (py === null ? null : [across(px), upward(py)]));
     const path = places.map((p, n) => (p ? `${places[n - 1] ? "L" : "M"}${p.map((v) => v.toFixed(1)).join(",")}` : "")).join("");
-    svg.append("path").attr("class", "line").attr("stroke", `var(--role-${colour})`).attr("d", path);
-    if (dots !== false) places.forEach((p, n) => p && svg.append("circle").attr("class", "point").attr("fill", `var(--role-${colour})`).attr("cx", p[0]).attr("cy", p[1]).attr("r", 3).append("title").text(`${name}: ${points[n][0]}, ${points[n][1]}`));
+    put(svg, "path", { class: "line", stroke: `var(--role-${colour})`, d: path });
+    places.forEach((p, n) => p && put(svg, "circle", { class: "point", fill: `var(--role-${colour})`, cx: p[0], cy: p[1], r: 3 }).append("title").text(`${name}: ${points[n][0]}, ${points[n][1]}`));
   });
   return svg.node();
 }

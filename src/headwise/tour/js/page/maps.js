@@ -16,7 +16,11 @@ function drawMap(canvas, weights, from, T, S, causal) {
   context.putImageData(image, 0, 0);
 }
 
-const mapOf = (run, layer, head) => ({ weights: run.layers[layer].weights, from: head * run.ids.length ** 2 });
+function drawHead(canvas, run, layer, head) {
+  const T = run.ids.length;
+  drawMap(canvas, run.layers[layer].weights, head * T * T, T, T, state.causal);
+}
+
 const weightOf = (run, layer, head, i, j) => run.layers[layer].weights[(head * run.ids.length + i) * run.ids.length + j];
 
 // The delimiters of `headwise look`: a mark or a line end, after spaces at most. A line end with indentation is none.
@@ -46,7 +50,7 @@ function roleScores(run, cells) {
   const T = run.ids.length;
   const queries = cells.flatMap((keys, i) => (keys.length ? [i] : []));
   const chance = mean(queries.map((i) => cells[i].length / (i + 1)));
-  const values = run.layers.map(({ weights }) => Array.from({ length: weights.length / (T * T) }, (_, h) => {
+  const values = run.layers.map(({ weights }) => range(weights.length / (T * T), (h) => {
     let total = 0;
     for (const i of queries) {
       let sum = 0;
@@ -62,7 +66,7 @@ const playsRole = (role, value, chance) => value > role.threshold && value > 2 *
 
 // The roles that each head plays on this text: plays[layer][head] = [{ role, value }].
 function rolesPlayed(run, pieces) {
-  const plays = run.layers.map(() => Array.from({ length: model.H }, () => []));
+  const plays = run.layers.map(() => range(model.H, () => []));
   for (const role of chapter.roles) {
     const { values, chance, queries } = roleScores(run, idealCells(role.name, run.ids, pieces));
     if (!queries) continue;
@@ -71,11 +75,11 @@ function rolesPlayed(run, pieces) {
   return plays;
 }
 
-// A grid of all heads, a row a layer: a button each. `fill(button, layer, head)` draws one.
-function headGrid(box, label, { press, pick, make }) {
+// A grid of all heads, a row a layer: a button each. `make(button, layer, head)` fills one; `press(layer, head)` is what a click does.
+function headGrid(box, label, { press, make }) {
   box.setAttribute("role", "grid");
   box.style.setProperty("--heads", model.H);
-  const rows = Array.from({ length: model.L }, (_, l) => el("div", { className: "row", role: "row" }, el("span", { className: "row-name", role: "rowheader" }, `layer ${l}`), ...Array.from({ length: model.H }, (_, h) => {
+  const rows = range(model.L, (l) => el("div", { className: "row", role: "row" }, el("span", { className: "row-name", role: "rowheader" }, `layer ${l}`), ...range(model.H, (h) => {
     const cell = el("button", { type: "button", className: "head", "data-item": nameOfHead(l, h) });
     make(cell, l, h);
     cell.addEventListener("click", () => {
@@ -86,9 +90,8 @@ function headGrid(box, label, { press, pick, make }) {
   })));
   box.replaceChildren(...rows);
   rove(box, () => model.H, { label, pick: (node) => {
-    const [l, h] = node.dataset.item.split(".").map(Number);
-    lookAt({ layer: l, head: h });
-    pick?.(l, h);
+    const [layer, head] = placeOf(node.dataset.item);
+    lookAt({ layer, head });
   } });
 }
 

@@ -9,10 +9,12 @@ let model = null;
 let words = null;
 const past = [];
 
-const heads = () => Array.from({ length: model.L * model.H }, (_, n) => [Math.floor(n / model.H), n % model.H]);
+const heads = () => range(model.L * model.H, (n) => [Math.floor(n / model.H), n % model.H]);
 const nameOfHead = (layer, head) => `${layer}.${head}`;
+const placeOf = (name) => name.split(".").map(Number); // [layer, head]
 const isOff = (layer, head) => Boolean(state.off[layer]?.[head]);
-const noneOff = () => Array.from({ length: model.L }, () => Array(model.H).fill(false));
+const namesOff = () => heads().filter((head) => isOff(...head)).map((head) => nameOfHead(...head));
+const noneOff = () => range(model.L, () => Array(model.H).fill(false));
 const optionsNow = () => ({ causal: state.causal, rotary: state.rotary, scaled: state.scaled, onePattern: state.onePattern, kv: state.kv });
 const plainOptions = () => ({ ...PLAIN, kv: model.K });
 
@@ -61,7 +63,7 @@ function reset() {
 
 // What differs from the untouched model, in words.
 function changes() {
-  const list = heads().filter(([l, h]) => isOff(l, h)).map(([l, h]) => `head ${nameOfHead(l, h)} off`);
+  const list = namesOff().map((name) => `head ${name} off`);
   if (state.kv !== model.K) list.push(WORDS.keyValueHeads(state.kv));
   for (const [name, word] of Object.entries(SWITCHES)) if (state[name] !== PLAIN[name]) list.push(WORDS.switched[word]);
   return list;
@@ -72,7 +74,7 @@ function writeAddress() {
   if (state.text !== chapter.text && state.text.length <= MAX_TEXT) parts.set("t", state.text);
   parts.set("at", nameOfHead(state.layer, state.head));
   if (state.query) parts.set("q", String(state.query));
-  const off = heads().filter(([l, h]) => isOff(l, h)).map(([l, h]) => nameOfHead(l, h));
+  const off = namesOff();
   if (off.length) parts.set("off", off.join(","));
   if (state.kv !== model.K) parts.set("kv", String(state.kv));
   const switched = Object.entries(SWITCHES).filter(([name]) => state[name] !== PLAIN[name]).map(([, word]) => word);

@@ -2,14 +2,14 @@
 
 const FIRST_STEPS = 16; // tokens that are in the cache when the reader comes
 const DTYPE = 2; // bytes a number in a cache, as most models keep it
-const stepper = { key: "", cache: null, at: 0, gap: 0, passes: 0, made: [] };
+const stepper = { key: "", cache: null, at: 0, gap: 0, made: [] };
 
 const cacheBytes = (kv) => model.L * 2 * kv * model.D * DTYPE;
 
 const stepKey = () => (current ? JSON.stringify([current.ids, state.kv]) : "");
 
 function restartSteps() {
-  Object.assign(stepper, { key: stepKey(), cache: model.newCache(LONGEST + 1, state.kv), at: 0, gap: 0, passes: 0, made: [] });
+  Object.assign(stepper, { key: stepKey(), cache: model.newCache(LONGEST + 1, state.kv), at: 0, gap: 0, made: [] });
 }
 
 // Runs the next token through the model, its keys and values into the cache; gives its logits.
@@ -19,7 +19,6 @@ function stepOnce() {
   const id = known ? ids[stepper.at] : stepper.made[stepper.at - ids.length];
   const logits = model.forward([id], { ...plainOptions(), kv: state.kv }, { cache: stepper.cache });
   stepper.at++;
-  stepper.passes++;
   if (known && state.kv === model.K) {
     const from = (stepper.at - 1) * model.vocab;
     stepper.gap = Math.max(stepper.gap, largestDifference(logits, current.plain.logits.subarray(from, from + model.vocab)));
@@ -68,16 +67,14 @@ section("cache", {
   steps() {
     const { at, made } = stepper;
     const T = current.ids.length;
-    const full = (at * (at + 1)) / 2;
-    byId("step-said").textContent = at === 0 ? "The cache is empty. Press Step: the first token is read, and its keys and values are kept." : `${plural(at, "token")} read, ${plural(stepper.passes, "token pass").replace("passs", "passes")}; without a cache it would have been ${thousands(full)}. In the cache: ${thousands(at * cacheBytes(state.kv))} bytes, ${thousands(cacheBytes(state.kv))} a token.${state.kv === model.K ? ` Largest difference to one whole pass: ${tiny(stepper.gap)}.` : ""}`;
-    const svg = picture(640, 24 + 22 * model.L, `The cache: ${at} tokens in ${model.L} layers`);
+    say("step-said", at === 0 ? "The cache is empty. Press Step: the first token is read, and its keys and values are kept." : `${plural(at, "token")} read, each computed once; without a cache the model would have computed ${thousands((at * (at + 1)) / 2)}. In the cache: ${thousands(at * cacheBytes(state.kv))} bytes, ${thousands(cacheBytes(state.kv))} a token.${state.kv === model.K ? ` Largest difference of logits to one pass over the whole text: ${tiny(stepper.gap)}.` : ""}`);
+    const svg = picture(640, 8 + 22 * model.L, `The cache: ${at} tokens in ${model.L} layers`);
     const wide = 576 / Math.max(T + 8, at + 1);
     for (let l = 0; l < model.L; l++) {
-      svg.append("text").attr("x", 0).attr("y", 28 + 22 * l).text(`layer ${l}`);
-      for (let t = 0; t < at; t++) for (const [n, part] of ["k", "v"].entries()) svg.append("rect").attr("class", t === at - 1 ? "new" : part).attr("x", 60 + t * wide).attr("y", 17 + 22 * l + 9 * n).attr("width", Math.max(wide - 0.5, 0.4)).attr("height", 8);
+      put(svg, "text", { x: 0, y: 14 + 22 * l }).text(`layer ${l}`);
+      for (let t = 0; t < at; t++) for (const [n, part] of ["k", "v"].entries()) put(svg, "rect", { class: t === at - 1 ? "new" : part, x: 60 + t * wide, y: 3 + 22 * l + 9 * n, width: Math.max(wide - 0.5, 0.4), height: 8 });
     }
-    svg.append("text").attr("x", 60).attr("y", 12).text("upper: keys, lower: values; the newest is orange");
-    byId("cache-drawing").replaceChildren(svg.node());
+    fill("cache-drawing", svg.node());
     const out = byId("made");
     out.replaceChildren();
     if (made.length) {
@@ -94,7 +91,7 @@ section("cache", {
     if (!other.length) return;
     const { T, S, weights } = crossMap(run.plain, other);
     drawMap(byId("cross-map"), weights, state.head * T * S, T, S, false);
-    byId("cross-said").textContent = `Head ${nameOfHead(state.layer, state.head)}: ${T} queries of the text above, ${S} keys of the other. Each row still sums to 1. This model was never trained for it, so the map shows the shape, not a skill.`;
+    say("cross-said", `Head ${nameOfHead(state.layer, state.head)}: ${T} queries of the text above, ${S} keys of the other. Each row still sums to 1. This model was not trained for it: only the shape of the map means something.`);
   },
 });
 

@@ -13,31 +13,23 @@ function costOf({ d, h, kv, dk, T, B }) {
   };
 }
 
-function readCost() {
-  const [d, h, kv, dk, T, B] = ["d", "h", "kv", "dk", "T", "B"].map((name) => Number(byId(`cost-${name}`).value));
-  return { d, h, kv, dk, T, B };
-}
+const SIZES = ["d", "h", "kv", "dk", "T", "B"];
 
 function showCost() {
-  const asked = readCost();
+  const asked = Object.fromEntries(SIZES.map((name) => [name, Number(byId(`cost-${name}`).value)]));
   const fits = Object.values(asked).every((n) => Number.isInteger(n) && n > 0 && n <= 1e6) && asked.h % asked.kv === 0;
-  byId("cost-wrong").textContent = fits ? "" : "Whole numbers above 0, please, and key-value heads that divide the heads.";
+  say("cost-wrong", fits ? "" : "Whole numbers above 0, please, and key-value heads that divide the heads.");
   if (!fits) return;
   const { d, h, kv, dk, T, B } = asked;
   const cost = costOf(asked);
   const one = costOf({ ...asked, h: 1, kv: 1, dk: h * dk });
-  byId("cost-shapes").replaceChildren(tableOf(["stage", "shape"], [
+  fill("cost-shapes", tableOf(["stage", "shape"], [
     ["input", [B, T, d]], ["q", [B, h, T, dk]], ["k, v", [B, kv, T, dk]], ["scores, weights", [B, h, T, T]], ["heads", [B, h, T, dk]], ["concatenation", [B, T, h * dk]], ["output", [B, T, d]],
   ].map(([name, shape]) => [name, `[${shape.join(", ")}]`])));
-  const times = (a, b) => `\u00d7 ${Number((a / b).toPrecision(3))}`;
-  byId("cost-numbers").replaceChildren(tableOf(["one layer", `${h} heads of ${dk}`, `against one head of ${h * dk}`], [
-    ["parameters", thousands(cost.parameters), times(cost.parameters, one.parameters)],
-    ["multiply-adds, projections", thousands(cost.projecting), times(cost.projecting, one.projecting)],
-    ["multiply-adds, scores and values", thousands(cost.scoring), times(cost.scoring, one.scoring)],
-    ["exponentials", thousands(cost.exponentials), times(cost.exponentials, one.exponentials)],
-    ["scores, 2 bytes each", bytes(cost.scoreBytes), times(cost.scoreBytes, one.scoreBytes)],
-    ["cache, bytes a token", thousands(cost.cache), times(cost.cache, one.cache)],
-  ]));
+  fill("cost-numbers", tableOf(["one layer", `${h} heads of ${dk}`, `against one head of ${h * dk}`], [
+    ["parameters", "parameters"], ["multiply-adds, projections", "projecting"], ["multiply-adds, scores and values", "scoring"],
+    ["exponentials", "exponentials"], ["scores, 2 bytes each", "scoreBytes", bytes], ["cache, bytes a token", "cache"],
+  ].map(([label, name, shown = thousands]) => [label, shown(cost[name]), `\u00d7 ${Number((cost[name] / one[name]).toPrecision(3))}`])));
 }
 
 function setCost(values) {
@@ -52,15 +44,15 @@ function showHeads() {
   const seeds = rows[0].slice(1);
   const lines = seeds.map((_, seed) => ({ name: `seed ${seed}`, colour: seed, points: rows.filter((row) => row[seed + 1] !== null).map((row) => [String(row[0]), row[seed + 1]]) }));
   const [least, most] = [Math.min(...losses), Math.max(...losses)];
-  byId("heads-chart").replaceChildren(keyOf(lines), lineChart({ lines, x: { log: true, values: rows.map(([heads]) => String(heads)) }, y: [least - (most - least) / 4, most + (most - least) / 4], label: "Held-out loss by number of heads a layer", xName: "heads a layer", yName: "held-out loss" }));
+  fill("heads-chart", keyOf(lines), lineChart({ lines, x: { log: true, values: rows.map(([heads]) => String(heads)) }, y: [least - (most - least) / 4, most + (most - least) / 4], label: "Held-out loss by number of heads a layer", xName: "heads a layer", yName: "held-out loss, nats a token" }));
 }
 
 section("cost", {
   build() {
-    for (const name of ["d", "h", "kv", "dk", "T", "B"]) byId(`cost-${name}`).oninput = showCost;
+    for (const name of SIZES) byId(`cost-${name}`).oninput = showCost;
     const own = { d: model.width, h: model.H, kv: model.K, dk: model.D, T: 128, B: 1 };
     const shown = chapter.cards.filter(({ group }) => group !== null);
-    byId("cost-cards").replaceChildren(el("option", { value: "" }, "this model"), ...shown.map(({ name }, n) => el("option", { value: n }, name)));
+    fill("cost-cards", el("option", { value: "" }, "this model"), ...shown.map(({ name }, n) => el("option", { value: n }, name)));
     byId("cost-cards").onchange = (event) => {
       const card = shown[Number(event.target.value)];
       setCost(event.target.value === "" ? own : { d: card.d_model, h: card.heads, kv: card.kv, dk: card.d_k });

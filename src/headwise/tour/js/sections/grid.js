@@ -5,7 +5,7 @@ let roleShown = "previous-token";
 section("grid", {
   build() {
     headGrid(byId("maps"), "All heads. Arrow keys move.", { make: (cell) => cell.append(el("canvas", {}), el("span", { className: "says" })) });
-    byId("grid-role").replaceChildren(...chapter.roles.map(({ name }) => el("option", { value: name }, name)));
+    fill("grid-role", ...chapter.roles.map(({ name }) => el("option", { value: name }, name)));
     byId("grid-role").value = roleShown;
     byId("grid-role").onchange = (event) => {
       roleShown = event.target.value;
@@ -31,17 +31,15 @@ section("grid", {
   },
   said(run, i, j) {
     const allowed = j <= i || !state.causal;
-    byId("large-said").replaceChildren(`Query `, el("bdi", {}, tokenLabel(i)), `, key `, el("bdi", {}, tokenLabel(j)), ": ", el("b", {}, allowed ? `weight ${weightOf(run.now, state.layer, state.head, i, j).toFixed(3)}` : "not allowed"));
+    fill("large-said", `Query `, el("bdi", {}, tokenLabel(i)), `, key `, el("bdi", {}, tokenLabel(j)), ": ", el("b", {}, allowed ? `weight ${weightOf(run.now, state.layer, state.head, i, j).toFixed(3)}` : "not allowed"));
   },
   draw(run) {
-    const T = run.ids.length;
     const role = chapter.roles.find(({ name }) => name === roleShown);
     const { values, chance, queries } = roleScores(run.now, idealCells(role.name, run.ids, run.pieces));
     const plays = rolesPlayed(run.now, run.pieces);
     for (const cell of byId("maps").querySelectorAll(".head")) {
-      const [l, h] = cell.dataset.item.split(".").map(Number);
-      const { weights, from } = mapOf(run.now, l, h);
-      drawMap(cell.querySelector("canvas"), weights, from, T, T, state.causal);
+      const [l, h] = placeOf(cell.dataset.item);
+      drawHead(cell.querySelector("canvas"), run.now, l, h);
       const mine = queries > 0 && playsRole(role, values[l][h], chance);
       cell.classList.toggle("plays", mine);
       cell.classList.toggle("off", isOff(l, h));
@@ -50,21 +48,20 @@ section("grid", {
       cell.querySelector(".says").textContent = `${nameOfHead(l, h)} ${queries ? values[l][h].toFixed(2) : ""} ${others}`;
       cell.setAttribute("aria-label", `head ${nameOfHead(l, h)}: ${role.name} ${queries ? values[l][h].toFixed(2) : "cannot be measured"}${mine ? ", plays it" : ""}${isOff(l, h) ? ", off" : ""}`);
     }
-    byId("grid-said").textContent = queries ? `${role.name}: look for ${role.look}. A head plays the role above ${role.threshold} and twice what even attention would give, ${chance.toFixed(3)}. ${plural(queries, "query").replace("querys", "queries")} of this text can show it.` : `${role.name}: nothing in this text can show it.`;
-    byId("grid-numbers").replaceChildren(numbersOf(["layer", ...Array.from({ length: model.H }, (_, h) => `head ${h}`)], values.map((row, l) => [String(l), ...row.map((value) => value.toFixed(3))]), `${role.name}, all heads`));
+    say("grid-said", queries ? `${role.name}: look for ${role.look}. A head plays the role above ${role.threshold} and twice what even attention would give, ${chance.toFixed(3)}. Queries of this text that can show it: ${queries}.` : `${role.name}: nothing in this text can show it.`);
+    fill("grid-numbers", numbersOf(["layer", ...range(model.H, (h) => `head ${h}`)], values.map((row, l) => [String(l), ...row.map((value) => value.toFixed(3))]), `${role.name}, all heads`));
     this.look(run);
   },
   look(run) {
     markHead(byId("maps"));
     const T = run.ids.length;
-    const { weights, from } = mapOf(run.now, state.layer, state.head);
-    drawMap(byId("large-map"), weights, from, T, T, state.causal);
-    byId("large-title").textContent = `Head ${nameOfHead(state.layer, state.head)}${isOff(state.layer, state.head) ? " (off)" : ""}`;
+    drawHead(byId("large-map"), run.now, state.layer, state.head);
+    say("large-title", `Head ${nameOfHead(state.layer, state.head)}${isOff(state.layer, state.head) ? " (off)" : ""}`);
     const cells = idealCells(roleShown, run.ids, run.pieces);
     const svg = drawing("100%", "100%").attr("viewBox", `0 0 ${T} ${T}`).attr("preserveAspectRatio", "none").attr("class", "ideal").attr("aria-hidden", "true");
-    cells.forEach((keys, i) => keys.forEach((j) => svg.append("rect").attr("x", j).attr("y", i).attr("width", 1).attr("height", 1)));
-    svg.append("rect").attr("class", "query").attr("x", 0).attr("y", state.query).attr("width", T).attr("height", 1);
-    byId("large-over").replaceChildren(svg.node());
+    cells.forEach((keys, i) => keys.forEach((j) => put(svg, "rect", { x: j, y: i, width: 1, height: 1 })));
+    put(svg, "rect", { class: "query", x: 0, y: state.query, width: T, height: 1 });
+    fill("large-over", svg.node());
     this.said(run, state.query, strongestKeys(run, 1)[0]);
     tokenBoxes(byId("row-tokens"), (t) => {
       const weight = t <= state.query || !state.causal ? weightOf(run.now, state.layer, state.head, state.query, t) : 0;

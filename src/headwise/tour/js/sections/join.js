@@ -5,7 +5,7 @@ function partsOf(layer, seen, T) {
   const { H, D, width } = model;
   const { o } = model.layers[layer];
   const { floats } = model.memory;
-  return Array.from({ length: H }, (_, h) => {
+  return range(H, (h) => {
     const head = new Float32Array(T * D);
     for (let t = 0; t < T; t++) head.set(seen.concat.subarray((t * H + h) * D, (t * H + h + 1) * D), t * D);
     const rows = floats.slice(o.from + h * D * o.stride, o.from + (h + 1) * D * o.stride);
@@ -37,10 +37,10 @@ function mixingOf(layer, seen, T) {
     shares.push(share / whole);
     energy.push(row);
   }
-  const sums = Array.from({ length: H }, (_, s) => energy.reduce((sum, row) => sum + row[s], 0) || Number.MIN_VALUE);
+  const sums = range(H, (s) => energy.reduce((sum, row) => sum + row[s], 0) || Number.MIN_VALUE);
   let cosine = null;
   if (H * D === width) {
-    cosine = mean(Array.from({ length: T }, (_, t) => {
+    cosine = mean(range(T, (t) => {
       let [ab, aa, bb] = [0, 0, 0];
       for (let c = 0; c < width; c++) {
         const [a, b] = [seen.concat[t * width + c], total[t * width + c]];
@@ -68,7 +68,7 @@ async function mixingOfAll(run) {
 }
 
 const shuffleOrder = () => {
-  const order = Array.from({ length: model.H }, (_, h) => h);
+  const order = range(model.H, (h) => h);
   const mixed = shuffle(order, 3);
   return mixed.some((h, slot) => h !== slot) ? mixed : [...order.slice(1), 0];
 };
@@ -83,17 +83,14 @@ async function shuffleHeads(run) {
 
 section("join", {
   build() {
-    byId("join-layer").replaceChildren(...Array.from({ length: model.L }, (_, l) => el("option", { value: l }, `layer ${l}`)));
+    fillLayers("join-layer");
     byId("join-layer").onchange = (event) => lookAt({ layer: Number(event.target.value) });
     byId("join-shuffle").onclick = async () => {
       if (!current) return;
       const run = current.plain;
       const { order, both, alone, loss } = await shuffleHeads(run);
-      byId("join-shuffled").replaceChildren(...typeset(`New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${run.loss.toFixed(2)} to ${loss.toFixed(2)}.`));
+      fill("join-shuffled", ...typeset(`New order ${order.join(" ")}. With W_O's rows: logits move by ${tiny(both)}. Without: by ${alone.toFixed(1)}, and the loss goes from ${run.loss.toFixed(2)} to ${loss.toFixed(2)}.`));
     };
-  },
-  draw(run) {
-    this.look(run);
   },
   look(run) {
     byId("join-layer").value = String(state.layer);
@@ -103,19 +100,19 @@ section("join", {
     const matrix = (name, value) => {
       const svg = picture(20 + 22 * H, 20 + 22 * H, `${name}: share of each head in each slice`).attr("class", "shares");
       for (let s = 0; s < H; s++) {
-        svg.append("text").attr("x", 31 + 22 * s).attr("y", 12).attr("text-anchor", "middle").text(s);
-        svg.append("text").attr("x", 12).attr("y", 35 + 22 * s).attr("text-anchor", "middle").text(s);
+        put(svg, "text", { x: 31 + 22 * s, y: 12, "text-anchor": "middle" }).text(s);
+        put(svg, "text", { x: 12, y: 35 + 22 * s, "text-anchor": "middle" }).text(s);
         for (let h = 0; h < H; h++) {
-          svg.append("rect").attr("x", 21 + 22 * s).attr("y", 20 + 22 * h).attr("width", 20).attr("height", 20).attr("rx", 3).attr("class", "track");
-          svg.append("rect").attr("x", 21 + 22 * s).attr("y", 20 + 22 * h).attr("width", 20).attr("height", 20).attr("rx", 3).attr("fill", `var(--role-${h % 12})`).attr("opacity", Math.sqrt(value(h, s)).toFixed(3)).append("title").text(`head ${h}, slice ${s}: ${value(h, s).toFixed(2)}`);
+          put(svg, "rect", { x: 21 + 22 * s, y: 20 + 22 * h, width: 20, height: 20, rx: 3, class: "track" });
+          put(svg, "rect", { x: 21 + 22 * s, y: 20 + 22 * h, width: 20, height: 20, rx: 3, fill: `var(--role-${h % 12})`, opacity: Math.sqrt(value(h, s)).toFixed(3) }).append("title").text(`head ${h}, slice ${s}: ${value(h, s).toFixed(2)}`);
         }
       }
       return el("figure", {}, svg.node(), el("figcaption", {}, ...typeset(name)));
     };
-    byId("join-before").replaceChildren(matrix("before W_O: slice by head", (h, s) => Number(h === s)), matrix("after W_O", (h, s) => energy[h][s]));
-    byId("join-shares").replaceChildren(barList(shares.map((share, h) => [nameOfHead(state.layer, h), share, share.toFixed(2)])));
-    byId("join-said").textContent = `Layer ${state.layer}: how much of the output each head makes; the shares sum to 1.${cosine === null ? "" : ` Cosine between concatenation and output: ${number(cosine, 2)}.`}`;
-    byId("join-numbers").replaceChildren(numbersOf(["head", ...Array.from({ length: H }, (_, s) => `slice ${s}`)], energy.map((row, h) => [String(h), ...row.map((value) => value.toFixed(2))]), "Shares after W_O"));
+    fill("join-before", matrix("before W_O: slice by head", (h, s) => Number(h === s)), matrix("after W_O", (h, s) => energy[h][s]));
+    fill("join-shares", barList(shares.map((share, h) => [nameOfHead(state.layer, h), share, share.toFixed(2)])));
+    say("join-said", `Layer ${state.layer}: how much of the output each head makes; the shares sum to 1.${cosine === null ? "" : ` Cosine between concatenation and output (1 would be the same direction): ${number(cosine, 2)}.`}`);
+    fill("join-numbers", numbersOf(["head", ...range(H, (s) => `slice ${s}`)], energy.map((row, h) => [String(h), ...row.map((value) => value.toFixed(2))]), "Shares after W_O"));
   },
 });
 

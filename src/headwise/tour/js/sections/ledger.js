@@ -1,16 +1,12 @@
 // 14. All statements, their verdicts, and the numbers that the reader got.
 
-function ledgerRow({ id }) {
-  return document.querySelector(`#ledger-rows [data-id="${id}"]`);
-}
-
 on("measured", (id) => {
-  const row = ledgerRow({ id });
+  const row = document.querySelector(`#ledger-rows [data-id="${id}"]`);
   if (!row) return;
   row.querySelector(".yours").textContent = measured.get(id).text;
   row.classList.add("tried");
   const count = document.querySelectorAll("#ledger-rows .tried").length;
-  byId("ledger-said").textContent = `${count} of ${measures.size} numbers have been computed in this page on the text above${count < measures.size ? "; the others are computed when their section comes into view" : ""}.`;
+  say("ledger-said", `${count} of ${measures.size} numbers have been computed in this page on the text above${count < measures.size ? "; the others are computed when their section comes into view" : ""}.`);
 });
 
 section("ledger", {
@@ -22,13 +18,13 @@ section("ledger", {
       const text = ledgerText();
       try {
         await navigator.clipboard.writeText(text);
-        byId("ledger-copied").textContent = "Copied.";
+        say("ledger-copied", "Copied.");
       } catch {
         const box = byId("ledger-text");
         box.value = text;
         box.hidden = false;
         box.select();
-        byId("ledger-copied").textContent = "This browser does not let a file write to the clipboard: copy the text below.";
+        say("ledger-copied", "This browser does not let a file write to the clipboard: copy the text below.");
       }
     };
     byId("ledger-all").onclick = () => drawAll?.();

@@ -33,7 +33,7 @@ section("off", {
     if (!current) return;
     const run = current.now;
     byId("price").disabled = true;
-    const costs = Array.from({ length: model.L }, () => []);
+    const costs = range(model.L, () => []);
     await work(FIGURE, () => session.priceAll(run, (l, h, cost) => {
       costs[l][h] = cost;
       const cell = byId("switches").querySelector(`[data-item="${nameOfHead(l, h)}"] .cost`);
@@ -47,17 +47,16 @@ section("off", {
     const known = prices?.key === priceKey(run.now) ? prices.costs : null;
     byId("price-old").hidden = !prices || Boolean(known);
     showSwitches();
-    const most = known ? Math.max(...known.flat().map(Math.abs), 1e-9) : 1;
+    const most = known ? largest(known.flat()) : 1;
     for (const cell of byId("switches").querySelectorAll(".head")) {
-      const [l, h] = cell.dataset.item.split(".").map(Number);
+      const [l, h] = placeOf(cell.dataset.item);
       cell.setAttribute("aria-label", `head ${nameOfHead(l, h)}, ${isOff(l, h) ? "off" : "on"}${known ? `, costs ${signed(known[l][h])}` : ""}`);
       cell.querySelector(".cost").textContent = isOff(l, h) ? "off" : known ? signed(known[l][h]) : "\u00a0";
       cell.style.setProperty("--share", known ? `${((80 * Math.abs(known[l][h])) / most).toFixed(0)}%` : "0%");
       cell.classList.toggle("less", Boolean(known && known[l][h] < 0));
     }
     const left = heads().filter(([l, h]) => !isOff(l, h)).length;
-    const won = run.now.loss < 2 && left < model.L * model.H;
-    byId("off-said").textContent = `${left} of ${model.L * model.H} heads are on. Loss ${run.now.loss.toFixed(3)}${chapter.packaged ? (won ? ": below 2.0. With how few heads can you stay there?" : run.now.loss < 2 ? "." : ": above 2.0.") : "."}`;
+    say("off-said", `${left} of ${model.L * model.H} heads are on. Loss ${run.now.loss.toFixed(3)}${chapter.packaged && left < model.L * model.H ? (run.now.loss < 2 ? ": below 2.0. With how few heads can you stay there?" : ": not below 2.0.") : "."}`);
     this.harder(run);
     markHead(byId("switches"));
   },
@@ -66,18 +65,18 @@ section("off", {
   },
   harder(run) {
     const more = run.now.each.map((value, t) => value - run.plain.each[t]);
-    byId("harder-said").textContent = changes().length ? "What became harder (orange) or easier (blue) to predict:" : "Switch a head off: the tokens that become harder to predict turn orange.";
+    say("harder-said", changes().length ? "What became harder (orange) or easier (blue) to predict:" : "Switch a head off: the tokens that become harder to predict turn orange.");
     tokenBoxes(byId("harder"), (t) => {
       const value = t ? more[t - 1] : 0;
       return { share: Math.abs(value) / 6, less: value < 0, title: t ? `${signed(value, 2)} nats` : "the beginning" };
     }, (t) => lookAt({ query: t }));
     const worst = more.map((value, t) => [t + 1, value]).filter(([, value]) => value > 0.05).sort((a, b) => b[1] - a[1]).slice(0, 5);
-    byId("harder-list").replaceChildren(...(worst.length ? [barList(worst.map(([t, value]) => [tokenLabel(t, 12), value, signed(value, 2)]))] : []));
+    fill("harder-list", ...(worst.length ? [barList(worst.map(([t, value]) => [tokenLabel(t, 12), value, signed(value, 2)]))] : []));
   },
 });
 
 claim("redundant", async (run) => {
-  const costs = Array.from({ length: model.L }, () => []);
+  const costs = range(model.L, () => []);
   await plainSession.priceAll(run, (l, h, cost) => (costs[l][h] = cost), CLAIM);
   if (current.plain === run) {
     prices = { key: priceKey(run), costs };

@@ -29,7 +29,7 @@ section("online", {
     byId("online-T").oninput = () => this.tiles();
     this.tiles();
   },
-  draw(run) {
+  look(run) {
     const i = Math.max(state.query, Math.min(11, run.ids.length - 1));
     const rows = rowNow(run.plain, state.layer, state.head, i);
     const slider = byId("online-key");
@@ -38,21 +38,19 @@ section("online", {
     const j = Number(slider.value);
     const now = rows[j];
     slider.setAttribute("aria-valuetext", `key ${j} of ${rows.length}`);
-    byId("online-said").replaceChildren(`Head ${nameOfHead(state.layer, state.head)}, query ${i}, after key ${j} `, el("bdi", {}, tokenName(j)), `: score ${now.score.toFixed(2)}, maximum `, el("b", {}, now.most.toFixed(2)), `, sum `, el("b", {}, now.sum.toFixed(3)), now.grew && j ? ". The maximum rose, so all that was summed before was scaled down." : ".");
-    const svg = picture(Math.max(rows.length * 8, 160), 70, "Scores key by key, with the running maximum").attr("preserveAspectRatio", "none").attr("class", "row-bars");
+    fill("online-said", `Head ${nameOfHead(state.layer, state.head)}, query ${i}, after key ${j} `, el("bdi", {}, tokenName(j)), `: score ${now.score.toFixed(2)}, maximum `, el("b", {}, now.most.toFixed(2)), `, sum `, el("b", {}, now.sum.toFixed(3)), now.grew && j ? ". The maximum rose, so all that was summed before was scaled down." : ".");
+    const full = Math.max(rows.length * 8, 160);
+    const svg = picture(full, 70, "Scores key by key, with the running maximum").attr("preserveAspectRatio", "none").attr("class", "row-bars");
     const y = d3.scaleLinear([Math.min(...rows.map(({ score }) => score)), Math.max(...rows.map(({ most }) => most), 0.1)], [66, 6]);
-    const wide = Math.max(rows.length * 8, 160) / rows.length;
-    rows.forEach(({ score }, n) => svg.append("rect").attr("class", n === j ? "now" : n < j ? "mass" : "track").attr("x", n * wide + 0.5).attr("width", wide - 1).attr("y", y(score)).attr("height", Math.max(70 - y(score), 1)));
-    svg.append("path").attr("class", "line").attr("stroke", "var(--ink)").attr("d", `M${rows.slice(0, j + 1).map(({ most }, n) => `${n * wide},${y(most)}H${(n + 1) * wide}`).join("L")}`);
-    byId("online-row").replaceChildren(svg.node());
-    byId("online-out").replaceChildren(strip("now", "so far, o / \u2113", [...now.out].map((value) => value / now.sum)), strip("end", "whole row", [...rows.at(-1).out].map((value) => value / rows.at(-1).sum)));
-  },
-  look(run) {
-    this.draw(run);
+    const wide = full / rows.length;
+    rows.forEach(({ score }, n) => put(svg, "rect", { class: n === j ? "now" : n < j ? "mass" : "track", x: n * wide + 0.5, width: wide - 1, y: y(score), height: Math.max(70 - y(score), 1) }));
+    put(svg, "path", { class: "line", stroke: "var(--ink)", d: `M${rows.slice(0, j + 1).map(({ most }, n) => `${n * wide},${y(most)}H${(n + 1) * wide}`).join("L")}` });
+    fill("online-row", svg.node());
+    fill("online-out", strip("now", "so far, o / \u2113", [...now.out].map((value) => value / now.sum)), strip("end", "whole row", [...rows.at(-1).out].map((value) => value / rows.at(-1).sum)));
   },
   tiles() {
     const T = 2 ** Number(byId("online-T").value);
-    byId("online-bytes").textContent = `${thousands(T)} tokens: a head's whole matrix has ${bytes(T * T * 2)}; a tile of 128 by 128 has ${bytes(128 * 128 * 2)}, whatever the length.`;
+    say("online-bytes", `${thousands(T)} tokens: a head's whole matrix has ${bytes(T * T * 2)}; a tile of 128 by 128 has ${bytes(128 * 128 * 2)}, whatever the length.`);
     byId("online-T").setAttribute("aria-valuetext", `${thousands(T)} tokens`);
   },
 });

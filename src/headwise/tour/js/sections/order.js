@@ -1,9 +1,12 @@
 // 9. Mask and positions: switched off, tested by permuting the tokens, and two bugs of textbook code.
 
+// What may tell the order of the tokens.
+const TOLD_BY = [["neither", { causal: false, rotary: false }], ["mask alone", { rotary: false }], ["positions alone", { causal: false }]];
+
 // The same tokens in another order, computed, and put back in their places: the largest difference of logits.
 async function permuted(run, options) {
   const T = run.ids.length;
-  const order = shuffle(Array.from({ length: T }, (_, t) => t), 5);
+  const order = shuffle(range(T, (t) => t), 5);
   const before = Object.keys(options).length ? await forwardOf(run, options) : run.logits;
   const after = await forwardOf({ ids: order.map((t) => run.ids[t]) }, options);
   let most = 0;
@@ -16,14 +19,14 @@ async function permuted(run, options) {
 const softmax = (row) => {
   const most = Math.max(...row);
   const powers = row.map((value) => Math.exp(value - most));
-  const sum = powers.reduce((a, b) => a + b, 0);
+  const sum = sumOf(powers);
   return powers.map((value) => value / sum);
 };
 
 // scores[query][head][key] with a mask of (seq, seq) broadcast onto (heads, seq): head h gets the mask's row h.
 function leak(size, seed = 11) {
   const draw = generator(seed);
-  const scores = Array.from({ length: size }, () => Array.from({ length: size }, () => Array.from({ length: size }, () => 8 * draw() - 4)));
+  const scores = range(size, () => range(size, () => range(size, () => 8 * draw() - 4)));
   const weights = scores.map((heads) => heads.map((row, h) => softmax(row.map((value, j) => (j > h ? -Infinity : value)))));
   let most = 0;
   weights.forEach((heads, i) => heads.forEach((row) => row.forEach((weight, j) => j > i && (most = Math.max(most, weight)))));
@@ -38,39 +41,32 @@ section("order", {
     byId("order-mask").onclick = () => change({ causal: !state.causal });
     byId("order-positions").onclick = () => change({ rotary: !state.rotary });
     const { weights, most } = leak(4);
-    byId("leak").replaceChildren(el("div", { className: "scroll" }, tableOf(["query", "head", "key 0", "key 1", "key 2", "key 3"], [0, 1].flatMap((i) => weights[i].map((row, h) => [String(i), String(h), ...row.map((weight, j) => `${weight.toFixed(2)}${j > i && weight > 0 ? " leaks" : ""}`)])), `4 tokens, 4 heads: queries 0 and 1. Of all four queries, the largest weight on a later key is ${most.toFixed(2)}.`)));
-    byId("nan").textContent = `softmax of (\u2212\u221e, \u2212\u221e, \u2212\u221e) = (${textbookRow().map((value) => (Number.isNaN(value) ? "NaN" : value)).join(", ")})`;
+    fill("leak", el("div", { className: "scroll" }, tableOf(["query", "head", "key 0", "key 1", "key 2", "key 3"], [0, 1].flatMap((i) => weights[i].map((row, h) => [String(i), String(h), ...row.map((weight, j) => `${weight.toFixed(2)}${j > i && weight > 0 ? " leaks" : ""}`)])), `4 tokens, 4 heads: queries 0 and 1. Of all four queries, the largest weight on a later key is ${most.toFixed(2)}.`)));
+    say("nan", `softmax of (\u2212\u221e, \u2212\u221e, \u2212\u221e) = (${textbookRow().map((value) => (Number.isNaN(value) ? "NaN" : value)).join(", ")})`);
     byId("permute").onclick = async () => {
       if (!current) return;
       const run = current.plain;
-      const rows = [["neither mask nor positions", { causal: false, rotary: false }], ["the causal mask alone", { rotary: false }], ["positions alone", { causal: false }], ["both, as trained", {}]];
       const shown = [];
-      for (const [name, options] of rows) shown.push([name, tiny(await permuted(run, options))]);
-      byId("permuted").replaceChildren(tableOf(["what tells the order", "largest difference of logits"], shown));
+      for (const [name, options] of [...TOLD_BY, ["both, as trained", {}]]) shown.push([name, tiny(await permuted(run, options))]);
+      fill("permuted", tableOf(["what tells the order", "largest difference of logits"], shown));
     };
   },
-  draw(run) {
-    byId("order-mask").setAttribute("aria-pressed", String(!state.causal));
-    byId("order-positions").setAttribute("aria-pressed", String(!state.rotary));
-    byId("order-said").textContent = `Mask ${state.causal ? "on" : "off"}, positions ${state.rotary ? "on" : "off"}: loss ${run.now.loss.toFixed(2)}; untouched ${run.plain.loss.toFixed(2)}.${state.causal ? "" : " A low loss without the mask is no merit: the answer stands in the text that is read."}`;
-    const T = run.ids.length;
-    const canvas = byId("order-map");
-    const { weights, from } = mapOf(run.now, state.layer, state.head);
-    drawMap(canvas, weights, from, T, T, state.causal);
-    byId("order-head").textContent = `Head ${nameOfHead(state.layer, state.head)} with these switches. For another head, press [ or ], or click one in section 5.`;
-  },
   look(run) {
-    this.draw(run);
+    press("order-mask", !state.causal);
+    press("order-positions", !state.rotary);
+    say("order-said", `Mask ${state.causal ? "on" : "off"}, positions ${state.rotary ? "on" : "off"}: loss ${run.now.loss.toFixed(2)}; untouched ${run.plain.loss.toFixed(2)}.${state.causal ? "" : " Without the mask a low loss means nothing: the model sees the token that it should predict."}`);
+    drawHead(byId("order-map"), run.now, state.layer, state.head);
+    say("order-head", `Head ${nameOfHead(state.layer, state.head)} with these switches. For another head, press [ or ], or click one in section 5.`);
   },
 });
 
 claim("bag", async (run) => {
   const out = [];
-  for (const [name, options] of [["neither", { causal: false, rotary: false }], ["mask alone", { rotary: false }], ["positions alone", { causal: false }]]) {
+  for (const [name, options] of TOLD_BY) {
     out.push(`${name} ${tiny(await permuted(run, options))}`);
   }
   return out.join("; ");
 });
 claim("causal-mask-code", () => leak(4).most.toFixed(2));
 claim("nan-row", () => `${textbookRow().every(Number.isNaN) ? "NaN" : "a number"} and 0`);
-claim("no-mask-code", async (run) => `${run.loss.toFixed(2)} \u2192 ${(await lossOf(run, { causal: false })).toFixed(2)}`);
+claim("no-mask-code", (run) => lossesSaid(run, { causal: false }));

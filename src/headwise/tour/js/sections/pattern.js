@@ -3,7 +3,7 @@
 section("pattern", {
   build() {
     byId("pattern-switch").onclick = () => change({ onePattern: !state.onePattern });
-    byId("pattern-layer").replaceChildren(...Array.from({ length: model.L }, (_, l) => el("option", { value: l }, `layer ${l}`)));
+    fillLayers("pattern-layer");
     byId("pattern-layer").value = String(model.L - 1);
     byId("pattern-layer").onchange = () => current && this.draw(current);
   },
@@ -17,12 +17,12 @@ section("pattern", {
       drawMap(canvas, data, from, T, T, true);
       return el("figure", {}, canvas, el("figcaption", {}, name));
     };
-    byId("pattern-maps").replaceChildren(...Array.from({ length: model.H }, (_, h) => figure(nameOfHead(layer, h), weights, h * T * T)), figure("their mean", average, 0));
-    byId("pattern-switch").setAttribute("aria-pressed", String(state.onePattern));
-    byId("pattern-said").textContent = state.onePattern ? `On: every head uses its layer's mean. Loss ${run.now.loss.toFixed(2)}, untouched ${run.plain.loss.toFixed(2)}.` : "Off: each head uses its own pattern.";
+    fill("pattern-maps", ...range(model.H, (h) => figure(nameOfHead(layer, h), weights, h * T * T)), figure("their mean", average, 0));
+    press("pattern-switch", state.onePattern);
+    say("pattern-said", state.onePattern ? `On: every head uses its layer's mean. Loss ${run.now.loss.toFixed(2)}, untouched ${run.plain.loss.toFixed(2)}.` : "Off: each head uses its own pattern.");
     const pair = widestPair(run.plain);
-    byId("pattern-pair").replaceChildren(el("p", {}, `Query ${pair.i} `, el("bdi", {}, tokenName(pair.i)), `, key ${pair.j} `, el("bdi", {}, tokenName(pair.j)), `, under the heads of layer ${pair.l}:`),
-      barList(Array.from({ length: model.H }, (_, h) => weightOf(run.plain, pair.l, h, pair.i, pair.j)).map((value, h) => [nameOfHead(pair.l, h), value, value < 0.0005 ? value.toExponential(0) : value.toFixed(3)]), 1));
+    fill("pattern-pair", el("p", {}, `Query ${pair.i} `, el("bdi", {}, tokenName(pair.i)), `, key ${pair.j} `, el("bdi", {}, tokenName(pair.j)), `, under the heads of layer ${pair.l}:`),
+      barList(range(model.H, (h) => weightOf(run.plain, pair.l, h, pair.i, pair.j)).map((value, h) => [nameOfHead(pair.l, h), value, value < 0.0005 ? value.toExponential(0) : value.toFixed(3)]), 1));
   },
 });
 
@@ -44,7 +44,7 @@ function widestPair(run) {
   return best;
 }
 
-claim("one-distribution", async (run) => `${run.loss.toFixed(2)} \u2192 ${(await lossOf(run, { onePattern: true })).toFixed(2)}`);
+claim("one-distribution", (run) => lossesSaid(run, { onePattern: true }));
 claim("same-pair", (run) => {
   const { low, high } = widestPair(run);
   return low === undefined ? "no pair of this text is near 1" : `${low.toExponential(0)} and ${high.toFixed(3)}`;
@@ -52,7 +52,7 @@ claim("same-pair", (run) => {
 claim("reviewers", async (run) => {
   const out = [];
   for (let l = 0; l < model.L; l++) {
-    out.push(signed((await lossOf(run, { onePattern: Array.from({ length: model.L }, (_, m) => m === l) })) - run.loss, 2));
+    out.push(signed((await lossOf(run, { onePattern: range(model.L, (m) => m === l) })) - run.loss, 2));
   }
   return out.join(" ");
 });

@@ -8,14 +8,14 @@ section("share", {
     byId("kv").max = String(all.length - 1);
     byId("kv").oninput = (event) => change({ kv: all[Number(event.target.value)] });
     shared = null;
-    byId("share-cards").replaceChildren(tableOf(["model", "heads", "key-value heads", "group", "d_k", "cache, bytes a token"], chapter.cards.map((card) => [card.name, String(card.heads), card.group === null ? "latent" : String(card.kv), card.group === null ? "\u2013" : String(card.group), String(card.d_k), thousands(card.cache)])));
+    fill("share-cards", tableOf(["model", "heads", "key-value heads", "group", "d_k", "cache, bytes a token"], chapter.cards.map((card) => [card.name, String(card.heads), card.group === null ? "latent" : String(card.kv), card.group === null ? "\u2013" : String(card.group), String(card.d_k), thousands(card.cache)])));
   },
   async draw(run) {
     const all = model.sharings();
     byId("kv").value = String(all.indexOf(state.kv));
-    byId("kv-said").textContent = `${WORDS.keyValueHeads(state.kv)}: ${thousands(cacheBytes(state.kv))} bytes a token, loss ${run.now.loss.toFixed(2)}`;
+    say("kv-said", `${WORDS.keyValueHeads(state.kv)}: ${thousands(cacheBytes(state.kv))} bytes a token, loss ${run.now.loss.toFixed(2)}`);
     byId("kv").setAttribute("aria-valuetext", byId("kv-said").textContent);
-    byId("kv-groups").replaceChildren(...Array.from({ length: state.kv }, (_, g) => el("span", {}, `k, v ${g}: heads ${Array.from({ length: model.H }, (_, h) => h).filter((h) => Math.floor((h * state.kv) / model.H) === g).join(" ")}`)));
+    fill("kv-groups", ...range(state.kv, (g) => el("span", {}, `k, v ${g}: heads ${range(model.H, (h) => h).filter((h) => Math.floor((h * state.kv) / model.H) === g).join(" ")}`)));
     const key = run.ids.join();
     if (shared?.key !== key) {
       const rows = [];
@@ -31,7 +31,7 @@ section("share", {
       rows.forEach(({ label, losses: by }, n) => lines.push({ name: `held-out text: ${label}`, colour: [5, 0, 2, 3][n], points: all.map((kv) => [String(kv), kv === model.K ? original : (by[kv] ?? null)]) }));
     }
     const most = Math.max(6, ...shared.rows.map(([, loss]) => loss));
-    byId("share-chart").replaceChildren(keyOf(lines), lineChart({ lines, x: { log: true, values: all.map(String) }, y: [Math.min(1, ...shared.rows.map(([, loss]) => loss)), most], label: "Loss by number of key-value heads", xName: "key-value heads", yName: "loss" }), numbersOf(["method", ...all.map(String)], lines.map(({ name, points }) => [name, ...all.map((kv) => String(points.find(([at]) => at === String(kv))?.[1] ?? "\u2013"))])));
+    fill("share-chart", keyOf(lines), lineChart({ lines, x: { log: true, values: all.map(String) }, y: [Math.min(1, ...shared.rows.map(([, loss]) => loss)), most], label: "Loss by number of key-value heads", xName: "key-value heads", yName: "loss, nats a token" }), numbersOf(["method", ...all.map(String)], lines.map(({ name, points }) => [name, ...all.map((kv) => String(points.find(([at]) => at === String(kv))?.[1] ?? "\u2013"))])));
   },
 });
 

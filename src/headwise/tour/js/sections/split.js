@@ -24,9 +24,9 @@ function drawBands() {
   }
   context.putImageData(image, 0, 0);
   const count = N / model.D;
-  byId("split-bands").replaceChildren(...Array.from({ length: count }, (_, h) => el("span", {}, `head ${h}`)));
+  fill("split-bands", ...range(count, (h) => el("span", {}, `head ${h}`)));
   const name = `W_${split.which.toUpperCase()}`;
-  byId("split-caption").replaceChildren(...typeset(`${name} of layer ${state.layer} as it is stored: ${N} rows by ${K} columns, cut into ${count} bands of ${model.D} rows. Each band reads all ${K} columns. The stored matrix is the transpose of ${name} in the formula: rows here are columns there. Orange is above 0, blue below.`));
+  fill("split-caption", ...typeset(`${name} of layer ${state.layer} as it is stored: ${N} rows by ${K} columns, cut into ${count} bands of ${model.D} rows. Each band reads all ${K} columns. The stored matrix is the transpose of ${name} in the formula: rows here are columns there. Orange is above 0, blue below.`));
 }
 
 function drawStep(run) {
@@ -35,8 +35,8 @@ function drawStep(run) {
   const { before, q } = run.plain.layers[state.layer];
   const x = rmsNorm(before.subarray(row * model.width, (row + 1) * model.width), 1, model.width, model.layers[state.layer].norm1, model.eps);
   const query = [...q.subarray(row * model.H * model.D, (row + 1) * model.H * model.D)];
-  const cut = Array.from({ length: model.H }, (_, h) => query.slice(h * model.D, (h + 1) * model.D));
-  const most = Math.max(...query.map(Math.abs));
+  const cut = range(model.H, (h) => query.slice(h * model.D, (h + 1) * model.D));
+  const most = largest(query);
   const said = [
     `Token ${row}: its ${model.width} numbers, normalised. Shape of the whole text: (B, T, d) = (1, ${T}, ${model.width}).`,
     `Times W_Q: ${model.H * model.D} numbers again, all computed from all ${model.width}. Shape (1, ${T}, ${model.H * model.D}).`,
@@ -49,8 +49,8 @@ function drawStep(run) {
     cut.map((part, h) => strip(`${h}`, `head ${h}`, part, most)),
     [0, 1].flatMap((h) => [Math.max(row - 1, 0), row].map((t) => strip(`${h}, ${t}`, `head ${h}, token ${tokenName(t, 8)}`, [...q.subarray((t * model.H + h) * model.D, (t * model.H + h + 1) * model.D)]))),
   ];
-  byId("split-said").replaceChildren(...typeset(said[split.step]));
-  byId("split-rows").replaceChildren(...rows[split.step]);
+  fill("split-said", ...typeset(said[split.step]));
+  fill("split-rows", ...rows[split.step]);
   [...byId("split-steps").children].forEach((node, n) => node.setAttribute("aria-pressed", String(n === split.step)));
 }
 
@@ -61,7 +61,7 @@ function bothWays(run) {
   const x = rmsNorm(run.layers[state.layer].before, T, model.width, model.layers[state.layer].norm1, model.eps);
   const { floats } = model.memory;
   const wide = up(model.D, 8);
-  const bands = Array.from({ length: model.H }, (_, h) => {
+  const bands = range(model.H, (h) => {
     const band = new Float32Array(model.width * wide);
     for (let k = 0; k < model.width; k++) for (let d = 0; d < model.D; d++) band[k * wide + d] = floats[place.from + k * place.stride + h * model.D + d];
     return band;
@@ -87,7 +87,7 @@ function bothWays(run) {
 function shapesSaid() {
   const [B, T, d, h] = ["split-B", "split-T", "split-d", "split-h"].map((id) => Number(byId(id).value));
   const whole = [B, T, d, h].every((n) => Number.isInteger(n) && n > 0);
-  byId("split-shapes").replaceChildren(...typeset(!whole ? "Give whole numbers above 0." : d % h ? `${d} is not a multiple of ${h}: with d_k = d / h the width cannot be cut evenly.` : `[${B}, ${T}, ${d}] \u2192 [${B}, ${T}, ${h}, ${d / h}] \u2192 [${B}, ${h}, ${T}, ${d / h}]`));
+  fill("split-shapes", ...typeset(!whole ? "Give whole numbers above 0." : d % h ? `${d} is not a multiple of ${h}: with d_k = d / h the width cannot be cut evenly.` : `[${B}, ${T}, ${d}] \u2192 [${B}, ${T}, ${h}, ${d / h}] \u2192 [${B}, ${h}, ${T}, ${d / h}]`));
 }
 
 section("split", {
@@ -96,7 +96,7 @@ section("split", {
       split.which = event.target.value;
       drawBands();
     };
-    byId("split-steps").replaceChildren(...STEPS.map((name, n) => button(`${n + 1}. ${name}`, () => {
+    fill("split-steps", ...STEPS.map((name, n) => button(`${n + 1}. ${name}`, () => {
       split.step = n;
       if (current) drawStep(current);
     })));
@@ -104,13 +104,9 @@ section("split", {
     byId("split-both").onclick = () => {
       if (!current) return;
       const { most, large, small } = bothWays(current.plain);
-      byId("split-timed").textContent = `Largest difference ${tiny(most)}. One large product: ${large.toFixed(2)} ms; ${model.H} small ones: ${small.toFixed(2)} ms, on this machine, the best of five.`;
+      say("split-timed", `Largest difference ${tiny(most)}. One large product: ${large.toFixed(2)} ms; ${model.H} small ones: ${small.toFixed(2)} ms, on this machine, the best of five.`);
     };
     shapesSaid();
-  },
-  draw(run) {
-    drawBands();
-    drawStep(run);
   },
   look(run) {
     drawBands();
@@ -122,6 +118,6 @@ claim("two-ways", (run) => tiny(bothWays(run).most));
 claim("own-slice", () => {
   const place = model.layers[0].q;
   let reached = 0;
-  for (let k = 0; k < model.width; k++) if (Array.from({ length: model.D }, (_, n) => model.weight(place, n, k)).some((value) => value !== 0)) reached++;
+  for (let k = 0; k < model.width; k++) if (range(model.D, (n) => model.weight(place, n, k)).some((value) => value !== 0)) reached++;
   return `${reached} of ${model.width}`;
 });
