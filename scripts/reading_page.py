@@ -32,7 +32,7 @@ The [report](look.md#the-report) is a page about the attention heads of one mode
 - **The matrix.** A row is a layer, a column is a head. The letter and the colour of a cell are the *role* of the head:
   the most specific thing that it was measured to do. The number is its score in that role, from 0 to 1.
 - **Dots and rings.** A dot says that the head also puts much of its weight on a token that says little, most often the
-  first: a *sink*. A ring says that it also spreads its weight *broadly*. Most heads of a large model rest on a sink
+  first: a *sink*. A ring says that it also spreads its weight *broadly*. In a large model many heads rest on a sink
   most of the time, and do something else where there is something to do. Neither tells what the head is for, so they
   are called *states*, not roles, and are drawn beside the role.
 - **A grey cell** is a head that has none of the measured roles. With a dot or a ring it has a state alone; with a small
