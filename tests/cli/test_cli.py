@@ -223,10 +223,10 @@ def test_the_default_text_is_cut_to_the_model_and_a_user_s_own_is_not(
         assert json.loads(result.stdout)
         cut, *others = result.stderr.splitlines()
         assert cut == (
-            "headwise: a\\x1bb supports 17 tokens, so the default text is cut (39 of 405 characters); --text or --file "
-            "replaces it"
+            "headwise: note: a\\x1bb supports 17 tokens, so the default text is cut (39 of 405 characters); "
+            "--text or --file replaces it"
         )
-        unstable = ["headwise: the ranking by gradient is unstable"] if command == "importance" else []
+        unstable = ["headwise: warning: the ranking by gradient is unstable"] if command == "importance" else []
         assert [line.split(" (")[0] for line in others] == unstable
         assert "tokens, and the model takes 17; give a shorter text" in refused(
             command, "small", "--text", models.default_text() + " "

@@ -50,7 +50,7 @@ def ran(*arguments: str, unstable: bool = False) -> str:
     result = runner.invoke(cli.app, list(arguments))
     assert result.exit_code == 0, (result.stderr, result.exception)
     warnings = [line.split(" (")[0] for line in result.stderr.splitlines()]
-    assert warnings == ["headwise: the ranking by gradient is unstable"] * unstable, result.stderr
+    assert warnings == ["headwise: warning: the ranking by gradient is unstable"] * unstable, result.stderr
     return result.stdout
 
 

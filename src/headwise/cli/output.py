@@ -64,8 +64,8 @@ def warn_unstable(stability: float | None) -> None:
     """Print a warning on stderr if one half of a text ranks the heads by gradient unlike the other half."""
     if stability is not None and stability < STABLE and is_first():
         print(
-            f"headwise: the ranking by gradient is unstable (its two halves of the text correlate by {stability:.2f}, "
-            f"under {STABLE}); give a longer text, some thousand words of the model's kind, or "
+            "headwise: warning: the ranking by gradient is unstable (its two halves of the text correlate by "
+            f"{stability:.2f}, under {STABLE}); give a longer text, some thousand words of the model's kind, or "
             "rank by ablation",
             file=sys.stderr,
         )

@@ -73,7 +73,10 @@ def cut_default_text(loaded: Any, text: str) -> str:
     if ranks.is_first():
         takes = f"{visible(loaded.name, limit=100)} supports {loaded.max_positions:,} tokens"
         read = f"{len(part):,} of {len(text):,} characters"
-        print(f"headwise: {takes}, so the default text is cut ({read}); --text or --file replaces it", file=sys.stderr)
+        print(
+            f"headwise: note: {takes}, so the default text is cut ({read}); --text or --file replaces it",
+            file=sys.stderr,
+        )
     return part
 
 

@@ -330,7 +330,7 @@ ROLES: tuple[Role, ...] = (
         f"mean_i entropy(A[i]) / ln(min(n_i, {CLARK_KEYS})) over queries with n_i >= {FEW_KEYS} keys",
         3.8 / math.log(CLARK_KEYS),
         f"{_CLARK}: entropy above 3.8 nats, at {CLARK_KEYS} tokens; relative to ln n for shorter texts",
-        "none: uniform attention plays it",
+        "none, because uniform attention has this role",
         OfRows(links.broad),
         over=ALL,
         state=True,
