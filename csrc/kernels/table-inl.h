@@ -24,8 +24,11 @@ static int64_t rows_per_item(const Call& p, int64_t rows, int64_t block, int64_t
   return min(blocks, (rows + block - 1) / block) * block;
 }
 
-// True if decode multiplies by matrix instructions.
-static bool uses_amx_decode(const Call& p) { return kHasAmx && p.dtype() == Dtype::bf16; }
+// True if decode multiplies by matrix instructions. They fill only some of their 16 rows, and a single row of bfloat16
+// takes longer than by vector instructions.
+static bool uses_amx_decode(const Call& p) {
+  return kHasAmx && p.dtype() == Dtype::bf16 && (p.bytes() || p.T * (p.H / p.K) > 1);
+}
 
 static Plan make_plan(const Call& p) {
   Plan plan;
@@ -91,7 +94,7 @@ static inline void with_reader(const Call& p, const Run& any) {
       run(ReadInt8{});
     }
   } else if (bf16) {
-    if constexpr (kHasBf16) {
+    if constexpr (kHasBf16 && !kHasAmx) {
       run(ReadBf16Pairs{});
     } else {
       run(ReadBf16{});

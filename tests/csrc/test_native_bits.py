@@ -272,6 +272,16 @@ def test_sets_that_differ_in_bfloat16_alone_are_the_same_code(dtype: torch.dtype
                     attempt(f"{backend}, {form}, {name}, {number}", assert_same_bits, x, y)
 
 
+@pytest.mark.skipif(len(TWINS) < 2, reason="needs a CPU with AMX")
+@pytest.mark.parametrize("D", [40, 64, 96, 128])
+def test_a_single_row_of_bfloat16_is_the_same_code(D: int) -> None:
+    """Matrix instructions compute two rows and more. Of the last keys some fill no vector."""
+    with collected() as attempt:
+        for S in (1, 13, 47, 331, 1237):
+            qkv = make_qkv(2, 3, 3, 1, S, D, 72, dtype=torch.bfloat16)
+            attempt(f"{S} keys", assert_same_bits, *(attend(backend, *qkv) for backend in TWINS))
+
+
 # -- forks, in a process of their own ----------------------------------------------------------------------------------
 
 FIRST = """

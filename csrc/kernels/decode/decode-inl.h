@@ -103,7 +103,7 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
   if constexpr (Read::kDigits != 0) {
     memset(s.query_digits, 0, static_cast<size_t>(R * padded_D * kQueryBytes<Read::kDigits>));
   } else {
-    memset(s.query, 0, static_cast<size_t>(kDecodeRows * padded_D) * sizeof(float));
+    memset(s.query, 0, static_cast<size_t>(R * padded_D) * sizeof(float));
   }
   for (int r = 0; r < n; ++r) {
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
@@ -134,9 +134,7 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
     decode_pass<Read, R>(p, b, kv_head, reach, next_item_keys, true, s);
   }
   for (int r = 0; r < n; ++r) {
-    for (int64_t d = 0; d < p.V; d += Read::kRun) {
-      memcpy(s.line + d, s.sums + r * padded_V + Read::place(d), sizeof(float) * Read::kRun);
-    }
+    Read::put_in_order(s.line, s.sums + r * padded_V, padded_V);
     const RowState state = row_state(p, b, rows, r, s.row_max[r], s.row_sum[r], reach.from, reach.to);
     finish_row(p, plan, b, kv_head, r, split, rows.h[r], rows.t[r], state, s.line);
   }

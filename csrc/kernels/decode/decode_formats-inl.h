@@ -30,6 +30,14 @@ HW_INLINE uint16_t high_half(float x) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
+// Brings n floats into order, of which element i of a step is at place(i), together with the three behind it.
+template <int64_t Step, class Place>
+HW_INLINE void fours_in_order(float* HW_RESTRICT to, const float* HW_RESTRICT x, int64_t n, const Place& place) {
+  for (int64_t d = 0; d < n; d += 4) {
+    memcpy(to + d, x + d / Step * Step + place(static_cast<int>(d % Step)), 4 * sizeof(float));
+  }
+}
+
 struct ReadF32 {
   using T = float;
   static constexpr bool kIntoL2 = false;   // lines are prefetched into the L2 cache, not the L1 cache
@@ -43,9 +51,10 @@ struct ReadF32 {
     a = load(p);
     b = load(p + W);
   }
-  // The index of element i of a row among the elements that `load2` returns; groups of `kRun` neighbours stay together.
-  static constexpr int64_t kRun = 2 * W;
-  HW_INLINE int64_t place(int64_t i) { return i; }
+  // Brings elements of a row, a multiple of `kStep`, from the order in which `load2` returns them into their own.
+  HW_INLINE void put_in_order(float* HW_RESTRICT to, const float* HW_RESTRICT x, int64_t n) {
+    memcpy(to, x, static_cast<size_t>(n) * sizeof(float));
+  }
   // Keys and queries, and their product.
   HW_INLINE void load_key(const float* p, F& a, F& b) { load2(p, a, b); }
   HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) {
@@ -73,23 +82,33 @@ struct ReadF16 : ReadF32 {
 struct ReadBf16 : ReadF32 {
   using T = uint16_t;
   static constexpr int kTile = ReadF16::kTile;
-  static constexpr int64_t kRun = 1;
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
-  HW_INLINE int64_t place(int64_t i) {
-    const int64_t in = i % (2 * W);
-    return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
+  HW_INLINE void put_in_order(float* HW_RESTRICT to, const float* HW_RESTRICT x, int64_t n) {
+    for (; n > 0; n -= kStep, to += kStep, x += kStep) {
+      for (int i = 0; i < W; ++i) {
+        to[2 * i] = x[i];
+        to[2 * i + 1] = x[W + i];
+      }
+    }
   }
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
   HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
-    for (int64_t d = 0; d < padded; ++d) q[r * padded + place(d)] = x[d];
+    for (int64_t d = 0; d < padded; d += kStep) {
+      float* to = q + r * padded + d;
+      for (int i = 0; i < W; ++i) {
+        to[i] = x[d + 2 * i];
+        to[W + i] = x[d + 2 * i + 1];
+      }
+    }
   }
 };
 
 // bfloat16 in pairs: only where `kHasBf16`.
 struct ReadBf16Pairs : ReadBf16 {
   static constexpr bool kPairs = true;
-  static constexpr int64_t kRun = 4;
-  HW_INLINE int64_t place(int64_t i) { return i / (2 * W) * (2 * W) + place_of_pair(static_cast<int>(i % (2 * W))); }
+  HW_INLINE void put_in_order(float* HW_RESTRICT to, const float* HW_RESTRICT x, int64_t n) {
+    fours_in_order<kStep>(to, x, n, place_of_pair);
+  }
   HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
   HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) {
     load_key(reinterpret_cast<const uint16_t*>(q) + i, a, a);
@@ -121,9 +140,11 @@ template <int Query, int Weight>
 struct ReadInt8Dot : ReadInt8 {
   static constexpr int kDigits = Query, kWeightDigits = Weight;
   using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries for which two digits are not enough
-  static constexpr int64_t kStep = kBytes, kRun = 4;
+  static constexpr int64_t kStep = kBytes;
   static constexpr int kTile = kInt8Tile;
-  HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
+  HW_INLINE void put_in_order(float* HW_RESTRICT to, const float* HW_RESTRICT x, int64_t n) {
+    fours_in_order<kStep>(to, x, n, place_of_column);
+  }
 };
 
 // int8 in tiles of products, with queries and weights of bfloat16: only if `kHasAmx`.

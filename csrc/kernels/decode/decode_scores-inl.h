@@ -36,10 +36,11 @@ struct DecodeScratch {
   }
 };
 
-// Scores of U keys and R rows, from `row` on, U R = W sums: side by side in `out`, row by row.
-template <class Read, int R, class Lines>
+// Scores of U keys and R rows, from `row` on, U R = W sums: side by side in `out`, row by row. If there are only n < U
+// keys, the last one is read in the place of each that is missing.
+template <class Read, int R, bool Whole, class Lines>
 static inline void key_dots(const float* HW_RESTRICT query, int row, int64_t padded_D,
-                            const typename Read::T* HW_RESTRICT key, int64_t stride, Lines& prefetcher,
+                            const typename Read::T* HW_RESTRICT key, int64_t stride, int n, Lines& prefetcher,
                             float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
@@ -54,7 +55,7 @@ static inline void key_dots(const float* HW_RESTRICT query, int row, int64_t pad
     HW_UNROLL
     for (int u = 0; u < U; ++u) {
       F a, b;
-      Read::load_key(key + u * stride + d, a, b);
+      Read::load_key(key + (Whole ? u : min(u, n - 1)) * stride + d, a, b);
       prefetcher.step(u);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -75,13 +76,9 @@ HW_INLINE void key_scores(const DecodeScratch& s, int row, int from, int64_t pad
   float out[W];
   for (int j = from; j < n; j += U) {
     if (j + U <= n) {
-      key_dots<Read, R>(s.query, row, padded_D, k + j * stride, stride, prefetcher, out);
-    } else {  // the last keys one at a time, each as U times the same key
-      for (int i = j; i < n; ++i) {
-        key_dots<Read, R>(s.query, row, padded_D, k + i * stride, 0, prefetcher, out);
-        for (int r = 0; r < R; ++r) scores[r * Read::kTile + i] = out[r * U];
-      }
-      return;
+      key_dots<Read, R, true>(s.query, row, padded_D, k + j * stride, stride, U, prefetcher, out);
+    } else {
+      key_dots<Read, R, false>(s.query, row, padded_D, k + j * stride, stride, n - j, prefetcher, out);
     }
     for (int r = 0; r < R; ++r) memcpy(scores + r * Read::kTile + j, out + r * U, U * sizeof(float));
   }
@@ -126,19 +123,18 @@ HW_INLINE void key_scores_in_order(const DecodeScratch& s, int row, const typena
   if (j < n) key_scores<Read, R>(s, row, j, Steps * 2 * W, k, stride, n, prefetcher);
 }
 
-// The same of one row, for readers that give two vectors a step.
+// The same of one row, for readers that give two vectors a step. Behind the n-th key there are further scores.
 template <class Read, int Steps, class Lines>
 HW_INLINE void row_scores_in_order(const DecodeScratch& s, const typename Read::T* k, int64_t stride, int n,
                                    Lines& prefetcher) {
   F query[Steps][2];
   HW_UNROLL
   for (int i = 0; i < Steps; ++i) Read::load_query(s.query, i * 2 * W, query[i][0], query[i][1]);
-  int j = 0;
-  for (; j + W <= n; j += W) {
+  const auto keys = [&](int j, auto whole) HW_LAMBDA {
     F acc[W];
     HW_UNROLL
     for (int u = 0; u < W; ++u) {
-      const auto* key = k + (j + u) * stride;
+      const auto* key = k + (j + (decltype(whole)::value ? u : min(u, n - 1 - j))) * stride;
       acc[u] = zero();
       HW_UNROLL
       for (int d = 0; d < Steps; ++d) {
@@ -149,8 +145,10 @@ HW_INLINE void row_scores_in_order(const DecodeScratch& s, const typename Read::
       }
     }
     store(s.scores + j, reduce_each(acc));
-  }
-  if (j < n) key_scores<Read, 1>(s, 0, j, Steps * 2 * W, k, stride, n, prefetcher);
+  };
+  int j = 0;
+  for (; j + W <= n; j += W) keys(j, Constant<1>{});
+  if (j < n) keys(j, Constant<0>{});
 }
 
 // Forwards every second step, so that two passes over a tile together prefetch the next one. The compiler knows the
@@ -190,7 +188,7 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
                                    Prefetcher<Read>& prefetcher) {
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
   prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
-    if constexpr (kInOrder<Read> && R == 1 && sizeof(typename Read::T) == 4) {
+    if constexpr (kInOrder<Read> && R == 1 && !Read::kPairs) {
       if (padded_D == 4 * W) return row_scores_in_order<Read, 2>(s, k, key.stride, n, lines);
       if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
     }
