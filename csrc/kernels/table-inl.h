@@ -14,9 +14,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-// An item has at least this many keys for each row of its head; more in the AMX pipeline, where a merge takes a larger
-// share of the time.
-constexpr int64_t kSplitRows = 4, kAmxSplitRows = 8;
+constexpr int64_t kSplitRows = 4;           // an item has at least this many keys for each row of its head
 constexpr int64_t kItemBytes = 320 * 1024;  // bytes of packed queries and sums, which then stay in a core's L2 cache
 
 // The rows of an item of `run_prefill`: at most `most` whole blocks.
@@ -42,7 +40,7 @@ static Plan make_plan(const Call& p) {
                        : rows_per_item(p, plan.rows));
   // Many rows give enough items for the threads. For few rows the keys are split; partial results then take at most a
   // quarter of the memory of the values in float32.
-  const int64_t keys = round_up(plan.rows * (amx ? kAmxSplitRows : kSplitRows), kSplitKeys);
+  const int64_t keys = round_up(plan.rows * kSplitRows, kSplitKeys);
   plan.splits = (p.S + keys - 1) / keys;
   plan.keys_per_split = plan.splits > 1 ? keys : p.S;
 
