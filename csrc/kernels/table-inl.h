@@ -17,11 +17,13 @@ namespace HW_ISA {
 constexpr int64_t kSplitRows = 4;           // an item has at least this many keys for each row of its head
 constexpr int64_t kItemBytes = 320 * 1024;  // bytes of packed queries and sums, which then stay in a core's L2 cache
 
-// The rows of an item of `run_prefill`: whole blocks, at most `most` of them.
-static int64_t rows_per_item(const Call& p, int64_t rows, int64_t block, int64_t most) {
-  const int64_t block_bytes = block * (p.D + p.V) * static_cast<int64_t>(sizeof(float));
-  const int64_t blocks = max(1, min(most, kItemBytes / block_bytes));
-  return min(blocks, (rows + block - 1) / block) * block;
+// The rows of an item of `run_prefill`: at most `most` whole blocks.
+static int64_t rows_of_blocks(int64_t rows, int64_t block, int64_t most) {
+  return min(most, (rows + block - 1) / block) * block;
+}
+static int64_t rows_per_item(const Call& p, int64_t rows) {
+  const int64_t block_bytes = kRows * (p.D + p.V) * static_cast<int64_t>(sizeof(float));
+  return rows_of_blocks(rows, kRows, max(1, min(kMaxBlocks, kItemBytes / block_bytes)));
 }
 
 // True if decode multiplies by matrix instructions. They fill only some of their 16 rows, and a single row of bfloat16
@@ -36,8 +38,9 @@ static Plan make_plan(const Call& p) {
   plan.by_row = plan.rows <= kDecodeRows;
   const bool amx = uses_amx_prefill(p);
   plan.rows_per_block = plan.by_row ? plan.rows : amx ? kAmxRows : kRows;
-  const int64_t most = amx ? kAmxBlocks : kMaxBlocks;
-  plan.cut(plan.by_row ? plan.rows : rows_per_item(p, plan.rows, plan.rows_per_block, most));
+  plan.cut(plan.by_row ? plan.rows
+           : amx       ? rows_of_blocks(plan.rows, kAmxRows, kAmxBlocks)
+                       : rows_per_item(p, plan.rows));
   // Many rows give enough items for the threads. For few rows the keys are split; partial results then take at most a
   // quarter of the memory of the values in float32.
   const int64_t keys = round_up(plan.rows * kSplitRows, kSplitKeys);
@@ -62,7 +65,7 @@ static Plan plan_statistics(const Call& p, const Statistics& statistics) {
   Plan plan;
   plan.rows = p.T * (p.H / p.K);
   plan.rows_per_block = kRows;
-  plan.cut(rows_per_item(p, plan.rows, kRows, kMaxBlocks));
+  plan.cut(rows_per_item(p, plan.rows));
   plan.splits = 1;
   plan.keys_per_split = p.S;
   Arena count{nullptr};

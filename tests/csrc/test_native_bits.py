@@ -41,6 +41,7 @@ FORMS = {
     "MQA, split": Sizes(1, 8, 1, 1, 5000, 64, 64),
     "a chunk, split": Sizes(1, 4, 1, 13, 3100, 32, 32),
     "many rows": Sizes(2, 6, 2, 211, 307, 40, 24),
+    "more rows than an item has": Sizes(1, 4, 1, 263, 269, 64, 32),
     "MLA": Sizes(1, 16, 1, 1, 1100, 576, 512),
     "MLA, many rows": Sizes(1, 16, 1, 3, 1100, 576, 512),
 }

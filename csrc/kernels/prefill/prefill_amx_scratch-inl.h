@@ -12,7 +12,7 @@ namespace HW_ISA {
 
 constexpr int kAmxRows = kAmxVectors * W;  // rows of a block
 constexpr int kVisitKeys = 64;             // keys of a visit
-constexpr int kAmxBlocks = 16;             // blocks of an item
+constexpr int kAmxBlocks = 32;             // blocks of an item: at most 768 KiB of queries and sums, in the L2 cache
 constexpr int kVisitTiles = 4;             // tiles of kTile keys that are packed at a time
 constexpr int64_t kChainWidth = 256;       // D + V at most
 constexpr int kChainVisits = kAmxBlocks * kVisitTiles * (kTile / kVisitKeys);
