@@ -1,10 +1,13 @@
 """Masks of numbers in a compiled call of a cache. Not collected by name: test_cache_edges.py runs this in a process of
 its own, without the shape checker, whose wrappers the compiler cannot trace."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import headwise
+from headwise import Mask
 from headwise.cache import StaticCache
 from headwise.testing import assert_same_bits
 
@@ -58,3 +61,24 @@ def test_a_compiled_call_gives_its_output_in_the_order_of_memory_that_the_graph_
         torch.testing.assert_close(
             made if join else made[..., :-1], whole.transpose(1, 2).flatten(2) if join else whole
         )
+
+
+@torch.no_grad()
+def test_a_compiled_block_builds_bands_and_rules_of_its_sizes() -> None:
+    """In one graph for all sizes: a band of half the keys joined with others, and a rule of a function."""
+    torch.compiler.reset()
+    masks = {
+        "joined": lambda T: headwise.causal() & headwise.window(T // 2),
+        "one side": lambda T: headwise.window(T // 2) & headwise.window(None, T // 3),
+        "rule": lambda T: headwise.rule(lambda b, h, i, j: (j <= i) & ((i - j) % 3 < 2)),
+    }
+    for mask in masks.values():
+
+        def call(query: torch.Tensor, key: torch.Tensor, mask: Callable[[int], Mask] = mask) -> torch.Tensor:
+            return headwise.attention(query, key, key, mask=mask(query.shape[2]))
+
+        compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+        for size in (7, 11, 23):
+            query, key = torch.randn(B, H, size, D), torch.randn(B, K, size, D)
+            expected = headwise.attention(query, key, key, mask=mask(size), backend="reference")
+            torch.testing.assert_close(compiled(query, key), expected)

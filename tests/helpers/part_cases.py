@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tp_cases import mesh
 
 import headwise
-from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
+from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache, quantize
 from headwise.hf.distributed.tensor_parallel import gather_heads
 from headwise.nn import InnerAttention, LatentAttention, MaxLogitAttention, MultiHeadAttention
 from headwise.ops.sharding.heads import Group, Share
@@ -173,6 +175,50 @@ def masks_that_a_probe_sees() -> dict[str, Any]:
         if not 0 <= far <= 1e-6:
             wrong[name] = far
     return wrong
+
+
+def dtensors_in_place_of_plain_tensors() -> dict[str, str]:
+    """What calls say that read the data of their tensors, where one of these is a DTensor."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    def spread(x: Tensor) -> Any:
+        return distribute_tensor(x, mesh(), [Replicate()])
+
+    q, k, v = drawn(2, H, 5, D, seed=1), drawn(2, H, 7, D, seed=2), drawn(2, H, 7, D, seed=3)
+    hidden, table = drawn(5, 7, seed=4) > 0, drawn(H, 13, seed=5)
+    masks = {
+        "keep": headwise.keep(spread(hidden)),
+        "bias": headwise.causal() & headwise.bias(spread(hidden.float())),
+        "alibi": headwise.alibi(spread(table[:, 0])),
+        "relative": headwise.causal() & headwise.relative(spread(table)),
+        "lengths": headwise.lengths(spread(torch.tensor([3, 7]))),
+        "segments": headwise.segments(spread(torch.arange(10).view(2, 5)), spread(torch.arange(14).view(2, 7))),
+        "within another": ~(headwise.prefix(2) | headwise.keep(spread(hidden))),
+    }
+    calls: dict[str, Callable[[], Any]] = {
+        **{name: partial(headwise.attention, q, k, v, mask=mask) for name, mask in masks.items()},
+        "bool tensor": lambda: headwise.attention(q, k, v, mask=spread(hidden)),
+        "sinks": lambda: headwise.attention(q, k, v, sinks=spread(table[:, 0])),
+        "gate": lambda: headwise.attention(q, k, v, gate=spread(table[:, 0])),
+        "weights": lambda: headwise.weights(q, spread(k)),
+        "statistics": lambda: headwise.statistics(spread(q), spread(k)),
+        "attention_statistics": lambda: headwise.attention_statistics(spread(q), spread(k), spread(v)),
+        "top_keys": lambda: headwise.top_keys(spread(q), k, 3),
+        "quantize": lambda: quantize(spread(k)),
+        "static": lambda: StaticCache(2, H, D, capacity=11).append(spread(k), spread(v)),
+        "static, value": lambda: StaticCache(2, H, D, capacity=11).append(k, spread(v)),
+        "int8": lambda: StaticCache(2, H, D, capacity=11, dtype=torch.int8).append(spread(k), v),
+        "paged": lambda: PagedCache(PagePool(3, H, D), 2).append(spread(k), v),
+        "rolling": lambda: RollingCache(2, H, D, window=3).append(spread(k), v),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "taken"
+        except (TypeError, ValueError, RuntimeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
 
 
 def modes_of_split_modules() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import part_cases
@@ -50,6 +51,14 @@ def test_query_key_and_value_are_all_dtensors_or_none() -> None:
                 assert text == "", (name, text)
             else:
                 assert text.startswith("ValueError: query, key and value are DTensors all, or none"), (name, text)
+
+
+def test_calls_of_plain_tensors_refuse_dtensors_and_say_what_to_pass() -> None:
+    for said in ranks.pool(2).run(part_cases.dtensors_in_place_of_plain_tensors):
+        assert len(said) == 20
+        for name, text in said.items():
+            assert re.match(r"ValueError: .*plain tensors?\b.* is a DTensor .*its to_local\(\)", text), (name, text)
+        assert "headwise.parallel.tensor_parallel" in said["static"]
 
 
 def test_parts_of_split_modules_stay_in_their_mode() -> None:

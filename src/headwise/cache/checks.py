@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.sharding.heads import refuse_dtensors
 from ..ops.storage.packed import BITS
 from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
 from .quantize import check_bits, check_learns_nothing
 
+OWN_HEADS = "; headwise.parallel.tensor_parallel(module, mesh) gives each process a cache of its own heads"
 NO_GRADIENT_IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
 
 
@@ -72,6 +74,7 @@ def check_append(
     keys: list[tuple[str, Any, int]] = [("key", key, cache.head_dim)]
     for name, x, width in keys if value is None else [*keys, ("value", value, cache.value_dim)]:
         check_tensor(name, x, f"a tensor (B, K, T, n) of {cache.dtype}")
+        refuse_dtensors("a cache stores plain tensors", OWN_HEADS, **{name: x})
         T = x.shape[2] if x.ndim == 4 and name == "key" else T
         if tuple(x.shape) != (B, K, T, width):
             raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..ops.attention import attention
 from ..ops.masks.mask import Mask
 from ..ops.native.append import AppendSpan, append_codes
+from ..ops.sharding.heads import refuse_dtensors
 from ..ops.storage.packed import BITS, encoded, packed_width
 from ..ops.storage.quantized import Quantized
 from ..shapes import DTYPES, check_attention, describe
@@ -53,6 +54,7 @@ def quantize(x: Float[Tensor, "B K S D"], bits: int = 8) -> Quantized:
     if not isinstance(x, Tensor):
         raise TypeError(f"{rule} as a float tensor; got {type(x).__name__}")
     check_dense("x", x)
+    refuse_dtensors("quantize takes a plain tensor", x=x)
     if x.ndim != 4 or x.dtype not in DTYPES:
         raise ValueError(f"{rule} as a float tensor; got {describe(x)}; split heads with .unflatten(-1, (K, D))")
     if x.shape[3] == 0:

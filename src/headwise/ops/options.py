@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..shapes import check_gate, check_options, compute_dtype
 from .masks.mask import Mask, as_mask
+from .masks.reads import tensors_in
+from .sharding.heads import refuse_dtensors
 
 
 class ScoreKeywords(TypedDict, total=False):
@@ -69,6 +71,7 @@ class ScoreOptions(NamedTuple):
         scale, softcap, dropout = check_options(query, scale, softcap, sinks, dropout)
         B, H, T, _ = query.shape
         mask = as_mask(mask).sized(B, H)
+        _refuse_dtensors(mask, query=query, key=key, sinks=sinks, gate=gate)
         mask.check(B, H, T, key.shape[2], query.device)
         gate = None if gate is None else check_gate(gate, (B, H, T, value_dim), query.device)
         return ScoreOptions(mask.computed_in(compute_dtype(query)), scale, softcap, sinks, dropout, gate)
@@ -82,3 +85,14 @@ class ScoreOptions(NamedTuple):
         """True if the sinks, the gate, a bias, slopes or a table need a gradient."""
         tensors = (self.sinks, self.gate)
         return torch.is_grad_enabled() and (any(x is not None and x.requires_grad for x in tensors) or self.mask.learns)
+
+
+def _refuse_dtensors(mask: Mask, **tensors: Tensor | None) -> None:
+    """Refuse DTensors; `attention` cuts those of calls that have DTensors alone before the options are checked."""
+    if torch.compiler.is_compiling():
+        return
+    takes = "this call takes plain tensors (headwise.attention also takes query, key and value that are DTensors all)"
+    refuse_dtensors(takes, **tensors)
+    for part in mask.parts:
+        for x in tensors_in(part):
+            refuse_dtensors(takes, **{"a tensor of the mask": x})

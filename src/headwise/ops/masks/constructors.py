@@ -307,6 +307,8 @@ def rule(function: Callable[..., Any], *, keep: bool = False) -> Mask:
 
 def _takes_four(function: Callable[..., Any]) -> bool:
     """Return whether a function can be called with (b, h, i, j); True if Python does not know its parameters."""
+    if torch.compiler.is_compiling():  # inspect.signature cannot be traced; a wrong function fails at its call
+        return True
     try:
         inspect.signature(function).bind(None, None, None, None)
     except TypeError:

@@ -162,7 +162,9 @@ class Mask:
                 lows.append(shift - part.left + 1)
             if part.right is not None:
                 highs.append(shift + part.right + 1)
-        return (max(lows, default=None), min(highs, default=None), at_end.pop()) if len(at_end) == 1 else None
+        if len(at_end) > 1:
+            return None
+        return max(lows) if lows else None, min(highs) if highs else None, at_end.pop()
 
     @property
     def learns(self) -> bool:

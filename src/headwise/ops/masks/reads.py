@@ -79,6 +79,16 @@ def is_constant(rule: Rule) -> bool:
     )
 
 
+def tensors_in(rule: Rule) -> Iterator[Tensor]:
+    """Yield the tensors of a rule and of the rules that it consists of."""
+    for x in vars(rule).values():
+        for part in x if isinstance(x, tuple) else (x,):
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, Rule):
+                yield from tensors_in(part)
+
+
 def _tensors(rule: Rule) -> list[Tensor]:
     return [x for x in vars(rule).values() if isinstance(x, Tensor)]
 

@@ -86,7 +86,8 @@ class Band(Rule):
             return None
         lefts = [x for x in (self.left, other.left) if x is not None]
         rights = [x for x in (self.right, other.right) if x is not None]
-        return Band(min(lefts, default=None), min(rights, default=None), self.offset)
+        # torch.compile cannot trace min(..., default=...) of symbolic sizes.
+        return Band(min(lefts) if lefts else None, min(rights) if rights else None, self.offset)
 
     def __invert__(self) -> Band | None:
         """Return the complement of the band; None if it is not a band."""

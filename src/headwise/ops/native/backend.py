@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...shapes import check_gate, check_sinks, default_scale
@@ -28,6 +29,9 @@ from . import library as native_library
 from .library import error_for, raise_unless_refused
 from .mask_arguments import UnsupportedMask, lowered, trouble_with
 from .picked_keys import attend_picked, is_picked
+
+PLAIN = (Tensor, Parameter)
+"""The classes of the tensors that `fast_path` hands to the kernel unchecked; subclasses take the full path."""
 
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
@@ -188,8 +192,8 @@ def _with_rules(
     if (
         not (softcap is None or (type(softcap) is float and softcap > 0.0))  # the operator treats 0 as no softcap
         or not (return_lse is False or return_lse is True)
-        or not (sinks is None or (isinstance(sinks, Tensor) and sinks.is_cpu))
-        or not (gate is None or (isinstance(gate, Tensor) and gate.is_cpu))
+        or not (sinks is None or (type(sinks) in PLAIN and sinks.is_cpu))  # the full path checks subclasses
+        or not (gate is None or (type(gate) in PLAIN and gate.is_cpu))
     ):
         return None
     B, H, T, _ = query.shape

@@ -24,6 +24,22 @@ def as_dtensor(x: object) -> Any:
     return x if distributed is not None and isinstance(x, distributed.DTensor) else None
 
 
+def refuse_dtensors(takes: str, way: str = "", /, **tensors: object) -> None:
+    """Raise ValueError if a tensor is a DTensor, for functions that read the data of their tensors.
+
+    Args:
+        takes: what the message says first, such as "a cache stores plain tensors".
+        way: a further way out.
+        **tensors: by the names that the message gives them; None and other objects are let through.
+    """
+    for name, x in tensors.items():
+        if as_dtensor(x) is not None:
+            raise ValueError(
+                f"{takes}; {name} is a DTensor of placements {as_dtensor(x).placements}: pass its to_local(), the part "
+                f"of this process, or its full_tensor(){way}"
+            )
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks along one dimension of a mesh: their number, this rank's index, and sums over them."""
