@@ -24,6 +24,7 @@ import headwise
 TURN = 0.03  # seconds of one turn of a short call
 SLOW = 0.8  # seconds; a call that takes longer takes part in LEAST rounds only
 LEAST = 3
+CHEAP = 1.5  # seconds that LEAST rounds of a case may take when no time is left
 
 Run = Callable[[], Any]
 Probe = Callable[[], float | None]
@@ -36,7 +37,7 @@ class Rounds:
     seconds: dict[str, list[float | None]]
     limits: dict[str, list[float | None]]
     left_out: int = 0
-    disturbed: bool = False  # too few rounds were quiet, so the least disturbed ones count
+    disturbed: bool = False  # fewer than LEAST rounds were quiet; the least disturbed ones count
 
     def median(self, way: str) -> float:
         return statistics.median(x for x in self.seconds[way] if x is not None)
@@ -114,13 +115,14 @@ def turn(run: Run) -> float:
 def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, seconds: float) -> Rounds:
     """Take turns for so many quiet rounds, or until the time is up. Each way has run before.
 
-    For LEAST rounds more time may be taken, up to four times as much.
+    For LEAST rounds more time may be taken: four times as much, or CHEAP seconds. Otherwise cases at the end of a long
+    table, whose time the first cases have used up, would have one round each, and its ratio would look like a median.
     """
     slow: set[str] = set()
     done: list[tuple[float, dict[str, float | None], dict[str, float | None]]] = []
     start, quiet = time.perf_counter(), 0
     while quiet < rounds and len(done) < 3 * rounds:
-        if done and time.perf_counter() - start > seconds * (4 if len(done) < LEAST else 1):
+        if done and time.perf_counter() - start > (max(4 * seconds, CHEAP) if len(done) < LEAST else seconds):
             break
         foreign = Foreign()
         limits = {name: probe() for name, probe in probes.items()}
@@ -134,7 +136,7 @@ def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, s
         {name: [times[name] for _, times, _ in kept] for name in ways},
         {name: [limits[name] for _, _, limits in kept] for name in probes},
         left_out=len(done) - len(kept),
-        disturbed=quiet < enough,
+        disturbed=quiet < min(LEAST, rounds),
     )
 
 

@@ -206,14 +206,24 @@ def test_where_all_rounds_are_disturbed_the_least_disturbed_count(monkeypatch: p
     assert (timing.limits["one"], timing.left_out, timing.disturbed) == ([2.0, 3.0], 4, True)
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(0.0, 1), (0.4, 2), (0.8, 3), (4.5, 5), (100.0, 9)])
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, 2), (0.4, 2), (0.8, 3), (4.5, 5), (100.0, 9)])
 def test_three_rounds_may_take_four_times_the_time(seconds: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[float] = []  # each takes a second
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(len(turns))))
-    monkeypatch.setattr(clock, "turn", lambda run: turns.append(1.0) or 0.5)
+    timing = measured_by_turns_of(1.0, seconds, monkeypatch)
+    assert (len(timing.seconds["a"]), timing.disturbed) == (count, count < clock.LEAST)
+
+
+def test_a_short_case_has_three_rounds_when_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = measured_by_turns_of(0.1, 0.0, monkeypatch)
+    assert (len(timing.seconds["a"]), timing.disturbed) == (clock.LEAST, False)
+
+
+def measured_by_turns_of(length: float, seconds: float, monkeypatch: pytest.MonkeyPatch) -> clock.Rounds:
+    """Up to nine rounds on a quiet machine, of one turn of so many seconds each."""
+    turns: list[float] = []
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: sum(turns)))
+    monkeypatch.setattr(clock, "turn", lambda run: turns.append(length) or 0.5)
     monkeypatch.setattr(clock.Foreign, "excess", lambda self: -1.0)
-    timing = clock.measure({"a": lambda: None}, {}, rounds=9, seconds=seconds)
-    assert len(timing.seconds["a"]) == count
+    return clock.measure({"a": lambda: None}, {}, rounds=9, seconds=seconds)
 
 
 def test_a_slow_way_sits_rounds_out(monkeypatch: pytest.MonkeyPatch) -> None:
