@@ -122,8 +122,8 @@ PEERS: dict[str, Callable[[Row], str]] = {
 }
 LAST: dict[str, Callable[[Row], str]] = {"marks": lambda row: marks_cell(row)}
 CAPTION = (
-    "Milliseconds, and how many times as long as headwise; medians over rounds of taking turns. ~: fewer than three quiet "
-    "rounds.\nCausal, window and padding count only what is attended. onnxruntime has no bfloat16 on the CPU: float16 "
+    "Milliseconds, and how many times as long as headwise; medians over rounds of taking turns. ~: fewer than three "
+    "quiet rounds.\nCausal, window and padding count only what is attended. onnxruntime has no bfloat16: float16 "
     "there. as-fp32, as-bf16: headwise on these. statistics: output and statistics in one pass; alone: without them."
 )
 
