@@ -123,24 +123,29 @@ def test_verdicts_are_explained_before_the_first_and_at_the_ledger(visit: Any) -
 
 
 def test_prices_of_another_setting_are_called_old(visit: Any) -> None:
-    page = visit()
-    page.evaluate("window.headwise.drawAll()")
-    rest(page)
+    page = visit("#off")
     old = page.locator("#price-old")
+    page.locator('#switches [data-item="0.0"]').wait_for()
+    price_all(page)
     assert page.locator('#switches [data-item="0.0"] .cost').text_content().strip() and not old.is_visible()
     page.locator('#switches [data-item="2.1"]').click()
-    rest(page)
-    assert old.is_visible()
-    page.locator("#price").click()
-    page.wait_for_selector("#price:not(:disabled)")  # every head is priced
+    old.wait_for()
+    price_all(page)
     assert not old.is_visible()
+
+
+def price_all(page: Any) -> None:
+    """Prices every head, and waits for the last price."""
+    page.locator("#price").click()
+    page.wait_for_selector("#price:disabled")
+    page.wait_for_selector("#price:not(:disabled)")
 
 
 def test_a_line_is_broken_where_nothing_was_measured(visit: Any) -> None:
     """The fit that was trained on was made for 4 and for 1 key-value heads, not for 2."""
-    page = visit()
-    page.evaluate("window.headwise.drawAll()")
-    rest(page)
+    page = visit("#share")
+    page.locator("#share-chart").scroll_into_view_if_needed()
+    page.locator("#share-chart .line").nth(4).wait_for(state="attached")
     paths = page.eval_on_selector_all("#share-chart .line", "(all) => all.map((node) => node.getAttribute('d'))")
     assert [path.count("M") for path in paths] == [1, 1, 1, 1, 2]
 
