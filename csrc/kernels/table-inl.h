@@ -97,7 +97,7 @@ static inline void with_reader(const Call& p, const Run& any) {
       run(ReadInt8{});
     }
   } else if (bf16) {
-    if constexpr (kHasBf16 && !kHasAmx) {
+    if constexpr (kHasBf16 && !kHasAmx) {  // with AMX, a single row has the bits of the sets without bfloat16
       run(ReadBf16Pairs{});
     } else {
       run(ReadBf16{});

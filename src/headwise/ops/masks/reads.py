@@ -80,7 +80,10 @@ def is_constant(rule: Rule) -> bool:
 
 
 def tensors_in(rule: Rule) -> Iterator[Tensor]:
-    """Yield the tensors of a rule and of the rules that it consists of."""
+    """Yield the tensors of a rule and of the rules that it consists of.
+
+    `pytree.tree_leaves` finds the same ones, but takes several times as long, and every call that is checked runs this.
+    """
     for x in vars(rule).values():
         for part in x if isinstance(x, tuple) else (x,):
             if isinstance(part, Tensor):

@@ -13,7 +13,7 @@ function emit(event, value) {
 
 const say = (id, text) => (byId(id).textContent = text);
 const fill = (id, ...nodes) => byId(id).replaceChildren(...nodes);
-const press = (id, pressed) => byId(id).setAttribute("aria-pressed", String(pressed));
+const setPressed = (node, pressed) => node.setAttribute("aria-pressed", String(pressed));
 
 // One more shape in a drawing.
 function put(into, tag, attributes) {

@@ -6,7 +6,7 @@ const priceKey = (run) => JSON.stringify([run.ids, run.options, run.off]);
 
 // A switch shows at once that it is pressed; the loss follows.
 function showSwitches() {
-  for (const [l, h] of heads()) byId("switches").querySelector(`[data-item="${nameOfHead(l, h)}"]`).setAttribute("aria-pressed", String(!isOff(l, h)));
+  for (const [l, h] of heads()) setPressed(byId("switches").querySelector(`[data-item="${nameOfHead(l, h)}"]`), !isOff(l, h));
 }
 on("change", showSwitches);
 

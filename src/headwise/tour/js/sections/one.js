@@ -43,7 +43,7 @@ section("one", {
   draw(run) {
     const options = (last) => range(last, (i) => el("option", { value: i }, tokenLabel(i, 14)));
     fill("one-query", ...options(run.ids.length));
-    press("one-scale", !state.scaled);
+    setPressed(byId("one-scale"), !state.scaled);
     say("one-scale-said", state.scaled ? `Each score becomes ${Math.sqrt(model.D).toFixed(1)} times as large.` : `Without the division the loss is ${run.now.loss.toFixed(2)}; the untouched model has ${run.plain.loss.toFixed(2)}.`);
     this.look(run);
   },

@@ -52,8 +52,8 @@ section("order", {
     };
   },
   look(run) {
-    press("order-mask", !state.causal);
-    press("order-positions", !state.rotary);
+    setPressed(byId("order-mask"), !state.causal);
+    setPressed(byId("order-positions"), !state.rotary);
     say("order-said", `Mask ${state.causal ? "on" : "off"}, positions ${state.rotary ? "on" : "off"}: loss ${run.now.loss.toFixed(2)}; untouched ${run.plain.loss.toFixed(2)}.${state.causal ? "" : " Without the mask a low loss means nothing: the model sees the token that it should predict."}`);
     drawHead(byId("order-map"), run.now, state.layer, state.head);
     say("order-head", `Head ${nameOfHead(state.layer, state.head)} with these switches. For another head, press [ or ], or click one in section 5.`);

@@ -18,7 +18,7 @@ section("pattern", {
       return el("figure", {}, canvas, el("figcaption", {}, name));
     };
     fill("pattern-maps", ...range(model.H, (h) => figure(nameOfHead(layer, h), weights, h * T * T)), figure("their mean", average, 0));
-    press("pattern-switch", state.onePattern);
+    setPressed(byId("pattern-switch"), state.onePattern);
     say("pattern-said", state.onePattern ? `On: every head uses its layer's mean. Loss ${run.now.loss.toFixed(2)}, untouched ${run.plain.loss.toFixed(2)}.` : "Off: each head uses its own pattern.");
     const pair = widestPair(run.plain);
     fill("pattern-pair", el("p", {}, `Query ${pair.i} `, el("bdi", {}, tokenName(pair.i)), `, key ${pair.j} `, el("bdi", {}, tokenName(pair.j)), `, under the heads of layer ${pair.l}:`),

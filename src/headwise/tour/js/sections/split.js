@@ -51,7 +51,7 @@ function drawStep(run) {
   ];
   fill("split-said", ...typeset(said[split.step]));
   fill("split-rows", ...rows[split.step]);
-  [...byId("split-steps").children].forEach((node, n) => node.setAttribute("aria-pressed", String(n === split.step)));
+  [...byId("split-steps").children].forEach((node, n) => setPressed(node, n === split.step));
 }
 
 // Many small products against one large one, on this text: the largest difference, and how long each took.
