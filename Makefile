@@ -1,7 +1,8 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
 #   make tour            write tour.html: one page in which the packaged model runs
-#   make test            lint, types, docs, four drawn mutants and all tests; of the widest sweeps a share, the same on every day
+#   make test            lint, types, docs, four drawn mutants and the tests, in six minutes; of the widest sweeps a share, the same every day
+#   make test SLOW=1     the same with the tests that compile, open a browser or start processes: what CI runs
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
 #   make bench           the benchmarks; rows land in benchmarks/results
@@ -22,7 +23,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -c constraints.txt --disable-pip-version-check
 # Two test processes, one thread each: on two cores faster than one process with two. PYTEST_ARGS="-x tests/ops/test_masks.py" runs what you name.
-PYTEST_ARGS ?= -n 2 --dist worksteal
+# The tests marked slow take two thirds of the time, and a change seldom needs them.
+SLOW ?=
+PYTEST_ARGS ?= -n 2 --dist worksteal $(if $(SLOW),,-m 'not slow')
 # One thread a process. Compiled Python is kept, whatever the shell says: tests start over a hundred interpreters.
 PYTEST_ENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HEADWISE_DRAW=$(DRAW)
 # One case in 16 of the largest sets of cases (tests/helpers/draw.py).
@@ -33,7 +36,7 @@ SHELL  := /bin/bash
 .PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench bench-peers gpu native fuzz tsan arm mutants ledger clean
 
 help:
-	@sed -n '2,17s/^# //p' Makefile
+	@sed -n '2,18s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
@@ -47,7 +50,7 @@ test: $(VENV)/.test
 	@$(MAKE) --no-print-directory pytest
 
 test-all:
-	@$(MAKE) --no-print-directory test DRAW=1
+	@$(MAKE) --no-print-directory test SLOW=1 DRAW=1
 
 # What most faults show in: the meaning in every backend, masks, errors, caches, the rooms' rules, the planner, the command line.
 CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers malformed \

@@ -1,6 +1,9 @@
 """Caches under torch.compile: the tests of compiled_cache.py."""
 
 import fresh
+import pytest
+
+pytestmark = pytest.mark.slow
 
 
 def test_caches_compile() -> None:

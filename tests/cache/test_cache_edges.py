@@ -156,6 +156,7 @@ def test_a_table_names_the_first_and_the_last_page_and_none_beside_them() -> Non
             headwise.attention(query, beside, beside)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_mask_reach_a_compiled_call() -> None:
     """In a process without the shape checker."""
     ran = fresh.run_unchecked("compiled_masks.py")

@@ -21,7 +21,7 @@ from headwise import cli, look, models, reshape
 from headwise.look.collect.resume import load
 from headwise.reshape.repair.distill import LossCurve
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 runner = CliRunner()
 COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 PLAIN = {"look": {}, "trace": {"d_model": "6", "num_heads": "2"}, "plan": {"configs": "gpt2"}}

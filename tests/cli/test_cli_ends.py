@@ -18,7 +18,7 @@ from test_cli import ENVIRONMENT, as_it_was, here, looked, refused, run, runner,
 from headwise import cli, plan
 from headwise.cli import errors as guard
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 FIXTURES = (as_it_was, here, looked, tiny)
 
 

@@ -96,6 +96,7 @@ def test_readings_that_no_position_is_left_for(
     assert message in refused("--text", "a", *option)
 
 
+@pytest.mark.slow
 def test_what_heads_are_worth_and_the_tokens_around_evidence(here: Path) -> None:
     text = "def f(x):\n    return x\n" * 9
     result = run("--text", text, "--sentences", "ours", "--importance", "--out", "seen.json")

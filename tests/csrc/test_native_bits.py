@@ -347,6 +347,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BEST)
 def test_a_forked_child_does_not_hang(backend: str, tmp_path: Path) -> None:
     """Nor one whose parent has not called yet, a child's child, those of a pool: one parent has them all in turn."""

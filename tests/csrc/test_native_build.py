@@ -22,6 +22,8 @@ import fresh
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 LIBRARY = ROOT / "src" / "headwise" / "_native.so"

@@ -14,6 +14,8 @@ import fresh
 import pytest
 from backends import BEST, natives
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "helpers" / "native_guard.py"
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are forbidden by Linux's mprotect")
 

@@ -32,6 +32,7 @@ ARGUMENTS = [
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip install playwright)")
 MARKS = [
+    pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (apt-get install chromium-headless-shell)"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Playwright's own pipes
 ]

@@ -8,6 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import fresh
+import pytest
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import torch
@@ -38,6 +41,7 @@ print("both")
 
 GENERATE = """
 import torch
+import pytest
 import headwise.hf
 from headwise.hf.models.architectures import CACHE
 from hf_models import BY_NAME, token_ids

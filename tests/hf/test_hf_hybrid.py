@@ -225,6 +225,7 @@ def test_pruned_models_compute_the_original_with_these_heads_off(row: Row, tmp_p
     assert not torch.allclose(plain, expected, rtol=WIDE, atol=WIDE)
 
 
+@pytest.mark.slow
 def test_prune_proves_a_hybrid_checkpoint_equal_before_it_is_left(tmp_path: Path) -> None:
     """In a process with stock transformers, whose states have no keys to count, and whose config holds Infinity."""
     row = next(row for row in HYBRIDS if row.name == "Granite 4")

@@ -64,6 +64,7 @@ def test_the_counts_on_the_page_are_those_of_its_tables_and_nothing_is_broken() 
         assert sum(run[name] for name in pages.GROUPS) == run["all"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the page is of transformers {VERSION}")
 def test_a_sample_is_as_the_page_says() -> None:
     """The weekly workflow measures every architecture (scripts/hf_table.py --all)."""

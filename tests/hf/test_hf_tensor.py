@@ -11,6 +11,8 @@ import pytest
 import ranks
 import tp_hf_cases
 
+pytestmark = pytest.mark.slow
+
 NO_ACCELERATE = importlib.util.find_spec("accelerate") is None
 splits_heads = pytest.mark.skipif(
     importlib.util.find_spec("transformers.distributed.parallel_utils") is None,

@@ -85,6 +85,7 @@ def test_shuffled_links_are_drawn_from_all_that_a_query_may_attend(ahead: bool) 
     assert [set(row[1:].tolist()) for row in rows] == [set(range(7 if ahead else i + 1)) for i in range(7)]
 
 
+@pytest.mark.slow
 def test_random_models_know_no_syntax() -> None:
     passages = annotate.passages(annotate.ours(), by_word)
     played = heads = 0

@@ -20,7 +20,7 @@ from headwise.distributed.workers import Processes
 from headwise.look import Look
 from headwise.look.collect import corpus
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 
 def same(a: Look, b: Look) -> bool:

@@ -134,6 +134,7 @@ def test_a_mark_that_hardly_a_query_sees_makes_no_role(after: int) -> None:
     assert head.scores["delimiter"].plays is (after == 3)
 
 
+@pytest.mark.slow
 def test_random_models_play_hardly_a_role() -> None:
     """Of the roles of all heads of 200 models at most 1 % are false: a broad head is one, random or not."""
     played = heads = 0

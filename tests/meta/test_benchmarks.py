@@ -39,6 +39,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.registry import AVX2, CASES, FOLD, PEERS, Case, Mark  # noqa: E402
 from scripts import train_encoder  # noqa: E402
 
+pytestmark = pytest.mark.slow
 QUICK = ("flex", *PEERS)  # compiling takes seconds a case; the others are looked at below
 
 
@@ -305,10 +306,9 @@ def test_training_goes_with_each_attention(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_committed_results_tell_machine_and_versions_and_no_path() -> None:
-    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    assert files
-    for file in files:
-        text = file.read_text()
+    texts = [file.read_text() for file in (ROOT / "benchmarks" / "results").glob("*.json")]
+    assert texts
+    for text in texts:
         record = json.loads(text)
         tables = [table for name, table in record.items() if name != "machine" and isinstance(table, (dict, list))]
         assert {"cpu", "torch", "load", "isa"} <= set(record["machine"]) and any(tables)

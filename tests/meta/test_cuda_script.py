@@ -15,7 +15,7 @@ import torch
 from pretend_cuda import pretend_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 
 @pytest.fixture

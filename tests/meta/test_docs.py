@@ -25,6 +25,7 @@ RUNS = re.compile(r"^ *```(python|pycon)", re.M)
 pytestmark = pytest.mark.unchecked  # pages show what a user sees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_shows_is_true(page: Path, tmp_path: Path) -> None:
     if page.name == "backends.md" and error_for():
@@ -59,6 +60,7 @@ def test_a_wrong_page_is_seen(wrong: str, error: type[Exception], tmp_path: Path
         run_fresh("page", wrong, tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_but_a_page_imports_for_it(tmp_path: Path) -> None:
     assert headwise.hf.load
     page = "```python\nimport headwise\n```\nand `headwise.causal()`, {}`headwise.hf.load(folder)`"

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from headwise import cli, models
 from headwise.look import annotate
 
-pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
+# Typer hands its commands a context of another class than it has them annotate.
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 SEEN = re.compile("path/to/(vit|clip|llava|wav2vec2|whisper|t5|bert)")
 """Models of pictures, sound, and pairs of texts: made where a page names one."""

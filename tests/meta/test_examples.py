@@ -6,6 +6,8 @@ from pathlib import Path
 import fresh
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
 SOURCE = EXAMPLES[0].parent.parent / "src"
 

@@ -234,6 +234,7 @@ def test_a_sample() -> None:
 # The runner
 
 
+@pytest.mark.slow
 def test_every_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = project(tmp_path, [mutant(*fate) for some in FATES.values() for fate in some])
     before = content(root)

@@ -51,6 +51,7 @@ def native_project(folder: Path) -> Path:
     return project(folder, [Mutant(*fate[:3], "tests/fake/test_native.py::test_sum") for fate in NATIVE_FATES], NATIVE)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_cpp_is_compiled_in_the_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One job: the Python mutants come last, on the library of the restored sources."""

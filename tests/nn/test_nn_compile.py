@@ -14,6 +14,8 @@ import headwise
 from headwise.nn import InnerAttention, MultiHeadAttention, Rotary
 from headwise.testing import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 B, T, S, H, K, D, V, M = 2, 17, 19, 6, 3, 7, 11, 13
 
 

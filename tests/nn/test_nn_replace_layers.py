@@ -127,6 +127,7 @@ def test_what_is_there_stays_there() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 def test_compiled_in_one_graph() -> None:
     encoder, x = replace(Encoder(batch_first=True, nested=False)), torch.randn(B, S, M + 3)

@@ -17,6 +17,8 @@ import headwise
 from headwise.ops.native.library import error_for
 from headwise.testing import assert_same_bits, make_qkv
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_op_compiles_and_exports() -> None:
     """The tests of compiled_op.py, in a process without the shape checker."""

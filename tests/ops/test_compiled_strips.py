@@ -1,6 +1,9 @@
 """Calls of more query rows than one strip has, under torch.compile: the tests of compiled_strips.py."""
 
 import fresh
+import pytest
+
+pytestmark = pytest.mark.slow
 
 
 def test_compiled_calls_of_several_strips() -> None:

@@ -17,6 +17,8 @@ import pytest
 
 from headwise.ops.native.library import error_for
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 CASES = [(way, place) for way in first_calls.WAYS for place in first_calls.PLACES]
 CASES = [case for case in CASES if first_calls.fits(*case)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fresh
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("onnxscript", reason="onnxscript, by which torch.onnx exports, is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fresh
+import pytest
+
+pytestmark = pytest.mark.slow
 
 
 def test_no_option_pins_a_size() -> None:

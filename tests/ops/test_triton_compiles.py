@@ -17,7 +17,11 @@ from triton_cases import needs_triton
 
 from headwise.ops.triton.launch import shapes
 
-pytestmark = [needs_triton, pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")]
+pytestmark = [
+    pytest.mark.slow,
+    needs_triton,
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux"),
+]
 BUILDS = Path(__file__).parents[1] / "helpers" / "triton_builds.py"
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """The most shared memory of a block, in bytes (CUDA's tables of technical specifications)."""

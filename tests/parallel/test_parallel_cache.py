@@ -12,7 +12,7 @@ from shard_cases import Case
 from headwise.cache import KVCache
 from headwise.parallel.cache.ownership import TokenOwnership
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
 

@@ -8,7 +8,7 @@ import ranks
 import shard_lists
 from shard_lists import Rolling
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 
 @pytest.mark.parametrize("world", [2, 3])

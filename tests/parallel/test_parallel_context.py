@@ -20,6 +20,8 @@ from context_cases import (
     messages_unlike,
 )
 
+pytestmark = pytest.mark.slow
+
 WORLDS = {2: 150, 3: 110, 4: 60, 8: 24}
 
 

@@ -9,6 +9,8 @@ import ranks
 
 from headwise.parallel import RankError, RankMismatch
 
+pytestmark = pytest.mark.slow
+
 ENDED = "rank 1 has ended: its connection is closed"
 CAUSES = {
     ("hangs", "before"): "rank 1 sent nothing for 4 s: it hangs, or is busy with other work",

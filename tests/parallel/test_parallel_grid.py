@@ -10,7 +10,7 @@ from headwise.plan.model.model import model_of
 from headwise.plan.ranks.communication import Link
 from headwise.plan.ranks.mesh import Grid, mesh_cost
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 
 @pytest.mark.parametrize("world", [2, 3])

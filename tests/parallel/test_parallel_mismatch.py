@@ -10,6 +10,8 @@ import torch
 
 from headwise.parallel.context_layouts.agreement import digest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype, wide", [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)])
 def test_a_rank_without_heads_has_the_lse_of_the_others(dtype: torch.dtype, wide: torch.dtype) -> None:

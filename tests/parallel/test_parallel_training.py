@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from headwise.distributed import messages
 from headwise.distributed.messages import ReceiveBuffer
 from headwise.parallel import Comm
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 
 
 @pytest.mark.parametrize("world", [3, 4])

@@ -7,6 +7,8 @@ import pytest
 import rank_cases
 import ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_each_rank_answers():
     assert ranks.pool(2).run(rank_cases.total, 2.0) == [6.0, 6.0]

@@ -191,6 +191,7 @@ def test_any_value_in_any_field_is_answered_or_refused(model_type: str) -> None:
                 assert result.model.total_parameters() > 0
 
 
+@pytest.mark.slow
 def test_many_layers_are_answered_all_the_same() -> None:
     start = time.process_time()
     result = plan.of({**SMALL, "num_hidden_layers": 10_000}, context=100, bandwidth=1e12)
@@ -234,6 +235,7 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.slow
 def test_the_slowest_and_the_fastest_machine() -> None:
     """Every time and rate is a number still: a model of a few weights, and slowly the largest cache there may be."""
     least = {**SMALL, "hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 1,

@@ -160,6 +160,7 @@ def test_a_state_for_which_there_is_no_room_is_told_by_its_name(tmp_path: Path) 
     assert str(caught.value) == line and not os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_of_its_state_is_cleared_by_the_next(tmp_path: Path) -> None:
     code = "import os, test_reshape_distill as here; os.fsync = lambda _: os.kill(os.getpid(), 9); "
     code += "here.run(here.Model(1), here.DistillConfig(2, rows=1, length=9), state='state.pt')"

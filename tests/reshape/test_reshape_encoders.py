@@ -146,6 +146,7 @@ print(type(transformers.AutoTokenizer.from_pretrained(sys.argv[1])).__name__)
     assert "import headwise.hf" in (result / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_proof_runs_in_a_fresh_process(folder: Any, tmp_path: Path) -> None:
     with hf.checkpoint(folder("distilbert")) as opened:
         facts = reshape.prune(opened, tmp_path / "pruned", heads=UNEVEN, proof=reshape.Proof(speed=False))

@@ -36,6 +36,7 @@ def sweep() -> Iterator[dict[str, Any]]:
         yield json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_every_fault_leaves_a_whole_checkpoint_or_none(sweep: dict[str, Any]) -> None:
     """Nothing half-written stays but by a kill or a dead disk, the source is as it was, and the next run succeeds."""

@@ -142,6 +142,7 @@ def test_a_result_that_differs_is_never_there(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.slow
 def test_the_proof_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     source, row = tmp_path / "source", FAMILIES["mixtral"]
     quiet(lambda: row.build().to(torch.bfloat16).save_pretrained(source, max_shard_size="9KB"))
