@@ -1,8 +1,8 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
 #   make tour            write tour.html: one page in which the packaged model runs
-#   make test            lint, types, docs, four drawn mutants and the tests, in six minutes; of the widest sweeps a share, the same every day
-#   make test SLOW=1     the same with the tests that compile, open a browser or start processes: what CI runs
+#   make test            lint, types, docs and the tests, in six minutes; of the widest sweeps a share, the same every day
+#   make test SLOW=1     what CI runs: with the tests that compile, open a browser or start processes, and four drawn mutants
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
 #   make bench           the benchmarks; rows land in benchmarks/results
@@ -46,7 +46,7 @@ tour: $(VENV)/.native
 
 # Two by two what keeps one core busy; then pytest, which keeps both.
 test: $(VENV)/.test
-	@$(MAKE) --no-print-directory -j 2 types docs lint mutants-sample
+	@$(MAKE) --no-print-directory -j 2 types docs lint $(if $(SLOW),mutants-sample)
 	@$(MAKE) --no-print-directory pytest
 
 test-all:

@@ -70,6 +70,7 @@ def test_circuits_are_what_the_function_gives(tiny: Any, tmp_path: Path) -> None
     assert len(re.findall(r"│ +\d │ +\d │ +[\d.]+ │ +-?[\d.]+ │", shown)) == 32
 
 
+@pytest.mark.slow
 def test_circuits_name_heads_by_the_roles_of_a_look(tiny: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ids, _ = tiny.encode(TEXT)
@@ -156,6 +157,7 @@ def test_a_mask_token_is_for_encoders_alone(tiny: Any) -> None:
     assert tiny.decode(int(tiny.encode("cat")[0][0, -1])) in "cat"
 
 
+@pytest.mark.slow
 def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text(TEXT)

@@ -76,6 +76,7 @@ def spread(data: Tensor, step: int) -> Tensor:
     return wide[..., ::step].copy_(data)
 
 
+@pytest.mark.slow
 @natives
 @pytest.mark.parametrize("T", ROWS)
 def test_every_byte_but_zero_is_true(backend: str, T: int) -> None:

@@ -69,6 +69,7 @@ def test_every_length(backend: str, dtype: torch.dtype) -> None:
                 attempt((T, S, pool), right_again, Sizes(1, 2, 1, T, S, 5, 5), dtype, headwise.causal(), pool)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("S", [1023, 1024, 1025])

@@ -14,6 +14,7 @@ needs_accelerate = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param("trainer", marks=needs_accelerate), "ddp", "fsdp", "selective"])
 def test_the_first_step_gives_the_gradients_of_eager(way: str) -> None:
     code = "import sys, first_steps; getattr(first_steps, sys.argv[1])()"

@@ -51,6 +51,7 @@ def test_there_are_ten_families() -> None:
     assert len({row.name.split()[0] for row in HYBRIDS}) >= 10
 
 
+@pytest.mark.slow
 @HYBRID
 @pytest.mark.parametrize("kind", ["static", "paged"])
 @pytest.mark.parametrize("side", ["none", "left"])

@@ -27,6 +27,7 @@ print(model.config._attn_implementation, "headwise.hf" in sys.modules)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 @pytest.mark.parametrize("kind", ["headwise", "own code", "sdpa"])

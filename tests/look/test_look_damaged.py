@@ -75,6 +75,7 @@ def _curve() -> Curve:
     return Curve("m", {"self": 0.4, "induction": 0.4}, (Point(7, 0.5, {"loss": 2.5}, score, {"self": ((0, 0),)}),))
 
 
+@pytest.mark.slow
 def test_a_look_with_anything_wrong_is_refused_or_drawn(tmp_path: Path) -> None:
     plain, refused, read = LOOK, 0, 0
     failed: list[str] = []

@@ -89,6 +89,7 @@ def wanted(p: Tensor, signs: list[list[int]], passage: Passage, name: str, h: in
     return total, count, uniform, against / max(others, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True], ids=["plain", "a norm behind"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_the_score_is_attention_to_names_whose_values_have_the_sign(norm: Any, behind: bool) -> None:

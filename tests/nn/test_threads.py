@@ -156,6 +156,7 @@ def measurements(model: nn.Module, arguments: dict[str, Any]) -> list[Callable[[
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "Llama GQA"])
 def test_another_thread_may_run_the_model_in_the_middle(kind: str, other: Any) -> None:
     """Wherever a measurement is in the model: here after each of its matrices and norms."""

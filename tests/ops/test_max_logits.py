@@ -126,6 +126,7 @@ def test_empty_calls() -> None:
     assert attention_max_logits(query[:0], key[:0], value[:0])[1].tolist() == [-torch.inf] * H
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.unchecked
 @pytest.mark.parametrize("learns", [False, True])

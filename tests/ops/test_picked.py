@@ -237,6 +237,7 @@ def test_memory_does_not_grow_with_the_keys() -> None:
     assert seen.most <= max(picked_keys.BLOCK_BYTES // 4, S * D) < T * n * D < T * S
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.unchecked
 @pytest.mark.parametrize("learns", [False, True])

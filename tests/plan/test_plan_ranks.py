@@ -265,6 +265,7 @@ def test_every_rank_holds_all_towers_and_the_text_model_s_share() -> None:
     assert held[0] - held[1] == tower > 0 and held[1] < text.stored_bytes()
 
 
+@pytest.mark.slow
 def test_what_a_plan_leaves_out_is_told_over_ranks_too() -> None:
     left_out = plan.of("gpt-3", context=99).notes
     assert left_out[0].startswith("every other layer of the original is locally banded")
@@ -298,6 +299,7 @@ def test_a_floor_reads_states_and_scales() -> None:
         assert floor.bytes == costs.weight_bytes_read(model, floor.batch) + floor.batch * kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_on_one_rank_a_model_costs_what_it_costs(name: str) -> None:
     """To the last operation and byte, as the plan of one machine counts them; there is nothing to send."""

@@ -198,6 +198,7 @@ def test_many_layers_are_answered_all_the_same() -> None:
     assert result.model.total_parameters() > 10_000 * 64 and time.process_time() - start < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", PAYLOADS[::3])
 def test_hostile_words_are_told_harmlessly(payload: str) -> None:
     with pytest.raises(ValueError) as caught:

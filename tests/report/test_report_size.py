@@ -22,6 +22,7 @@ from headwise.report import numbers as numbers_module
 LIMIT = 2_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "heads"), [(12, 12), (32, 32)])
 def test_incompressible_maps_keep_below_two_megabytes(layers: int, heads: int, tmp_path: Path) -> None:
     size = report.write(random_look(layers, heads), tmp_path / "r.html")
@@ -30,6 +31,7 @@ def test_incompressible_maps_keep_below_two_megabytes(layers: int, heads: int, t
     assert sum(a * b for a, b in zip(data["maps"]["rows"], data["maps"]["columns"], strict=True)) == len(inflated(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("played", [3, 99])
 def test_many_heads_with_their_scores_keep_to_the_budget(played: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 x 64, as a sixteenth of the heads in a sixteenth of the room; all roles of texts and copies."""

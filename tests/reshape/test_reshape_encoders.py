@@ -243,6 +243,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, ["prune", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 @pytest.mark.parametrize("by", ["importance", "ablation", "redundancy", "random"])
 def test_the_command_ranks_heads_of_a_bare_encoder_and_of_classifiers(by: str, folder: Any) -> None:
