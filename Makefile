@@ -53,7 +53,7 @@ test-all:
 	@$(MAKE) --no-print-directory test SLOW=1 DRAW=1
 
 # What most faults show in: the meaning in every backend, masks, errors, caches, the rooms' rules, the planner, the command line.
-CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers malformed \
+CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers \
          mask_tiles masks_algebra meaning native_binding native_gradients native_maps native_refusals nn_cache nn_errors \
          nn_multihead plan plan_heads report_disk statistics testing weights
 # A name that matches no file reaches pytest as it is, which then runs nothing and fails.
