@@ -75,7 +75,7 @@ def click(page: Any, selector: str) -> None:
 
     A section that is drawn meanwhile may move the button between press and release, and a browser then sends no click.
     """
-    page.evaluate("window.headwise.drawAll()")
+    page.evaluate("window.headwise.drawAll(false)")
     page.locator(selector).click()
 
 
@@ -292,15 +292,17 @@ def test_hostile_text_is_shown_and_does_nothing(visit: Any) -> None:
     page = visit()
     elements = "document.querySelectorAll('script, iframe, img, object, embed, link, base, form, style').length"
     before = page.evaluate(elements)
+    until(page, "window.headwise.counts.draws['type draw'] >= 1")
     for start in drawn(range(0, len(PAYLOADS), 9), most=3):
         text = "".join(PAYLOADS[start : start + 9]).encode("utf-8", "ignore").decode()
+        drawn_before = page.evaluate("window.headwise.counts.draws['type draw']")
         page.evaluate(
             "(text) => { const box = document.getElementById('text'); box.value = text; box.oninput(); }",
             text,
         )
-        shown = "[...document.querySelectorAll('#tokens .token')].map((n) => n.textContent).join('')"
-        page.wait_for_timeout(400)
-        until(page, f"{shown}.length > 3 && document.getElementById('text').value.length > 0")
+        until(page, f"window.headwise.counts.draws['type draw'] > {drawn_before}")
+        shown = "[...document.querySelectorAll('#tokens .token')].map((n) => n.textContent).join('').length"
+        assert page.evaluate(shown) > 3 and page.evaluate("document.getElementById('text').value.length") > 0
     page.evaluate("window.headwise.drawAll()")
     assert page.evaluate(elements) == before
 
@@ -335,7 +337,7 @@ def test_one_token_at_a_time(visit: Any) -> None:
 
 def test_every_control_has_a_name_and_ids_are_one_each(visit: Any) -> None:
     page = visit()
-    page.evaluate("window.headwise.drawAll()")
+    page.evaluate("window.headwise.drawAll(false)")
     nameless = page.evaluate(
         """[...document.querySelectorAll('button, select, input, textarea, [tabindex="0"], [role=img]')]
         .filter((n) => !(n.getAttribute('aria-label') || n.getAttribute('aria-labelledby') ||

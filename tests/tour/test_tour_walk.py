@@ -44,11 +44,17 @@ def visit(browser: Any, written: Path) -> Iterator[Any]:
 
 
 def rest(page: Any) -> None:
-    """Waits until the page has drawn nothing for a second."""
+    """Waits until what is near the view is drawn and measured, and a look after it finds nothing more to do."""
     said = None
     for _ in range(60):
-        page.wait_for_timeout(1000)
-        now = page.evaluate("[document.documentElement.dataset.settled, document.documentElement.scrollHeight].join()")
+        page.wait_for_timeout(100)  # a scroll is told to the observers of the sections a frame or two later
+        now = page.evaluate(
+            """async () => {
+              await window.headwise.refresh();
+              const { layers, draws } = window.headwise.counts;
+              return JSON.stringify([layers, draws, scrollY, document.documentElement.scrollHeight]);
+            }"""
+        )
         if now == said:
             return
         said = now
@@ -112,7 +118,7 @@ def test_the_contents_are_numbered_as_the_sections_are(visit: Any) -> None:
 
 def test_verdicts_are_explained_before_the_first_and_at_the_ledger(visit: Any) -> None:
     page = visit()
-    page.evaluate("window.headwise.drawAll()")
+    page.evaluate("window.headwise.drawAll(false)")
     assert page.eval_on_selector_all("#verdicts dt", "(all) => all.map((node) => node.textContent)") == list(
         page_module.VERDICTS
     )

@@ -85,7 +85,8 @@ window.headwise = Object.freeze({
   forward: (ids, options, more) => model.forward(ids, { ...plainOptions(), ...options }, more),
   model: () => model,
   state: () => ({ ...snapshot(), changes: changes() }),
-  drawAll: () => drawAll(),
+  drawAll: (claims) => drawAll(claims),
+  refresh: () => refresh(),
 });
 
 begin();

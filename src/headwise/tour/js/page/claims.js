@@ -102,11 +102,11 @@ async function measureNear() {
   }
 }
 
-// Resolves when all that is near is drawn and measured.
-async function refresh() {
+// Resolves when all that is near is drawn and, with `claims`, measured.
+async function refresh(claims = true) {
   showing ??= work(FIGURE, drawStale).finally(() => (showing = null));
   measuring ??= measureNear().finally(() => (measuring = null));
-  await Promise.all([showing, measuring]);
+  await Promise.all([showing, claims && measuring]);
   await Promise.all(slow);
   arrive();
   document.documentElement.dataset.settled = String(Number(document.documentElement.dataset.settled ?? 0) + 1);
@@ -125,9 +125,9 @@ function watchSections() {
   };
   observe("seen", "0px");
   observe("near", "60% 0px");
-  const all = () => {
+  const all = (claims) => {
     for (const part of sections.values()) part.near = true;
-    return refresh();
+    return refresh(claims);
   };
   window.addEventListener("beforeprint", () => {
     all();
