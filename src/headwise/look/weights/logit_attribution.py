@@ -17,7 +17,7 @@ from ...shapes.arguments import check_counts, check_functions
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
 from ..interventions.losses import no_loss, readings
-from ..views.tables import Tabled
+from ..views.tables import Tabled, empty_table
 from .attribution import Ending, ending_of, frozen_norm, observed, way
 from .head_matrices import written_by
 
@@ -62,18 +62,13 @@ class Attribution(Tabled):
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads with the largest effects, of either sign."""
-        from rich.table import Table
-        from rich.text import Text
-
         check_counts(most=most)
         direct = sorted((one for one in self.heads if one.effect is not None), key=lambda one: -abs(one.effect or 0.0))
         rest = f", {most} of {len(direct)} heads" if most < len(direct) else ""
         title = f"{self.model}: direct logit of {self.answer!r} minus {self.wrong!r}{rest}"
         heads = sum(one.effect or 0.0 for one in direct)
         caption = f"in logits: all heads {heads:+.3f}, all else {self.rest:+.3f}, together {self.difference:+.3f}"
-        table = Table(title=Text(title, "table.title"), caption=caption)
-        for name in ("layer", "head", "effect"):
-            table.add_column(name, justify="right")
+        table = empty_table(title, ("layer", "head", "effect"), caption=caption)
         for one in direct[:most]:
             table.add_row(str(one.layer), str(one.head), f"{one.effect:+.3f}")
         return table

@@ -21,7 +21,7 @@ from ..collect.moved import lengths
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
 from ..interventions.losses import no_loss, readings
-from ..views.tables import Tabled
+from ..views.tables import Tabled, empty_table
 
 if TYPE_CHECKING:
     import rich.table
@@ -78,14 +78,9 @@ class NormWeighted(Tabled):
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads whose first token has the largest weight."""
-        from rich.table import Table
-        from rich.text import Text
-
         check_counts(most=most)
         title = f"{self.model}: the first token by weight, and by what it moves"
-        table = Table(title=Text(title, "table.title"))
-        for name in ("layer", "head", "weight", "moves", "all keys move"):
-            table.add_column(name, justify="right")
+        table = empty_table(title, ("layer", "head", "weight", "moves", "all keys move"))
         for one in sorted(self.heads, key=lambda one: -one.first)[:most]:
             numbers = (f"{number:.3f}" for number in (one.first, one.first_moved, one.moved))
             table.add_row(str(one.layer), str(one.head), *numbers)
