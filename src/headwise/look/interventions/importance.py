@@ -267,7 +267,7 @@ class Contributions:
     def of(cls, model: nn.Module, text: Reading) -> Contributions:
         """Create the sums for a model; one forward pass on a text finds its output projections."""
         with learning(model):
-            names = output_projections(model, lambda model: text.output(model))
+            names = output_projections(model, text.output)
         return cls({module: model.get_submodule(name) for module, name in names.items()}, {})
 
     def __call__(self, call: AttentionCall, heads: Tensor) -> None:

@@ -14,7 +14,7 @@ from ...files.text import visible
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts
 from ..inputs.ids import check_told, model_name
-from ..interventions.losses import no_loss, one_text, readings
+from ..interventions.losses import SHORT, no_loss, one_text, readings
 from ..records.look_data import LookData
 from ..views.palette import label
 from ..views.tables import Tabled, empty_table
@@ -24,9 +24,6 @@ from .head_matrices import Matrices, matrices
 if TYPE_CHECKING:
     import matplotlib.figure
     import rich.table
-
-SHORT = 8
-"""The number of tokens on which the matrices are measured; the derivative is taken at the last one."""
 
 KINDS = ("q", "k", "v")
 
@@ -205,8 +202,7 @@ def circuits(
     check_told(name, progress)
     model = unwrap(model)
     whole = one_text(ids, 3, "circuits are measured")
-    [short] = readings(model, [whole[:SHORT]], loss=no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [whole], loss=no_loss, mask_id=None, seed=0)
+    short, text = readings(model, [whole[:SHORT], whole], loss=no_loss, mask_id=None, seed=0)
     layers = matrices(model, short)
     tell = progress or (lambda done, total: None)
     kept: dict[str, list[Composition]] = {kind: [] for kind in KINDS}

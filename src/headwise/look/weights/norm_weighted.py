@@ -20,14 +20,11 @@ from ...shapes.arguments import check_counts, check_texts, shown
 from ..collect.moved import lengths
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
-from ..interventions.losses import no_loss, readings
+from ..interventions.losses import SHORT, no_loss, readings
 from ..views.tables import Tabled, empty_table
 
 if TYPE_CHECKING:
     import rich.table
-
-SHORT = 8
-"""The number of tokens on which the output projections are found."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +170,9 @@ def _calls(model: nn.Module, row: Sequence[int]) -> list[tuple[AttentionCall, Te
     """
     if len(row) < 2:
         raise ValueError("norm-weighted attention needs a text of at least 2 tokens; got 1; give a longer text")
-    [short] = readings(model, [row[:SHORT]], loss=no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [row], loss=no_loss, mask_id=None, seed=0)
+    short, text = readings(model, [row[:SHORT], row], loss=no_loss, mask_id=None, seed=0)
     with learning(model):
-        names = output_projections(model, lambda model: short.output(model))
+        names = output_projections(model, short.output)
     with in_eval_mode_without_grad(model), probe(model) as seen:
         text.output(model)
     result = []
