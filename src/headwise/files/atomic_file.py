@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .partial import HAS_LOCKS, clear, hidden_name, hidden_names, is_there, lock
+from .partial import HAS_LOCKS, clear, hidden_name, hidden_names, is_there, lock, sync
 from .text import visible
 
 ENDING = "partial"
@@ -54,7 +54,8 @@ def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
             name, why = visible(os.fspath(path)) + (what and f", {what}"), error.strerror or type(error).__name__
             raise OSError(f"cannot write {name}: {why}; free some space, or give another path") from error
         raise
-    _sync_folder(target.parent)
+    with contextlib.suppress(OSError):  # the file is written; only its name may be lost in a power failure
+        sync(target.parent)
 
 
 def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
@@ -129,13 +130,3 @@ def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
         if not HAS_LOCKS or is_there(descriptor, partial):
             return partial, descriptor
         os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the rename to disk, if the system can sync folders."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from . import partial as hidden
-from .partial import HAS_LOCKS, is_there, lock
+from .partial import HAS_LOCKS, is_there, lock, sync
 from .text import is_utf8
 
 ENDING = "headwise-partial"
@@ -152,21 +152,6 @@ def settle(partial: Path, target: Path) -> None:
             f"{target} is written completely, but the disk did not confirm its name ({error.strerror}); "
             "check the disk, then that the folder exists"
         ) from error
-
-
-def sync(folder: Path) -> None:
-    """Flush the names in a folder to disk, if the system can sync folders."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # Windows cannot open folders; elsewhere a folder may be writable and not readable
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------

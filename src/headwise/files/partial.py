@@ -8,6 +8,7 @@ between its creation and its locking; `is_there` detects this, and it is then cr
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -49,6 +50,21 @@ def is_there(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def sync(folder: Path) -> None:
+    """Flush the names in a folder to disk, if the system can sync folders."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows cannot open folders; elsewhere a folder may be writable and not readable
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def clear(folder: Path, names: re.Pattern[str], remove: Callable[[str], object]) -> None:

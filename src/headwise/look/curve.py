@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from ..files.atomic_file import check_destination, get, put
+from ..files.atomic_file import get
 from ..files.text import visible
 from ..shapes.arguments import check_texts, shown
 from .records.schema import Damaged, plain, record
@@ -216,12 +216,6 @@ def append(path: str | os.PathLike[str], point: Point) -> None:
                 why = error.strerror or type(error).__name__
                 raise OSError(f"cannot write {visible(os.fspath(path))}: {why}; free some space") from error
             raise
-
-
-def rewrite(path: str | os.PathLike[str], curve: Curve) -> None:
-    """Replace the whole file atomically."""
-    check_destination(path)
-    put(lines_of(curve), path)
 
 
 def finite(numbers: Mapping[str, Any]) -> dict[str, float]:

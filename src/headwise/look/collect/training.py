@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...extras import MissingExtra
-from ...files.atomic_file import check_destination
+from ...files.atomic_file import check_destination, put
 from ...shapes.arguments import check_counts, shown
 from .. import curve
 from ..curve import Curve, Point
@@ -177,7 +177,7 @@ class Watch:
             if same:
                 curve.append(self.path, point)
             else:
-                curve.rewrite(self.path, whole)
+                put(curve.lines_of(whole), self.path)
         self.curve = whole
         if self.writer is not None:
             for role in point.scores:
@@ -214,7 +214,7 @@ def _continued(path: str | None) -> Curve:
         return Curve("")
     earlier = curve.read_curve(path)
     if os.path.getsize(path) != len(curve.lines_of(earlier)):
-        curve.rewrite(path, earlier)
+        put(curve.lines_of(earlier), path)
     return earlier
 
 

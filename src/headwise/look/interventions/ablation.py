@@ -15,7 +15,7 @@ from ...nn.hooks.probe import probe
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_functions, shown
 from ..inputs.ids import check_told, model_name
-from ..views.tables import Tabled
+from ..views.tables import Tabled, empty_table
 from .gates import WAYS, LayerHead, Survey, counter, gates_of, off, rises, survey
 from .losses import Loss, Reading, logits_of, readings, texts_of
 
@@ -84,9 +84,6 @@ class Ablation(Tabled):
 
     def table(self) -> rich.table.Table:
         """Return a table of the losses."""
-        from rich.table import Table
-        from rich.text import Text
-
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
         if self.measure == "drift":
             title += ", drift of the embedding, 1 - cosine"
@@ -94,9 +91,7 @@ class Ablation(Tabled):
             "" if self.kl is None else f"; mean KL(original || ablated), of the predictions: {self.kl:.4f} nats/token"
         )
         caption = f"loss and change in nats{moved}" if self.measure == "loss" else None
-        table = Table(title=Text(title, "table.title"), caption=caption)
-        for name in ("off", self.measure, "change"):
-            table.add_column(name, justify="right")
+        table = empty_table(title, ("off", self.measure, "change"), caption=caption)
         rows = [("none", self.before), *((f"{x.layer}.{x.head}", x.loss) for x in self.heads)]
         for what, loss in [*rows, *([("all of them", self.after)] if len(self.heads) > 1 else [])]:
             table.add_row(what, f"{loss:.4f}", f"{loss - self.before:+.4f}" if what != "none" else "")
@@ -104,12 +99,10 @@ class Ablation(Tabled):
 
     def places_table(self) -> rich.table.Table:
         """Return a table of the positions where the next token changed most, with all heads off together."""
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(title="where the next token changed most")
-        for name in ("after token", "KL", "next token: before -> after"):
-            table.add_column(name, justify="right" if name == "KL" else "left")
+        after, changed = "after token", "next token: before -> after"
+        table = empty_table("where the next token changed most", (after, "KL", changed), left=(after, changed))
         for place in self.places:
             changes = "  ".join(f"{x.token!r} {x.before:.3f} -> {x.after:.3f}" for x in place.tokens)
             table.add_row(Text(f"{place.position} {place.token!r}"), f"{place.kl:.3f}", Text(changes))

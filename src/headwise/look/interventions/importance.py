@@ -17,7 +17,7 @@ from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts, check_texts, shown
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
-from ..views.tables import Tabled
+from ..views.tables import Tabled, empty_table
 from .gates import Survey, counter, learning, rises, survey
 from .gradients import gradients, spearman
 from .losses import Loss, Reading
@@ -116,9 +116,6 @@ class Importance(Tabled):
         ``"gradient"`` is divided by the norm of its layer, so it ranks the heads within a layer only: the table is then
         sorted by ``gradient_raw``, the change of the loss, which compares across layers.
         """
-        from rich.table import Table
-        from rich.text import Text
-
         check_counts(most=most)
         by = self.by[0] if by is None else by
         self.scores(by)
@@ -132,10 +129,8 @@ class Importance(Tabled):
         caption = "\n".join(lines) or None
         what = f"loss {self.loss:.3f}" if self.measure == "loss" else "drift of the embedding, 1 - cosine,"
         title = f"{self.model}: {what} on {self.tokens} tokens, sorted by {sorted_by}{rest}"
-        table = Table(title=Text(title, "table.title"), caption=caption)
         columns = [name for one in self.by for name in ([one, "gradient_raw"] if one == "gradient" else [one])]
-        for name in ("layer", "head", *columns):
-            table.add_column(name, justify="right")
+        table = empty_table(title, ("layer", "head", *columns), caption=caption)
         for head in top:
             table.add_row(str(head.layer), str(head.head), *(f"{getattr(head, name):.4f}" for name in columns))
         return table
@@ -272,7 +267,7 @@ class Contributions:
     def of(cls, model: nn.Module, text: Reading) -> Contributions:
         """Create the sums for a model; one forward pass on a text finds its output projections."""
         with learning(model):
-            names = output_projections(model, lambda model: text.output(model))
+            names = output_projections(model, text.output)
         return cls({module: model.get_submodule(name) for module, name in names.items()}, {})
 
     def __call__(self, call: AttentionCall, heads: Tensor) -> None:

@@ -24,6 +24,9 @@ Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 IGNORED, FEW = -100, 8
 TEXTS = ("input_ids", "decoder_input_ids")
+SHORT = 8
+"""The number of tokens of a text on which the parts of a model, such as its output projections, are found."""
+
 MASKED = 0.15
 """The share of words that are masked for an encoder, as in its training (Devlin et al. 2019)."""
 

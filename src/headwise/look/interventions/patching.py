@@ -13,7 +13,7 @@ from ...nn.hooks.unwrap import unwrap
 from ...shapes import describe
 from ...shapes.arguments import check_counts, check_flags, check_functions, shown
 from ..inputs.ids import as_row, check_told, model_name
-from ..views.tables import Tabled
+from ..views.tables import Tabled, empty_table
 from .gates import Place, counter, rises, survey
 from .losses import Loss, logits_in, readings
 
@@ -115,16 +115,15 @@ class Patching(Tabled):
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads with the largest effects, of either sign."""
-        from rich.table import Table
         from rich.text import Text
 
         top = self.best(most)
         rest = f", {len(top)} of {len(self.heads):,} patches" if len(top) < len(self.heads) else ""
         title = f"{self.model}: {self.metric}{rest}"
         caption = f"effect: 0 = as corrupted ({self.corrupted:.3f}), 1 = as clean ({self.clean:.3f})"
-        table = Table(title=Text(title, "table.title"), caption=caption)
-        for name in ("layer", "head", *(("position", "clean", "corrupted") if self.by_position else ()), "effect"):
-            table.add_column(name, justify="left" if name in ("clean", "corrupted") else "right")
+        where = ("position", "clean", "corrupted") if self.by_position else ()
+        columns = ("layer", "head", *where, "effect")
+        table = empty_table(title, columns, left=("clean", "corrupted"), caption=caption)
         for one in top:
             place: list[str | Text] = []
             if one.position is not None:

@@ -20,7 +20,7 @@ from ...ops.statistics.weights import weights
 from ...shapes.arguments import check_counts, check_numbers
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
-from ..views.tables import Tabled
+from ..views.tables import Tabled, empty_table
 from .losses import Reading, no_loss, one_text
 
 if TYPE_CHECKING:
@@ -82,13 +82,8 @@ class Redundancy(Tabled):
 
     def table(self) -> rich.table.Table:
         """Return a table of the clusters, largest first."""
-        from rich.table import Table
-        from rich.text import Text
-
         title = f"{self.model}: heads that do the same, {self.tokens} tokens, distance at most {self.threshold:g}"
-        table = Table(title=Text(title, "table.title"))
-        for name in ("by", "heads", "cluster"):
-            table.add_column(name, justify="right" if name == "heads" else "left")
+        table = empty_table(title, ("by", "heads", "cluster"), left=("by", "cluster"))
         for by, clusters in (("patterns", self.patterns), ("outputs", self.outputs)):
             for cluster in clusters:
                 table.add_row(by, str(len(cluster)), " ".join("{}.{}".format(*head) for head in cluster))
@@ -98,12 +93,8 @@ class Redundancy(Tabled):
 
     def pairs_table(self, most: int = 10) -> rich.table.Table:
         """Return a table of the `most` heads closest to another, by patterns and then by outputs."""
-        from rich.table import Table
-
         check_counts(most=most)
-        table = Table(title="closest heads")
-        for name in ("by", "head", "nearest", "distance, 0 to 1"):
-            table.add_column(name, justify="left" if name == "by" else "right")
+        table = empty_table("closest heads", ("by", "head", "nearest", "distance, 0 to 1"), left=("by",))
         for by in ("pattern", "output"):
             near: dict[frozenset[tuple[int, int]], float] = {}
             for one in self.heads:

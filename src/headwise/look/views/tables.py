@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,6 +66,19 @@ class Tabled:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def empty_table(
+    title: str, columns: Iterable[str], *, left: Collection[str] = (), caption: str | None = None
+) -> rich.table.Table:
+    """Return a Rich table without rows; columns are aligned to the right, but those in `left`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title, "table.title"), caption=caption)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 def _caption(look: LookData, without: Sequence[str]) -> str:

@@ -14,19 +14,16 @@ from ...files.text import visible
 from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts
 from ..inputs.ids import check_told, model_name
-from ..interventions.losses import no_loss, one_text, readings
+from ..interventions.losses import SHORT, no_loss, one_text, readings
 from ..records.look_data import LookData
 from ..views.palette import label
-from ..views.tables import Tabled
+from ..views.tables import Tabled, empty_table
 from .attribution import HeadWrites, writes
 from .head_matrices import Matrices, matrices
 
 if TYPE_CHECKING:
     import matplotlib.figure
     import rich.table
-
-SHORT = 8
-"""The number of tokens on which the matrices are measured; the derivative is taken at the last one."""
 
 KINDS = ("q", "k", "v")
 
@@ -103,7 +100,8 @@ class Circuits(Tabled):
             "Q, K, V: through the reader's queries, keys, values; value: overlap of the weights of both, from 0 to 1;\n"
             "of chance: its multiple of what unrelated weights give"
         )
-        table = _table(f"{self.model}: what heads read of earlier ones", columns, caption)
+        title = f"{self.model}: what heads read of earlier ones"
+        table = empty_table(title, columns, left=("by", "role", "its role"), caption=caption)
         by = {"q": "queries", "k": "keys", "v": "values"}
         for one in self.strongest(most):
             reader, writer = ("{}.{}".format(*place) for place in (one.reader, one.writer))
@@ -146,7 +144,7 @@ class Circuits(Tabled):
             "residual: its part of the final residual; logit: what it adds to that of the next token;\n"
             "copying, suppressing: how often a token is among the 5 that its value raises, or lowers, most"
         )
-        table = _table(f"{self.model}: what heads write", ("layer", "head", *names), caption)
+        table = empty_table(f"{self.model}: what heads write", ("layer", "head", *names), caption=caption)
         for head in self.heads if most is None or len(self.heads) <= most else largest:
             numbers = [getattr(head, name) for name in names]
             table.add_row(str(head.layer), str(head.head), *("-" if x is None else f"{x:.3f}" for x in numbers))
@@ -155,16 +153,6 @@ class Circuits(Tabled):
     @override
     def _tables(self) -> Iterable[rich.table.Table]:
         return self.table(), self.heads_table()
-
-
-def _table(title: str, columns: Sequence[str], caption: str) -> rich.table.Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title, "table.title"), caption=caption)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("by", "role", "its role") else "right")
-    return table
 
 
 def circuits(
@@ -214,8 +202,7 @@ def circuits(
     check_told(name, progress)
     model = unwrap(model)
     whole = one_text(ids, 3, "circuits are measured")
-    [short] = readings(model, [whole[:SHORT]], loss=no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [whole], loss=no_loss, mask_id=None, seed=0)
+    short, text = readings(model, [whole[:SHORT], whole], loss=no_loss, mask_id=None, seed=0)
     layers = matrices(model, short)
     tell = progress or (lambda done, total: None)
     kept: dict[str, list[Composition]] = {kind: [] for kind in KINDS}

@@ -14,12 +14,9 @@ from ...nn.hooks.output_projections import output_projections
 from ...nn.hooks.probe import AttentionCall
 from ...nn.hooks.unwrap import split_over
 from ..interventions.gates import learning
-from ..interventions.losses import no_loss, readings
+from ..interventions.losses import SHORT, no_loss, readings
 from .attribution import ending_of, frozen_norm, observed, way
 from .head_matrices import written_by
-
-SHORT = 8
-"""The number of tokens on which the end of the model is found."""
 
 FEWEST, MOST = 10, 512
 """The fewest and the most tokens that a name is compared with: among a few, one of them is the first in any head."""
@@ -61,7 +58,7 @@ class Copying:
         if ending is None or not ending.factors or ids[-1] >= ending.outputs:
             return None
         with learning(model):
-            projections = output_projections(model, lambda model: short.output(model))
+            projections = output_projections(model, short.output)
         outs, read = observed(model, ending, short)
         chosen = torch.tensor(ids, dtype=torch.long, device="cpu")
         towards: dict[int, Tensor] = {}

@@ -82,7 +82,7 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
         ValueError: no module takes the concatenated heads of an attention module, or it has no residual input (B, T,
             M).
     """
-    names = output_projections(model, lambda model: text.output(model))
+    names = output_projections(model, text.output)
     result: list[Matrices] = []
     sources, read = Sources(), dict[str, list[tuple[Tensor, Tensor]]]()
 

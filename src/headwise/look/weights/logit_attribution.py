@@ -16,16 +16,13 @@ from ...nn.hooks.unwrap import unwrap
 from ...shapes.arguments import check_counts, check_functions
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
-from ..interventions.losses import no_loss, readings
-from ..views.tables import Tabled
+from ..interventions.losses import SHORT, no_loss, readings
+from ..views.tables import Tabled, empty_table
 from .attribution import Ending, ending_of, frozen_norm, observed, way
 from .head_matrices import written_by
 
 if TYPE_CHECKING:
     import rich.table
-
-SHORT = 8
-"""The number of tokens on which the end of the model is found."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +59,13 @@ class Attribution(Tabled):
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads with the largest effects, of either sign."""
-        from rich.table import Table
-        from rich.text import Text
-
         check_counts(most=most)
         direct = sorted((one for one in self.heads if one.effect is not None), key=lambda one: -abs(one.effect or 0.0))
         rest = f", {most} of {len(direct)} heads" if most < len(direct) else ""
         title = f"{self.model}: direct logit of {self.answer!r} minus {self.wrong!r}{rest}"
         heads = sum(one.effect or 0.0 for one in direct)
         caption = f"in logits: all heads {heads:+.3f}, all else {self.rest:+.3f}, together {self.difference:+.3f}"
-        table = Table(title=Text(title, "table.title"), caption=caption)
-        for name in ("layer", "head", "effect"):
-            table.add_column(name, justify="right")
+        table = empty_table(title, ("layer", "head", "effect"), caption=caption)
         for one in direct[:most]:
             table.add_row(str(one.layer), str(one.head), f"{one.effect:+.3f}")
         return table
@@ -132,8 +124,7 @@ def attribute(
     check_told(name, None)
     model = unwrap(model)
     row = as_row(ids)
-    [short] = readings(model, [row[:SHORT]], loss=no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [row], loss=no_loss, mask_id=None, seed=0)
+    short, text = readings(model, [row[:SHORT], row], loss=no_loss, mask_id=None, seed=0)
     ending = ending_of(model, short)
     if ending is None or not ending.factors or max(answer, wrong) >= ending.outputs:
         raise ValueError(
@@ -142,7 +133,7 @@ def attribute(
             "norm after each sum); headwise.look.patch measures any model"
         )
     with learning(model):
-        names = output_projections(model, lambda model: short.output(model))
+        names = output_projections(model, short.output)
     outs, read = observed(model, ending, text)
     with in_eval_mode_without_grad(model):
         towards, difference = _direction(model, ending, read, answer, wrong)

@@ -20,14 +20,11 @@ from ...shapes.arguments import check_counts, check_texts, shown
 from ..collect.moved import lengths
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
-from ..interventions.losses import no_loss, readings
-from ..views.tables import Tabled
+from ..interventions.losses import SHORT, no_loss, readings
+from ..views.tables import Tabled, empty_table
 
 if TYPE_CHECKING:
     import rich.table
-
-SHORT = 8
-"""The number of tokens on which the output projections are found."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +75,9 @@ class NormWeighted(Tabled):
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads whose first token has the largest weight."""
-        from rich.table import Table
-        from rich.text import Text
-
         check_counts(most=most)
         title = f"{self.model}: the first token by weight, and by what it moves"
-        table = Table(title=Text(title, "table.title"))
-        for name in ("layer", "head", "weight", "moves", "all keys move"):
-            table.add_column(name, justify="right")
+        table = empty_table(title, ("layer", "head", "weight", "moves", "all keys move"))
         for one in sorted(self.heads, key=lambda one: -one.first)[:most]:
             numbers = (f"{number:.3f}" for number in (one.first, one.first_moved, one.moved))
             table.add_row(str(one.layer), str(one.head), *numbers)
@@ -178,10 +170,9 @@ def _calls(model: nn.Module, row: Sequence[int]) -> list[tuple[AttentionCall, Te
     """
     if len(row) < 2:
         raise ValueError("norm-weighted attention needs a text of at least 2 tokens; got 1; give a longer text")
-    [short] = readings(model, [row[:SHORT]], loss=no_loss, mask_id=None, seed=0)
-    [text] = readings(model, [row], loss=no_loss, mask_id=None, seed=0)
+    short, text = readings(model, [row[:SHORT], row], loss=no_loss, mask_id=None, seed=0)
     with learning(model):
-        names = output_projections(model, lambda model: short.output(model))
+        names = output_projections(model, short.output)
     with in_eval_mode_without_grad(model), probe(model) as seen:
         text.output(model)
     result = []
