@@ -1,7 +1,7 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
 #   make tour            write tour.html: one page in which the packaged model runs
-#   make test            lint, types, docs and the tests, in six minutes; of the widest sweeps a share, the same every day
+#   make test            lint, types, docs and the tests, in seven minutes; of the widest sweeps a share, the same every day
 #   make test SLOW=1     what CI runs: with the tests that compile, open a browser or start processes, and four drawn mutants
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing

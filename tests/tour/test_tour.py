@@ -303,7 +303,7 @@ def test_hostile_text_is_shown_and_does_nothing(visit: Any) -> None:
         until(page, f"window.headwise.counts.draws['type draw'] > {drawn_before}")
         shown = "[...document.querySelectorAll('#tokens .token')].map((n) => n.textContent).join('').length"
         assert page.evaluate(shown) > 3 and page.evaluate("document.getElementById('text').value.length") > 0
-    page.evaluate("window.headwise.drawAll()")
+    page.evaluate("window.headwise.drawAll(false)")
     assert page.evaluate(elements) == before
 
 
