@@ -61,8 +61,9 @@ def test_importance_is_what_the_function_gives(tiny: Any, tmp_path: Path) -> Non
 def test_circuits_are_what_the_function_gives(tiny: Any, tmp_path: Path) -> None:
     ids, _ = tiny.encode(TEXT)
     expected = circuits(tiny.model, ids, name="headwise tiny")
-    done = runner.invoke(cli.app, ["circuits", "--text", TEXT, "--roles", "none", "--json"])
-    assert json.loads(done.stdout) == json.loads(expected.to_json())
+    path = tmp_path / "circuits.json"
+    done = runner.invoke(cli.app, ["circuits", "--text", TEXT, "--roles", "none", "--json", "--out", str(path)])
+    assert json.loads(done.stdout) == json.loads(path.read_text()) == json.loads(expected.to_json())
     shown = runner.invoke(cli.app, ["circuits", "--text", TEXT, "--roles", "none"], terminal_width=200).stdout
     one = next(one for one in expected.compositions if one.kind == "k")
     row = rf"keys +│ +{one.reader[0]}\.{one.reader[1]} │ +{one.writer[0]}\.{one.writer[1]} │ {one.value:.3f} │"

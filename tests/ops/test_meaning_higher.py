@@ -97,6 +97,23 @@ def test_double_backward_of_what_is_made_of_one_another(name: str, backend: str)
         torch.testing.assert_close(again, once, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
+@pytest.mark.parametrize("name", [*HIGHER, "sinks"])
+def test_double_backward_has_the_options_of_the_call(name: str, backend: str) -> None:
+    options = HIGHER.get(name, {"sinks": torch.tensor([0.3, -0.7])})
+    drawn = make_qkv(1, 2, 1, 5, 7, 3, 11)
+
+    def second(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        cast = {key: x.to(dtype) if isinstance(x, Tensor) else x for key, x in options.items()}
+        q, k, v = (x.to(dtype).requires_grad_() for x in drawn)
+        out = attend(backend, q, k, v, **cast)
+        grads = torch.autograd.grad(out.square().sum(), [q, k, v], create_graph=True)
+        return list(torch.autograd.grad(sum(x.square().sum() for x in grads), [q, k, v]))
+
+    for ours, exact in zip(second(backend, torch.float32), second("reference", torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["vmap", "is_grads_batched"])
 @pytest.mark.parametrize("backend", [*MUST, *BEST])
 def test_many_gradients_at_once_are_the_loop(backend: str, name: str) -> None:
