@@ -77,19 +77,22 @@ def test_one_rank_is_one_machine(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["plain", "windows", "latent"])
-def test_tensor_ranks_share_heads_widths_and_the_table(name: str) -> None:
-    """All ranks together hold everything once, and what is not shared once more for each further rank."""
-    model, n = made(name), 2
+@pytest.mark.parametrize(("name", "n"), [("plain", 2), ("windows", 2), ("latent", 2), ("plain", 6)])
+def test_tensor_ranks_share_heads_widths_and_the_table(name: str, n: int) -> None:
+    """All ranks together hold everything once, and what is not shared once more for each further rank.
+
+    With more ranks than key-value heads, each has the projections of all of these.
+    """
+    model = made(name)
     one = mesh_cost(model, Grid(n, 1, SLOW), 64)
     whole = 0
     for layer in model.layers:
-        shared = {"q_proj", "k_proj", "v_proj", "o_proj"}
+        shared = {"q_proj", "o_proj"} | ({"k_proj", "v_proj"} if layer.num_kv_heads % n == 0 else set())
         bias = layer.d_model * layer.bias.o
         whole += sum(part.parameters for part in layer.parts() if part.name not in shared) + bias
     whole += sum(part.parameters for part in model.others if part.name in ("norms", "final_norm", "router"))
     assert n * one.weight_bytes == model.stored_bytes() + 2 * (n - 1) * whole
-    kv = 1 if name == "latent" else n
+    kv = 1 if name == "latent" else min(n, 2)
     assert kv * one.cache_bytes == costs.cache_bytes(model, 64, 2)
 
 
