@@ -60,7 +60,9 @@ def test_a_gradient_is_two_and_a_half_times_as_much() -> None:
     pairs = B * H * T * T
     for backend in ("native", "sdpa"):
         for mask, share in ((None, 1.0), (headwise.causal(), (T + 1) / (2 * T))):
-            out = headwise.attention(q, k, v, backend=backend, mask=mask)
+            attend = partial(headwise.attention, q, k, v, backend=backend, mask=mask)
+            assert counted(attend) == round(4 * share * pairs * D), (backend, mask)
+            out = attend()
             assert counted(out.sum().backward) == round(10 * share * pairs * D), (backend, mask)
     q, k, v = tensors(grad=True)
     out, lse = headwise.attention(q, k, v, softcap=3.0, return_lse=True)
@@ -73,6 +75,9 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "first keys": lambda: headwise.window(9, first=5) & headwise.lengths(torch.tensor([53, 131])),
     "lengths": lambda: headwise.lengths(torch.tensor([3, 127])),
     "offsets": lambda: headwise.causal(offset=torch.tensor([-5, 41])),
+    "keys from a start": lambda: (
+        headwise.window(9, first=50) & headwise.lengths(torch.tensor([53, 97]), start=torch.tensor([31, 7]))
+    ),
     "segments": lambda: headwise.segments(torch.arange(T)[None] // 23, torch.arange(S)[None] // 31),
     "blocks": lambda: headwise.blocks(17) & headwise.causal(),
 }
