@@ -115,6 +115,8 @@ def test_mentions_beside_empty_nodes_and_in_other_orders() -> None:
         "# global.Entity = entity-GRP-minspan", "1 a X 0 root Entity=(person-7-1", "2 b X 1 dep Entity=person-7)"
     )
     assert annotate.parse(older)[0].sentences[0].mentions == (Mention("7", (0, 1), "person"),)
+    alone = annotate.parse(lines("# global.Entity = entity-GRP-minspan", "1 a X 0 root Entity=(cat)"))
+    assert alone[0].sentences[0].mentions == (Mention("cat", (0,), "cat"),)
 
 
 def test_the_head_of_a_mention() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import headwise
 from headwise import look
-from headwise.look import Repeats
+from headwise.look import Passage, Repeats
 from headwise.look.inputs.ids import IdFacts, check_heads, vocabulary
 from headwise.look.inputs.repeated_tokens import draw, targets
 from headwise.look.roles.catalog import SENTENCES
@@ -109,6 +109,7 @@ class Configured(Tiny):
         (Tiny(), [1, 2], {"readings": {"sentence": []}}, ValueError, "got 'sentence'"),
         (Tiny(), [1, 2], {"readings": {SENTENCES: "a text"}}, TypeError, "is a list of headwise.look.Passage; got 'a"),
         (Tiny(), [1, 2], {"readings": {SENTENCES: [[1, 2]]}}, TypeError, "holds headwise.look.Passage; got [1, 2]"),
+        (Tiny(), [1, 2], {"readings": {SENTENCES: [Passage([1, 61])]}}, ValueError, "0 to 60; got 61 at place 1"),
         (Tiny(), torch.tensor(3), {}, ValueError, "one text at a time, ids (T,) or (1, T); got ()"),
         (Tiny(), torch.zeros(5), {}, TypeError, "the integers a tokenizer gives; got torch.float32; convert"),
         (Tiny(), torch.ones(5, dtype=torch.bool), {}, TypeError, "a tokenizer gives; got torch.bool; convert"),
