@@ -158,6 +158,16 @@ def test_kept_names_layers_as_a_heads_plan_does(before: Look) -> None:
     assert {h.distance for h in comparison.heads} == {0.0} and len(comparison.gone) == 18 and not comparison.guessed
 
 
+def test_kept_counts_layers_without_attention(before: Look) -> None:
+    """In a model of one stack a plan numbers all layers, those without attention too: here the only one is 3."""
+    heads = tuple(replace(head, layer=3) for head in before.heads)
+    hybrid = replace(before, heads=heads, num_layers=4, maps=(), moved=(), neurons=())
+    small = replace(hybrid, heads=tuple(replace(h, head=[2, 5].index(h.head)) for h in heads if h.head in (2, 5)))
+    comparison = look.compare(hybrid, small, kept={"layers": {"3": {"keep": [2, 5]}}})
+    assert [(head.layer, head.head, head.other_head) for head in comparison.heads] == [(3, 2, 0), (3, 5, 1)]
+    assert {head.distance for head in comparison.heads} == {0.0} and not comparison.guessed
+
+
 def test_merged_key_value_heads_change_no_number(before: Look) -> None:
     assert look.compare(before, before, kept={"layers": {"0": {"kv_heads": 2}}}).guessed == ()
 
