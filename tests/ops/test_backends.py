@@ -146,6 +146,9 @@ def test_flex_reads_every_rule_as_it_is_meant(name: str, monkeypatch: pytest.Mon
     for n in (*SIZES, *UNEQUAL):
         mask, (sees, adds) = MASKS[name](n).mask, dense(name, n)
         where = torch.meshgrid(*(torch.arange(size) for size in (n.B, n.H, n.T, n.S)), indexing="ij")
+        if flex.without_form(mask.parts) is not None:
+            assert "picked" in name, name  # the only rule of ours that FlexAttention has no form for
+            continue
         blocks = flex._block_mask(mask, n.T, n.S, torch.device("cpu"))
         score = flex._score_mod(mask, None, n.T, n.S)
         assert blocks is not None or bool(sees.all())
