@@ -76,6 +76,15 @@ class Page:
         assert self.page.url.startswith("file://")
 
 
+def until(page: Any, condition: str) -> None:
+    """Waits for a condition; Playwright's own wait compiles a string, which the page's policy forbids."""
+    for _ in range(400):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never true: {condition}")
+
+
 class Opened(Page):
     """A page with a report in it."""
 

@@ -41,7 +41,6 @@ print("both")
 
 GENERATE = """
 import torch
-import pytest
 import headwise.hf
 from headwise.hf.models.architectures import CACHE
 from hf_models import BY_NAME, token_ids

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import MARKS, Page, launched
+from browsers import MARKS, Page, launched, until
 from draw import drawn
 from hostile import PAYLOADS
 from typer.testing import CliRunner
@@ -59,15 +59,6 @@ def visit(browser: Any, written: Path) -> Iterator[Any]:
     for page in pages:
         page.check_calm()
         page.context.close()
-
-
-def until(page: Any, condition: str, tries: int = 400) -> None:
-    """Waits for a condition; Playwright's own wait compiles a string, which the page's policy forbids."""
-    for _ in range(tries):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError(f"never true: {condition}")
 
 
 def click(page: Any, selector: str) -> None:
@@ -303,7 +294,7 @@ def test_hostile_text_is_shown_and_does_nothing(visit: Any) -> None:
         until(page, f"window.headwise.counts.draws['type draw'] > {drawn_before}")
         shown = "[...document.querySelectorAll('#tokens .token')].map((n) => n.textContent).join('').length"
         assert page.evaluate(shown) > 3 and page.evaluate("document.getElementById('text').value.length") > 0
-    page.evaluate("window.headwise.drawAll(false)")
+    page.evaluate("window.headwise.drawAll()")
     assert page.evaluate(elements) == before
 
 

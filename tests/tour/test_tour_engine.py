@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browsers import MARKS, Page, launched
+from browsers import MARKS, Page, launched, until
 from hostile import PAYLOADS
 from tour_claims import Switches, default_ids, reference, tokenizer
 
@@ -160,13 +160,13 @@ def test_a_change_costs_only_the_layers_behind_it(engine: Any) -> None:
         settled(engine)
         before = engine.evaluate("({ ...window.headwise.counts })")
         engine.locator(f'#switches [data-item="{key}"]').evaluate("(node) => node.click()")
-        wait_until(
+        until(
             engine,
             f"document.getElementById('bar-changes').textContent === 'head {key} off'",
         )
         after = engine.evaluate("({ ...window.headwise.counts })")
         engine.evaluate("document.getElementById('reset').click()")
-        wait_until(engine, "document.getElementById('bar-changes').textContent === 'no change'")
+        until(engine, "document.getElementById('bar-changes').textContent === 'no change'")
         assert [after[name] - before[name] for name in ("layers", "attentions")] == [cost, cost - 1], key
 
 
@@ -175,7 +175,7 @@ def test_prices_cost_only_what_a_head_changes(engine: Any) -> None:
     settled(engine)
     before = engine.evaluate("({ ...window.headwise.counts })")
     engine.evaluate("document.getElementById('price').click()")
-    wait_until(engine, "!document.getElementById('price').disabled")
+    until(engine, "!document.getElementById('price').disabled")
     after = engine.evaluate("({ ...window.headwise.counts })")
     assert [after[name] - before[name] for name in ("layers", "attentions")] == [8 * (4 + 3 + 2 + 1), 8 * (3 + 2 + 1)]
 
@@ -183,14 +183,6 @@ def test_prices_cost_only_what_a_head_changes(engine: Any) -> None:
 def settled(page: Any) -> None:
     """Waits until nothing that is near the view is left to draw or to measure."""
     page.evaluate("window.headwise.refresh()")
-
-
-def wait_until(page: Any, condition: str) -> None:
-    for _ in range(400):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError(f"never true: {condition}")
 
 
 def test_the_weights_are_the_checkpoints(written: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import MARKS, Page, launched
+from browsers import MARKS, Page, launched, until
 
 from headwise import models, tour
 from headwise.tour import page as page_module
@@ -171,11 +171,7 @@ def test_a_change_comes_before_claims(visit: Any) -> None:
         })"""
     )
     assert last["layers"] - first["layers"] in (3, 4) and last["forwards"] - first["forwards"] == 1
-    for _ in range(400):  # all heads are priced afterwards
-        if page.evaluate("window.headwise.counts.forwards") > last["forwards"] + 32:
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError("the claims are no longer measured")
+    until(page, f"window.headwise.counts.forwards > {last['forwards'] + 32}")  # all heads are priced afterwards
 
 
 def test_what_is_out_of_view_is_drawn_when_it_comes_into_view(visit: Any) -> None:
