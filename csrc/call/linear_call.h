@@ -6,7 +6,8 @@
 
 namespace headwise {
 
-constexpr int64_t kLinearRows = 8;  // the most rows of x
+constexpr int64_t kLinearRows = 8;       // the most rows of x
+constexpr int64_t kLinearOutputs = 256;  // the most outputs of an item
 
 struct Linear {
   Dtype dtype = Dtype::f32;  // of x, weight, bias and out: f32, bf16 or f16

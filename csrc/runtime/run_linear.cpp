@@ -15,7 +15,7 @@ void linear(const Linear& layer) {
   const Floats packed((kLinearRows + 1) * padded);
   set.pack_linear(layer, packed.data, packed.data + kLinearRows * padded);
   // Whole groups of outputs, so that only the last item has a rest.
-  const int64_t outputs = std::max<int64_t>(1, item_bytes / row_bytes / 8) * 8;
+  const int64_t outputs = std::clamp<int64_t>(item_bytes / row_bytes / 16, 1, kLinearOutputs / 16) * 16;
   const double nanoseconds =
       static_cast<double>(layer.count * row_bytes) / bytes_per_nanosecond * static_cast<double>(layer.R + 1) / 2;
   for_each_item(

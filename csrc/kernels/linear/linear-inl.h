@@ -49,6 +49,7 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
                         int64_t stride, float* sums) {
   using T = typename Read::T;
   constexpr int N = kLinearSums / R;
+  constexpr int64_t kAhead = 512 / sizeof(T);  // that far the CPU's own prefetching does not reach
   const int64_t padded = linear_padded(layer.width), whole = layer.width / Read::kStep * Read::kStep;
   F acc[kLinearSums];
   HW_UNROLL
@@ -66,10 +67,13 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
     }
   };
   for (int64_t i = 0; i < whole; i += Read::kStep) {
-    // The rows after these are prefetched, because the CPU's own prefetching begins anew in each row. Rows of float32
-    // are so long that it does not matter.
     HW_UNROLL
-    for (int n = 0; sizeof(T) == 2 && n < N; ++n) HW_PREFETCH_NEAR(weights + (N + n) * stride + i);
+    for (int n = 0; n < N; ++n) {
+      HW_UNROLL
+      for (int64_t line = 0; line < Read::kStep; line += 64 / int64_t{sizeof(T)}) {
+        HW_PREFETCH_ONCE(weights + n * stride + i + kAhead + line);
+      }
+    }
     step(weights + i, stride, i);
   }
   if (whole < layer.width) {  // nothing behind the end of a row is read
@@ -84,43 +88,46 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
   for (int i = 0; i < kLinearSums; ++i) sums[i] = reduce_add(acc[i]);
 }
 
-// The outputs first <= n < last of R rows of x, starting at row r.
+// The sums of an item for R rows of x, starting at row r, [row][output]. Several runs of neighbouring rows of weights
+// are read side by side, because the CPU's own prefetching follows one run in a page.
 template <class Read, int R>
-static void linear_outputs(const Linear& layer, const float* packed, int64_t r, int64_t first, int64_t last) {
+static void linear_runs(const Linear& layer, const float* packed, int64_t r, int64_t first, int64_t last, float* sums) {
   constexpr int N = kLinearSums / R;
-  const int64_t size = size_of(layer.dtype);
-  const auto* weight = reinterpret_cast<const typename Read::T*>(layer.weight);
-  const auto write = [&](int64_t n, int64_t count, const float* sums) {
-    float outputs[N], bias[N] = {};
-    if (layer.bias) copy_floats(bias, layer.bias + n * size, layer.dtype, 1, count, count);
+  const int64_t run = (last - first) / N, stride = layer.weight_stride;
+  const auto* weights = reinterpret_cast<const typename Read::T*>(layer.weight) + first * stride;
+  const auto add = [&](int64_t n, int64_t from_run_to_run, int runs) {
+    float products[kLinearSums];
+    linear_sums<Read, R>(layer, packed, r, weights + n * stride, from_run_to_run * stride, products);
     for (int row = 0; row < R; ++row) {
-      for (int64_t i = 0; i < count; ++i) outputs[i] = sums[row * N + i] + bias[i];
-      write_floats(layer.out + ((r + row) * layer.count + n) * size, layer.dtype, outputs, count);
+      for (int i = 0; i < runs; ++i) {
+        sums[(r + row) * kLinearOutputs + n + i * from_run_to_run] = products[row * N + i];
+      }
     }
   };
-  float sums[kLinearSums];
-  int64_t n = first;
-  for (; n + N <= last; n += N) {
-    linear_sums<Read, R>(layer, packed, r, weight + n * layer.weight_stride, layer.weight_stride, sums);
-    write(n, N, sums);
-  }
-  for (; n < last; ++n) {  // one row of weights, N times
-    linear_sums<Read, R>(layer, packed, r, weight + n * layer.weight_stride, 0, sums);
-    write(n, 1, sums);
-  }
+  for (int64_t n = 0; n < run; ++n) add(n, run, N);
+  for (int64_t n = run * N; n < last - first; ++n) add(n, 0, 1);  // one row of weights, N times
 }
 
-// `packed`: the rows of x, from `pack_linear`.
+// The outputs first <= n < last, at most kLinearOutputs. `packed`: the rows of x, from `pack_linear`.
 static void run_linear(const Linear& layer, const float* packed, int64_t first, int64_t last) {
   const FlushDenormals flush;
+  alignas(64) float sums[kLinearRows * kLinearOutputs];
   with_weights(layer.dtype, [&](auto read) {
     using Read = decltype(read);
-    if constexpr (Read::kTiles) return linear_tiles<Read>(layer, packed, first, last);
+    if constexpr (Read::kTiles) return linear_tiles<Read>(layer, packed, first, last, sums);
     int64_t r = 0;
-    for (; layer.R - r >= 4; r += 4) linear_outputs<Read, 4>(layer, packed, r, first, last);
-    for (; layer.R - r >= 2; r += 2) linear_outputs<Read, 2>(layer, packed, r, first, last);
-    for (; r < layer.R; ++r) linear_outputs<Read, 1>(layer, packed, r, first, last);
+    for (; layer.R - r >= 4; r += 4) linear_runs<Read, 4>(layer, packed, r, first, last, sums);
+    for (; layer.R - r >= 2; r += 2) linear_runs<Read, 2>(layer, packed, r, first, last, sums);
+    for (; r < layer.R; ++r) linear_runs<Read, 1>(layer, packed, r, first, last, sums);
   });
+  const int64_t n = last - first, size = size_of(layer.dtype);
+  float bias[kLinearOutputs] = {};
+  if (layer.bias) copy_floats(bias, layer.bias + first * size, layer.dtype, 1, n, n);
+  for (int64_t r = 0; r < layer.R; ++r) {
+    float* row = sums + r * kLinearOutputs;
+    for (int64_t i = 0; i < n; ++i) row[i] += bias[i];
+    write_floats(layer.out + (r * layer.count + first) * size, layer.dtype, row, n);
+  }
 }
 
 }  // namespace HW_ISA

@@ -34,37 +34,38 @@ static inline void pack_pairs(const float* HW_RESTRICT x, int64_t padded, int64_
   }
 }
 
-// The outputs first <= n < last of all rows of x. `packed` is [pair of columns][row]. The products of even and of odd
-// steps of 32 columns have sums of their own, so that no product waits for the last. A template, so that no other
-// instruction set has it.
+// The sums of the outputs first <= n < last for all rows of x, [row][output]. `packed` is [pair of columns][row].
+// Sixteen runs of neighbouring rows are read side by side: a page then belongs to one run, which the CPU's own
+// prefetching can follow. The products of even and of odd steps of 32 columns have sums of their own, so that no
+// product waits for the last. A template, so that no other instruction set has it.
 template <class Read>
-static void linear_tiles(const Linear& layer, const float* packed, int64_t first, int64_t last) {
+static void linear_tiles(const Linear& layer, const float* packed, int64_t first, int64_t last, float* sums) {
   [[maybe_unused]] const TileUnit tiles;
   TileCopy copy;
-  alignas(64) float sums[2][W * W];
-  const auto* weights = reinterpret_cast<const uint16_t*>(layer.weight);
-  const int64_t size = size_of(layer.dtype), stride = layer.weight_stride;
-  for (int64_t n = first; n < last; n += W) {
-    const int64_t count = min(last - n, int64_t{W});
-    const uint16_t* weight = weights + n * stride;
+  alignas(64) float products[2][W * W];
+  const int64_t run = (last - first) / W, rest = (last - first) % W;
+  const auto* weights = reinterpret_cast<const uint16_t*>(layer.weight) + first * layer.weight_stride;
+  const auto add = [&](int64_t n, int64_t from_run_to_run, int64_t runs) {
+    const uint16_t* weight = weights + n * layer.weight_stride;
+    const int64_t stride = from_run_to_run * layer.weight_stride;
     tile_zero<0>();
     tile_zero<1>();
     for (int64_t i = 0; i < layer.width; i += 2 * kTileStep) {
-      add_weights<0>(weight + i, stride, count, layer.width - i, packed + i / 2 * W, copy);
+      add_weights<0>(weight + i, stride, runs, layer.width - i, packed + i / 2 * W, copy);
       const int64_t next = i + kTileStep;
       if (next < layer.width) {
-        add_weights<1>(weight + next, stride, count, layer.width - next, packed + next / 2 * W, copy);
+        add_weights<1>(weight + next, stride, runs, layer.width - next, packed + next / 2 * W, copy);
       }
     }
-    tile_store<0>(sums[0], W * 4);
-    tile_store<1>(sums[1], W * 4);
-    float bias[W] = {}, outputs[W];
-    if (layer.bias) copy_floats(bias, layer.bias + n * size, layer.dtype, 1, count, count);
+    tile_store<0>(products[0], W * 4);
+    tile_store<1>(products[1], W * 4);
     for (int64_t r = 0; r < layer.R; ++r) {
-      for (int64_t i = 0; i < count; ++i) outputs[i] = sums[0][i * W + r] + sums[1][i * W + r] + bias[i];
-      write_floats(layer.out + (r * layer.count + n) * size, layer.dtype, outputs, count);
+      float* to = sums + r * kLinearOutputs + n;
+      for (int64_t i = 0; i < runs; ++i) to[i * from_run_to_run] = products[0][i * W + r] + products[1][i * W + r];
     }
-  }
+  };
+  for (int64_t n = 0; n < run; ++n) add(n, run, W);
+  if (rest > 0) add(run * W, 1, rest);
 }
 
 }  // namespace HW_ISA
