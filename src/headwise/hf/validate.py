@@ -9,7 +9,6 @@ The error for `output_attentions` in a config, which transformers allows only fo
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -23,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import ModelError
 from .models.own_attention import family_of, has_own_attention, is_switched
-from .models.support import NAME, outside_text, require_interface, title, unseen_modules
+from .models.support import NAME, outside_text, require_interface, source_of, title, unseen_modules
 from .own_code.switch import switch
 
 _switching: ContextVar[bool] = ContextVar("headwise_switching", default=False)
@@ -220,13 +219,8 @@ def _written(part: type[nn.Module]) -> Iterator[tuple[ModuleType, ast.ClassDef]]
 @cache
 def _classes(file: ModuleType) -> dict[str, ast.ClassDef]:
     """Return the class definitions of a Python module by name; empty for torch and for modules without source text."""
-    if file.__name__.partition(".")[0] == "torch":
-        return {}
-    try:
-        tree = ast.parse(inspect.getsource(file))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    source = "" if file.__name__.partition(".")[0] == "torch" else source_of(file)
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def _constructors(written: ast.ClassDef) -> list[ast.FunctionDef]:

@@ -85,8 +85,8 @@ def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None) -> Mask | None:
-    """Return the headwise mask of a mask function and a padding mask (B, any length), or None if no reader fits.
+def read_mask(function: MaskFunction, frame: Frame) -> Mask | None:
+    """Return the headwise mask of a mask function, or None if no reader fits.
 
     >>> frame = Frame(B=1, T=2, S=4, q_offset=2)
     >>> read_mask(theirs.sliding_window_causal_mask_function(3), frame)
@@ -95,10 +95,7 @@ def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = Non
     True
     """
     rules = _read(function, frame, trusted_readers())
-    if rules is None:
-        return None
-    mask = rules.mask(frame.q_offset - frame.kv_offset)
-    return mask if padding is None else mask & read_padding(padding, frame)
+    return None if rules is None else rules.mask(frame.q_offset - frame.kv_offset)
 
 
 def read_padding(padding: Tensor, frame: Frame) -> Mask:
