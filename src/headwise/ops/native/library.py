@@ -161,8 +161,7 @@ def attend_ends(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     lists = [x or () for x in (rules.segments, rules.maps, rules.dense, rules.alibi, rules.relative)]
     numbers = _Numbers(rules.scale, rules.softcap, rules.low, rules.high, dropout, *map(len, lists))
     single = (query, key, value, rules.sinks, rules.bounds, seed)
-    result: tuple[Tensor, Tensor, Tensor] = _Attend.apply(numbers, *single, *(x for some in lists for x in some))
-    return result
+    return _Attend.apply(numbers, *single, *(x for some in lists for x in some))
 
 
 def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Training:

@@ -59,14 +59,12 @@ class Group:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        size: int = self.mesh.size(self.dim)
-        return size
+        return self.mesh.size(self.dim)
 
     @property
     def rank(self) -> int:
         """The index of this rank in the group."""
-        rank: int = self.mesh.get_local_rank(self.dim)
-        return rank
+        return self.mesh.get_local_rank(self.dim)
 
     def shared(self, x: Tensor) -> Tensor:
         """Return a tensor that all ranks have; its gradient is the sum of the gradients of all ranks."""
@@ -94,8 +92,7 @@ class Group:
     def sum_of(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks, without a gradient: the same bits on each rank."""
         self.agree("a sum over heads", x)
-        total: Tensor = self.comm.all_reduce("heads", x)
-        return total
+        return self.comm.all_reduce("heads", x)
 
     def all_of(self, x: Tensor, axis: int) -> Tensor:
         """Return the concatenated parts of all ranks, of equal shapes, without a gradient."""
