@@ -97,8 +97,7 @@ def _made(
     if inv_freq is not None:
         return torch.tensor(inv_freq, device=device, dtype=dtype)
     pair = torch.arange(0, rotary_dim, 2, device=device, dtype=dtype)
-    frequencies: Tensor = base ** (-pair / rotary_dim)
-    return frequencies
+    return base ** (-pair / rotary_dim)
 
 
 _frequencies = lru_cache(maxsize=64)(_made)  # cached for decode steps on the CPU, one call per token

@@ -114,16 +114,13 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     `_from_latent` for one token.
     """
     parts, H, C = mla._modules, mla.num_heads, mla.kv_lora_rank
-    compress, rotary, up = (
-        parts["kv_a_proj_with_mqa"],
-        parts.get("rotary"),
-        plain_weight(parts["kv_b_proj"], bias=False),
-    )
+    compress, rotary = parts["kv_a_proj_with_mqa"], parts.get("rotary")
+    up = plain_weight(parts["kv_b_proj"], bias=False)
     if rotary is None or not is_step(mla, x, cache, mask, compress) or rotary.head_dim != mla.rope_dim:
         return None
     if type(up) is not nn.Parameter or up.dtype != x.dtype or not (up.is_cpu and x.is_cpu and up.is_contiguous()):
         return None
-    if form != "absorbed" and not (form == "auto" and mla.costs.absorbs_token(cache.lengths)):
+    if form != "absorbed" and not (form == "auto" and mla.costs.cheaper(1, cache.lengths) == "absorbed"):
         return None
     B, R, fused, new = x.shape[0], mla.rope_dim, _queries(mla, parts, x), projected(compress, x)
     plain = type(fused) is type(new) is Tensor and fused.dtype == new.dtype == up.dtype

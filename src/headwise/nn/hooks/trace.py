@@ -19,7 +19,7 @@ from ...shapes.arguments import check_counts, check_flags
 from ..checks import check_input
 from ..gated import GatedMultiHeadAttention
 from ..head_views import join_heads, split_heads
-from ..inner_attention import Inner
+from ..inner_attention import options_of
 from ..multihead import MultiHeadAttention
 from ..rotary import Positions
 from ..torch_multihead import from_torch
@@ -198,7 +198,7 @@ def trace(
             Stage("q_rotary", "R_i q_i", query, "turned by its position"),
             Stage("k_rotary", "R_j k_j", key, "scores now know j - i"),
         ]
-    options = _options(mha.inner)
+    options = options_of(mha.inner)
     if options is not None:
         stages += _scores(options, query, key, mask)
     heads_BHTV = _heads(mha.inner, options, stages[-1], query, key, value, mask)
@@ -358,14 +358,6 @@ class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
-
-
-def _options(inner: object) -> dict[str, Any] | None:
-    """Return the options of the inner part; None if it does not define them."""
-    try:
-        return inner.options() if isinstance(inner, Inner) else None
-    except NotImplementedError:
-        return None
 
 
 def _parameters(mha: MultiHeadAttention) -> dict[str, int]:
