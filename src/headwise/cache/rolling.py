@@ -57,7 +57,7 @@ class RollingCache(PagedCache):
     """
 
     chunk: int
-    keys = None  # type: ignore[assignment]  # not all tokens are stored, so column j is not position j
+    keys = None  # not all tokens are stored, so column j is not position j
 
     def __init__(
         self,
@@ -135,10 +135,8 @@ class RollingCache(PagedCache):
         return window(self.window, offset=offset, first=self.first)
 
     @override
-    def _reserve_step(
-        self,
-    ) -> CacheStep:  # repeated here, because `takes_steps` looks for it only in the class itself
-        return super()._reserve_step()
+    def _reserve_step(self) -> CacheStep:
+        return super()._reserve_step()  # repeated here, because `takes_steps` looks for it only in the class itself
 
     @override
     def _has_room(self) -> bool:

@@ -322,8 +322,7 @@ class Comm:
         try:
             while store is not None:
                 if store.check([self._key(rank)]):
-                    note: dict[str, Any] = json.loads(store.get(self._key(rank)))
-                    return note
+                    return json.loads(store.get(self._key(rank)))
                 if time.monotonic() > until:
                     return None
                 time.sleep(0.02)
