@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..ops.masks.mask import Mask
 from ..ops.native.decode_step import CacheStep
 from ..ops.storage.paged import PAGE
 from ..shapes.arguments import check_counts
-from .checks import check_cache_sizes, check_rows, check_truncate
+from .checks import check_rows, check_truncate
 from .page_pool import PagePool
 from .paged import PagedCache
 
@@ -73,8 +73,7 @@ class RollingCache(PagedCache):
         shared: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "window": window, "chunk": chunk}
-        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
+        check_counts(1, batch=batch, window=window, chunk=chunk)
         check_counts(first=first)
         self.window, self.first, self.chunk, self._remembered = window, first, chunk, 0
         pages = batch * self._pages_of_row

@@ -226,7 +226,7 @@ def explain(
       not flex: FlexAttention has no float64
       not blocks: supports the call, but is slower than a fused kernel
     """
-    refuse_others({name: None for name in options if name not in AttentionKeywords.__optional_keys__})
+    refuse_others(name for name in options if name not in AttentionKeywords.__optional_keys__)
     k, v, layout = parts_of(key, value)
     query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)

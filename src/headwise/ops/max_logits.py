@@ -60,7 +60,7 @@ def attention_max_logits(
         >>> logits
         tensor([9.])
     """
-    refuse_others({name: None for name in options if name not in AttentionKeywords.__optional_keys__})
+    refuse_others(name for name in options if name not in AttentionKeywords.__optional_keys__)
     if any_dtensor(query, key, value):
         raise ValueError(
             "attention_max_logits takes plain tensors; got DTensors: call it on each rank's part, and take the maximum "

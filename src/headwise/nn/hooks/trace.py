@@ -152,13 +152,9 @@ def trace(
     heads flows through the stage "weights", where ``retain_grad`` makes it available. If the inner part is a plain
     function, its scores and weights are unknown, and the table has a note about it.
 
-    Args:
-        mha: The module. A `torch.nn.MultiheadAttention`, also one replaced by `headwise.nn.replace`, is converted first
-            (`headwise.nn.from_torch`), so its projections have headwise's names.
-        x: The input, as in a call of `headwise.MultiHeadAttention`.
-        memory: As in that call.
-        mask: As in that call.
-        positions: As in that call.
+    A `torch.nn.MultiheadAttention`, also one replaced by `headwise.nn.replace`, is converted first
+    (`headwise.nn.from_torch`), so its projections have headwise's names. The other arguments are those of a call of
+    `headwise.MultiHeadAttention`.
 
     Raises:
         TypeError: `mha` is not a `headwise.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or is quantised.

@@ -97,10 +97,17 @@ def _without_gradient(call: Call) -> Result:
     B, H, _, T, S = call.sizes
     gate = None if call.options.gate is None else call.options.gate.expand(B, H, T, call.value.shape[3])
     rules = (*lowered(call.options, T, S), gate, *dropout_of(call))
-    if call.layout is None:
-        return torch.ops.headwise.attend_full(call.query, call.key, call.value, *rules)
-    key_scale, value_scale, *pages = call.layout[:4]
-    return torch.ops.headwise.attend_held(call.query, call.key, key_scale, call.value, value_scale, *pages, *rules)
+    return _forward(call.query, call.key, call.value, call.layout, rules)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, layout: StorageLayout | None, rules: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Run the operator without a gradient; keys and values are plain tensors, or stored as the layout describes."""
+    if layout is None:
+        return native_library.attend_full(query, key, value, *rules)
+    key_scale, value_scale, *pages = layout[:4]
+    return native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
 
 
 def fast_path(
@@ -210,11 +217,7 @@ def _with_rules(
     except (UnsupportedMask, RuntimeError):  # the mask does not fit; the full path raises the error
         return None
     try:
-        if layout is None:
-            out, lse = native_library.attend_full(query, key, value, *rules)
-        else:
-            key_scale, value_scale, *pages = layout[:4]
-            out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
+        out, lse = _forward(query, key, value, layout, rules)
     except RuntimeError as error:
         raise_unless_refused(error)
         return None

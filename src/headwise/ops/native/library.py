@@ -144,9 +144,7 @@ class _Numbers(NamedTuple):
     relative: int
 
 
-def attend_band(query: Tensor, key: Tensor, value: Tensor, scale: float, low: int, high: int) -> Tensor:
-    """Run `attend` with a gradient."""
-    return _AttendBand.apply(query, key, value, scale, low, high)
+attend_band = _AttendBand.apply
 
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:

@@ -153,7 +153,7 @@ class StatisticsOptions(ScoreKeywords, StatisticsSums, total=False):
 
 def _check_names(caller: str, options: Mapping[str, Any]) -> None:
     names = "mask, scale, softcap, sinks, offsets, features, targets and pool"
-    refuse(caller, {name: None for name in options if name not in StatisticsOptions.__optional_keys__}, {}, names)
+    refuse(caller, (name for name in options if name not in StatisticsOptions.__optional_keys__), {}, names)
 
 
 def attention_statistics(
