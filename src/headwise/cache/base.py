@@ -21,7 +21,6 @@ from ..ops.storage.layout import in_one_piece
 from ..ops.storage.packed import BITS
 from ..ops.storage.paged import Paged
 from ..ops.storage.quantized import Quantized
-from ..shapes import default_scale
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
@@ -284,7 +283,7 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
             return None
         storage = self._reserve_step()
         seen = self._in_sight(storage.places, mask)
-        scale = default_scale(self.head_dim) if scale is None else float(scale)
+        scale = self.head_dim**-0.5 if scale is None else float(scale)
         options = ScoreOptions(self._rule(None) & mask if seen is None else mask, scale, softcap, sinks)
         out = decode_step(query, key, value, turn, storage, options, seen)
         if out is not None:

@@ -46,18 +46,12 @@ class Frame:
     positions: Tensor | None = None
     """(B|1, T) positions that replace the indices, as in a packed batch; then T == S, and the offsets are 0."""
 
-    def query_positions(self) -> Tensor:
-        """Return the positions of the queries (B|1, T)."""
-        return self._positions(self.T, self.q_offset)
-
-    def key_positions(self) -> Tensor:
-        """Return the positions of the keys (B|1, S)."""
-        return self._positions(self.S, self.kv_offset)
-
-    def _positions(self, length: int, offset: int) -> Tensor:
+    def places(self) -> list[Tensor]:
+        """Return the positions of the queries (B|1, T) and of the keys (B|1, S)."""
         if self.positions is not None:
-            return self.positions
-        return torch.arange(offset, offset + length, device=self.device)[None]
+            return [self.positions, self.positions]
+        spans = ((self.q_offset, self.T), (self.kv_offset, self.S))
+        return [torch.arange(first, first + n, device=self.device)[None] for first, n in spans]
 
     def is_square_with(self, per_token: Tensor) -> bool:
         """Return True if a (B, n) tensor describes both the queries and the keys."""
@@ -174,8 +168,8 @@ def _sliding_both_ways(cells: Cells, frame: Frame, readers: Readers) -> ClosureR
 
 def _chunked(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     size, first = cells["chunk_size"], cells["left_padding"].to(frame.device)[:, None]
-    positions = (frame.query_positions(), frame.key_positions())
-    return ClosureRules(masks=(segments(*(torch.div(at - first, size, rounding_mode="floor") for at in positions)),))
+    chunks = [torch.div(at - first, size, rounding_mode="floor") for at in frame.places()]
+    return ClosureRules(masks=(segments(*chunks),))
 
 
 def _packed(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
@@ -250,7 +244,7 @@ def _samples() -> dict[str, tuple[ClosureReader, list[MaskFunction]]]:
 @cache
 def trusted_readers() -> Readers:
     """Return the readers that agree with the installed transformers; they are tested once, in about 10 ms."""
-    trusted: dict[CodeType, ClosureReader] = {}
+    trusted: dict[CodeType | None, ClosureReader] = {}
     with torch.device("cpu"):  # independent of the caller's default device
         for name, (reader, functions) in _samples().items():
             code = functions[0].__code__

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...shapes import check_gate, check_sinks, default_scale
+from ...shapes import check_gate, check_sinks
 from ...shapes.arguments import FAR, MOST
 from ..backends.wrappers import gated
 from ..call import Call, Limit, Result
@@ -152,7 +152,7 @@ def fast_path(
         if not all(x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]):
             return None  # with a tensor on meta the call is traced, and its numbers have no meaning
         S = S if layout.table is None else layout.length
-    scale = default_scale(D or 1) if scale is None else scale
+    scale = (D or 1) ** -0.5 if scale is None else scale
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if layout is None and gate is None and sinks is None and softcap is None and return_lse is False:
         band = _NO_BAND if mask is None else mask.simple_band if type(mask) is Mask else None
