@@ -62,7 +62,8 @@ def drawn(mask: Mask, frame: Frame) -> Tensor:
 def test_what_is_read_is_what_transformers_means(name: str) -> None:
     for (kind, frame), (side, pad) in itertools.product(FRAMES.items(), PADDINGS.items()):
         pad = pad if pad is None else pad[:, : frame.q_offset + frame.T].bool()
-        mask = read_mask(FUNCTIONS[name], frame, pad)
+        mask = read_mask(FUNCTIONS[name], frame)
+        mask = mask if mask is None or pad is None else mask & read_padding(pad, frame)
         assert mask is not None, (name, kind)
         assert torch.equal(drawn(mask, frame), truth(FUNCTIONS[name], frame, pad)), (name, kind, side)
         assert not any(isinstance(part, Keep) and part.tensor.shape[2] > 1 for part in mask.parts)
@@ -208,18 +209,13 @@ def test_all_readers_agree_with_the_installed_transformers() -> None:
         assert len(closures.trusted_readers()) == 8
 
 
-def test_factories_that_are_gone_leave_masks_to_be_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is gone takes along its own reader and those that rely on it, and no other."""
+def test_a_factory_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All releases that the package takes have it; without it, masks would silently cost T x S."""
     monkeypatch.delattr(theirs, "sliding_window_overlay")
     closures.trusted_readers.cache_clear()
-    frame = FRAMES["square"]
     try:
-        with logged() as text:
-            assert read_mask(FUNCTIONS["window"], frame) is None
-            assert read_mask(theirs.causal_mask_function, frame) is not None
-        assert "sliding_window_overlay has changed" in text.getvalue() and "evaluated, not read" in text.getvalue()
-        result = headwise_mask(B, 7, 7, mask_function=FUNCTIONS["window"])
-        assert torch.equal(drawn(result.mask, frame), truth(FUNCTIONS["window"], frame, None))
+        with pytest.raises(AttributeError, match="sliding_window_overlay"):
+            read_mask(theirs.causal_mask_function, FRAMES["square"])
     finally:
         closures.trusted_readers.cache_clear()
 
@@ -247,11 +243,6 @@ def test_a_static_step_is_a_tensor_that_shuts_the_unused_room() -> None:
     assert mask[0, 0, 0].tolist() == [0.0] * 5 + [torch.finfo(torch.float32).min] * 4
     every = headwise_mask(B, 1, 9, q_offset=torch.tensor(8), allow_is_bidirectional_skip=True)
     assert type(every) is Tensor and not every.any(), "a tensor also where nothing is shut"
-
-
-def test_the_older_signature_is_understood() -> None:
-    mask = headwise_mask(B, kv_length=9, cache_position=torch.arange(4, 7), mask_function=theirs.causal_mask_function)
-    assert mask.shape == (B, 1, 3, 9) and mask.mask.parts[0].offset == 4
 
 
 def test_the_object_passes_for_a_mask() -> None:

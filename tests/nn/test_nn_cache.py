@@ -13,7 +13,7 @@ import headwise
 from headwise import LatentAttention, MultiHeadAttention
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from headwise.nn import InnerAttention, Rotary
-from headwise.nn.decode.cache_protocol import ModuleCache, Traits, cache_traits
+from headwise.nn.decode.cache_protocol import ModuleCache, chunk_of, has_keys, is_causal
 
 B, T, M, H, K, D = 3, 23, 28, 6, 2, 8
 WINDOW = 5
@@ -200,7 +200,8 @@ def test_the_caches_are_what_modules_ask_for(name: str) -> None:
     cache = CACHES[name]()
     assert isinstance(cache, ModuleCache)
     rolling = name.startswith("rolling")
-    assert cache_traits(cache) == Traits(True, 4 if rolling else None, not rolling, D)
+    assert (is_causal(cache), chunk_of(cache), has_keys(cache)) == (True, 4 if rolling else None, not rolling)
+    assert cache.value_dim == D
 
 
 @pytest.mark.unchecked
@@ -210,13 +211,13 @@ def test_what_a_cache_may_leave_out() -> None:
 
     least: Any = Least()
     keys: Any = Keys()
-    assert cache_traits(least) == Traits(True, None, False, None)
-    assert cache_traits(keys).has_keys
+    assert (is_causal(least), chunk_of(least), has_keys(least)) == (True, None, False)
+    assert has_keys(keys)
     least.keys = torch.zeros(1)
-    assert cache_traits(least).has_keys
+    assert has_keys(least)
     least.keys = None
-    assert not cache_traits(least).has_keys
-    assert not cache_traits(StaticCache(B, K, D, capacity=7, causal=False)).causal
+    assert not has_keys(least)
+    assert not is_causal(StaticCache(B, K, D, capacity=7, causal=False))
 
 
 @pytest.mark.unchecked

@@ -20,6 +20,7 @@ from triton_cases import HAS_TRITON, needs_triton
 import headwise
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from headwise.ops.backends import flex
+from headwise.ops.masks import reads
 from headwise.ops.masks.mask import Mask
 from headwise.ops.row_blocks import row_blocks
 from headwise.testing import make_qkv
@@ -296,10 +297,10 @@ def test_tiles_of_numbers_are_listed_once(make: Callable[[], Mask], monkeypatch:
     assert len(asked) == 1
     headwise.attention(q[:, :, 1:], k, v, mask=make(), backend="flex")
     assert len(asked) == 2, "another size"
-    monkeypatch.setattr(flex, "KEPT", 3)
+    monkeypatch.setattr(reads, "KEPT", 3)
     for S in range(200, 205):
         headwise.attention(q[:, :, :1], k[:, :, :S], v[:, :, :S], mask=make() & headwise.dilated(2), backend="flex")
-    assert len(flex._kept_masks) <= flex.KEPT
+    assert len(reads._kept) <= reads.KEPT
 
 
 def test_tiles_of_tensors_are_listed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +320,6 @@ def test_tiles_of_tensors_are_listed_anew(monkeypatch: pytest.MonkeyPatch) -> No
 def _count_tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     asked: list[tuple[int, int]] = []
     tiles = Mask.tiles
-    monkeypatch.setattr(flex, "_kept_masks", {})
+    monkeypatch.setattr(reads, "_kept", {})
     monkeypatch.setattr(Mask, "tiles", lambda *a, **o: asked.append(a[1:3]) or tiles(*a, **o))
     return asked

@@ -56,7 +56,7 @@ def test_what_comes_lies_on_the_device_of_the_call_where_nothing_goes(monkeypatc
     )
     group = SimpleNamespace(group_name="fake")
     comm = Comm.__new__(Comm)
-    comm.rank, comm.world, comm.timeout, comm._broken, comm._count = 0, 3, 1.0, None, 0
+    comm.rank, comm.world, comm.timeout, comm._broken, comm.count = 0, 3, 1.0, None, 0
     comm._group = lambda: group  # type: ignore[assignment]
     comm.sent, comm.messages = Counter(), Counter()
     meta = torch.device("meta")

@@ -17,10 +17,10 @@ from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
 from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, decode_step, runs_plain
 from ..ops.options import ScoreOptions
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.packed import BITS
 from ..ops.storage.paged import Paged
 from ..ops.storage.quantized import Quantized
-from ..shapes import default_scale
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
@@ -112,11 +112,6 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
     def device(self) -> torch.device:
         """The device of keys and values."""
 
-    @property
-    @abstractmethod
-    def keys(self) -> Tensor | None:
-        """Keys (B, K, S, D) up to the longest row's end; row b has ``lengths[b]``. None if not all keys are stored."""
-
     @abstractmethod
     def view(self) -> tuple[Stored, Stored]:
         """Return keys and values up to the longest row's end, as `headwise.attention` takes them; nothing is copied.
@@ -155,6 +150,11 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
         return causal(offset=offset) if self.causal else EVERYTHING
 
     # -- shared methods ------------------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys (B, K, S, D); row b has ``lengths[b]``. Pages and codes are copied. None if not all are stored."""
+        return in_one_piece(self.view()[0], self._input_dtype)
 
     @property
     def lengths(self) -> list[int]:
@@ -245,8 +245,7 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
     def _attend(self, query: Tensor, mask: Mask | Tensor | None, options: dict[str, Any]) -> Any:
         T, further = self.check_query(query), as_mask(mask)
         key, value = self.view()
-        rules = self._rules_at_columns(query, T, further)
-        return attention(query, key, value, mask=rules, **options)
+        return attention(query, key, value, mask=self._rules_at_columns(query, T, further), **options)
 
     def step(
         self,
@@ -284,7 +283,7 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
             return None
         storage = self._reserve_step()
         seen = self._in_sight(storage.places, mask)
-        scale = default_scale(self.head_dim) if scale is None else float(scale)
+        scale = self.head_dim**-0.5 if scale is None else float(scale)
         options = ScoreOptions(self._rule(None) & mask if seen is None else mask, scale, softcap, sinks)
         out = decode_step(query, key, value, turn, storage, options, seen)
         if out is not None:

@@ -174,16 +174,14 @@ def _define() -> torch.library.Library:
     """Register the operators; they exist as long as the returned library."""
     library = torch.library.Library("headwise", "FRAGMENT")
     tags = (torch.Tag.cudagraph_unsafe,)  # they run Python and may allocate memory
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema, tags=tags)
-    for name, function in (("cache_append", _append), ("cache_attend", _attend), ("cache_positions", _positions)):
-        library.impl(name, function, "CompositeExplicitAutograd")
-    fakes: dict[str, Callable[..., Any]] = {
-        "cache_append": lambda *_: None,
-        "cache_attend": _empty,
-        "cache_positions": lambda handle, rows, T, device: handle.new_empty((rows, T), device=device),
+    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "cache_append": (_append, lambda *_: None),
+        "cache_attend": (_attend, _empty),
+        "cache_positions": (_positions, lambda handle, rows, T, device: handle.new_empty((rows, T), device=device)),
     }
-    for name, fake in fakes.items():
+    for name, (function, fake) in functions.items():
+        library.define(name + SCHEMAS[name], tags=tags)
+        library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"headwise::{name}", fake, lib=library)
     return library
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -32,12 +33,10 @@ def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     probe = torch.empty(0, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
     if size >= _LEAST and hasattr(mmap, "MADV_HUGEPAGE") and _is_plain(probe):
-        try:
+        with suppress(OSError, OverflowError):  # too large; torch raises its own error
             memory = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError):  # too large; torch raises its own error
-            return torch.empty(tuple(shape), dtype=dtype, device=device)
-        start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=-start % HUGE).view(tuple(shape))
+            start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+            return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=-start % HUGE).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from ..ops.native.append import AppendSpan
 from ..ops.native.decode_step import CacheStep
-from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged, gathered
 from ..shapes.arguments import check_counts, check_flags, shown
 from .base import KVCache, Stored
@@ -85,12 +84,6 @@ class PagedCache(KVCache):
     def device(self) -> torch.device:
         return self.pool.store.key.device
 
-    @property
-    @override
-    def keys(self) -> Tensor:
-        """Keys (B, K, S, D) up to the longest row's end, gathered into a copy."""
-        return in_one_piece(self.view()[0], self._input_dtype)
-
     @override
     def _make_room(self, counts: list[int]) -> None:
         lacking = sum(self._lacking(b, n) for b, n in enumerate(counts))
@@ -138,8 +131,7 @@ class PagedCache(KVCache):
         """Write the tokens in one launch, or with padding in one for each row; False if that is not possible."""
         store, columns, table = self.pool.store, self.columns, self._table_of_rows()
         if all(n == key.shape[2] for n in counts):
-            even = len(set(columns)) == 1
-            return store.append(key, value, table=table, **self._columns_of_rows(even))
+            return store.append(key, value, table=table, **self._columns_of_rows(columns, self.device))
         for b, (at, count, start) in enumerate(zip(columns, counts, starts, strict=True)):
             rows, tokens = slice(b, b + 1), slice(start, start + count)
             x, y = key[rows, :, tokens], None if value is None else value[rows, :, tokens]

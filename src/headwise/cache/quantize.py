@@ -145,22 +145,11 @@ def quantization_error(
     sinks: Float[Tensor, " H"] | None = None,
     bits: int = 8,
 ) -> QuantizationError:
-    """Measure the error of keeping these keys and values in 8, 4 or 3 bits for these queries.
+    """Measure the error of keeping these keys and values in `bits` (8, 4 or 3) for these queries.
 
+    The other arguments and the errors are those of `headwise.attention`, of keys and values that are not quantised.
     Both outputs are computed in float32, so that the result is the error of `quantize` alone. This needs the memory of
     float32 copies of key and value; some hundred queries are enough.
-
-    Args:
-        query: (B, H, T, D), float32, bfloat16 or float16; the queries for which the error is measured.
-        key: (B, K, S, D), without quantisation.
-        value: (B, K, S, V).
-        mask: the mask, as in `headwise.attention`.
-        scale: as in `headwise.attention`.
-        softcap: as in `headwise.attention`.
-        sinks: as in `headwise.attention`.
-        bits: 8, 4 or 3.
-
-    Raises the same errors as `headwise.attention`.
 
     >>> source = torch.Generator().manual_seed(0)
     >>> q, k, v = (torch.randn(1, heads, 256, 64, generator=source) for heads in (8, 2, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..ops.masks.mask import Mask
 from ..ops.native.decode_step import CacheStep
 from ..ops.storage.paged import PAGE
 from ..shapes.arguments import check_counts
-from .checks import check_cache_sizes, check_rows, check_truncate
+from .checks import check_rows, check_truncate
 from .page_pool import PagePool
 from .paged import PagedCache
 
@@ -57,7 +57,7 @@ class RollingCache(PagedCache):
     """
 
     chunk: int
-    keys = None  # type: ignore[assignment]  # not all tokens are stored, so column j is not position j
+    keys = None  # not all tokens are stored, so column j is not position j
 
     def __init__(
         self,
@@ -73,8 +73,7 @@ class RollingCache(PagedCache):
         shared: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "window": window, "chunk": chunk}
-        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
+        check_counts(1, batch=batch, window=window, chunk=chunk)
         check_counts(first=first)
         self.window, self.first, self.chunk, self._remembered = window, first, chunk, 0
         pages = batch * self._pages_of_row
@@ -135,10 +134,8 @@ class RollingCache(PagedCache):
         return window(self.window, offset=offset, first=self.first)
 
     @override
-    def _reserve_step(
-        self,
-    ) -> CacheStep:  # repeated here, because `takes_steps` looks for it only in the class itself
-        return super()._reserve_step()
+    def _reserve_step(self) -> CacheStep:
+        return super()._reserve_step()  # repeated here, because `takes_steps` looks for it only in the class itself
 
     @override
     def _has_room(self) -> bool:

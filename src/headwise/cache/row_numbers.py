@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,16 +16,6 @@ class RowNumbers:
     """
 
     _kept_numbers: Mapping[str, tuple[list[int], Tensor]] = {}
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device of keys and values."""
-
-    @property
-    @abstractmethod
-    def columns(self) -> list[int]:
-        """The number of keys in `view` that each row attends: its tokens without those that were dropped."""
 
     def _numbers_on(self, name: str, numbers: list[int], device: torch.device) -> Tensor:
         """Return the numbers as int64 (B,); `name` tells which tensor of an earlier call to begin with.
@@ -45,8 +34,8 @@ class RowNumbers:
         self._kept_numbers = {**self._kept_numbers, name: (list(numbers), kept)}
         return kept
 
-    def _columns_of_rows(self, even: bool) -> dict[str, Any]:
+    def _columns_of_rows(self, columns: list[int], device: torch.device) -> dict[str, Any]:
         """Return the column of each row's next token: a number where rows are even, else a tensor on the device."""
-        if even:
-            return {"column": self.columns[0]}
-        return {"columns": self._numbers_on("columns", self.columns, self.device)}
+        if len(set(columns)) == 1:
+            return {"column": columns[0]}
+        return {"columns": self._numbers_on("columns", columns, device)}

@@ -14,7 +14,6 @@ from typing_extensions import override
 from ..ops.masks.mask import Mask
 from ..ops.native.append import AppendSpan
 from ..ops.native.decode_step import CacheStep
-from ..ops.storage.layout import in_one_piece
 from ..ops.storage.packed import BITS
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
@@ -89,12 +88,6 @@ class StaticCache(KVCache):
     def device(self) -> torch.device:
         return self._store.key.device
 
-    @property
-    @override
-    def keys(self) -> Tensor:
-        """Keys (B, K, S, D) up to the longest row's end: a view; of codes a copy in the dtype of the last tokens."""
-        return in_one_piece(self.view()[0], self._input_dtype)
-
     @override
     def _attend(self, query: Tensor, mask: Mask | Tensor | None, options: dict[str, Any]) -> Any:
         saved = self._is_saved
@@ -134,12 +127,11 @@ class StaticCache(KVCache):
         )
         if self._store.quantize(key, value, spans):
             return
-        whole, even = all(n == key.shape[2] for n in counts), len(set(columns)) == 1
-        at = columns[0]
-        if whole and self.device.type == "cuda" and self._store.append(key, value, **self._columns_of_rows(even)):
+        whole, on_gpu = all(n == key.shape[2] for n in counts), self.device.type == "cuda"
+        if whole and on_gpu and self._store.append(key, value, **self._columns_of_rows(columns, self.device)):
             return
-        if whole and even:
-            self._store.put((slice(None), slice(None), slice(at, at + counts[0])), key, value)
+        if whole and len(set(columns)) == 1:
+            self._store.put((slice(None), slice(None), slice(columns[0], columns[0] + counts[0])), key, value)
             return
         for b, (at, n, start) in enumerate(zip(columns, counts, starts, strict=True)):
             rows, tokens = slice(b, b + 1), slice(start, start + n)

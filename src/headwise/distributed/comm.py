@@ -54,6 +54,7 @@ class Comm:
         timeout: how many seconds it waits for another rank.
         sent: bytes that this rank has sent to others, by kind of operation; headers have the kind "agree".
         messages: the number of messages, by kind of operation.
+        count: the number of operations so far.
     """
 
     _known: dict[str, Comm] = {}  # noqa: RUF012 - shared on purpose: one entry per group
@@ -63,7 +64,7 @@ class Comm:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sent: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
-        self._count = 0
+        self.count = 0
         self._broken: str | None = None
 
     @classmethod
@@ -101,11 +102,6 @@ class Comm:
             raise ValueError("this process group has been destroyed; call Comm.of(group) with another group")
         return group
 
-    @property
-    def count(self) -> int:
-        """The number of operations so far."""
-        return self._count
-
     # -- agreement -----------------------------------------------------------------------------------------------------
 
     @eager
@@ -125,11 +121,11 @@ class Comm:
             RankError: a rank sends an error, has ended or hangs.
         """
         self._check_usable(operation)
-        self._count += 1
+        self.count += 1
         facts = _texts(same)
-        header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
+        header: dict[str, Any] = {"operation": operation, "count": self.count, "same": facts, "own": dict(own or {})}
         if error is not None:
-            header = {"operation": operation, "count": self._count, "error": _message(error)}
+            header = {"operation": operation, "count": self.count, "error": _message(error)}
         headers = self._headers(operation, header)
         if isinstance(error, BaseException):
             raise error
@@ -191,7 +187,7 @@ class Comm:
             step: the step within the operation; both sides pass the same number.
         """
         self._check_usable(kind)
-        tag = _DATA_TAG + self._count % _TAGS + step * _TAGS
+        tag = _DATA_TAG + self.count % _TAGS + step * _TAGS
         return self._post(kind, kind, sends, receives, tag)
 
     @eager
@@ -267,7 +263,7 @@ class Comm:
     def failure(self, operation: str, peer: int, error: Exception) -> RankError:
         """Return the error of an operation that failed while waiting for `peer`; the group cannot be used after it."""
         late = "timed out" in str(error).lower()
-        self._note({"operation": operation, "waits for": peer, "count": self._count, "late": late})
+        self._note({"operation": operation, "waits for": peer, "count": self.count, "late": late})
         rank, text = self._cause(peer, late)
         self._broken = f"rank {rank} {text}"
         return RankError(operation, rank, text)
@@ -322,8 +318,7 @@ class Comm:
         try:
             while store is not None:
                 if store.check([self._key(rank)]):
-                    note: dict[str, Any] = json.loads(store.get(self._key(rank)))
-                    return note
+                    return json.loads(store.get(self._key(rank)))
                 if time.monotonic() > until:
                     return None
                 time.sleep(0.02)

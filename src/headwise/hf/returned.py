@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils.output_capturing import _active_collector  # private API
 
 from ..cache.base import Stored
 from ..ops.attention import attention
@@ -69,9 +70,5 @@ def attend_and_weigh(
 
 def attentions_are_collected() -> bool:
     """Return True if an outer caller requested attentions; most models pass the request only through this collector."""
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # private API: versions without it pass output_attentions as an argument
-        return False
     wanted = _active_collector.get()
     return bool(wanted) and any("attentions" in key for key in wanted)

@@ -9,7 +9,6 @@ The error for `output_attentions` in a config, which transformers allows only fo
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -23,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import ModelError
 from .models.own_attention import family_of, has_own_attention, is_switched
-from .models.support import NAME, outside_text, require_interface, title, unseen_modules
+from .models.support import NAME, outside_text, require_interface, source_of, title, unseen_modules
 from .own_code.switch import switch
 
 _switching: ContextVar[bool] = ContextVar("headwise_switching", default=False)
@@ -106,7 +105,7 @@ def check_what_is_switched() -> None:
 
     @wraps(theirs)
     def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        names = {attn_implementation} if isinstance(attn_implementation, str) else set(_leaves(attn_implementation))
+        names = set(_leaves(attn_implementation))
         before = _switching.get()
         _switching.set(NAME in names or (bool(names & _BACK) and is_switched(self.config)))
         if _switching.get() and isinstance(attn_implementation, str):
@@ -182,12 +181,13 @@ def module_classes(model: type[nn.Module]) -> set[type[nn.Module]]:
     todo = [model]
     while todo:
         part = todo.pop()
+        if part in classes:
+            continue
         classes.add(part)
-        for file, written in _written(part):
-            names = {x.id for init in _constructors(written) for x in ast.walk(init) if isinstance(x, ast.Name)}
-            for named in (getattr(file, name, None) for name in names):
-                values: Iterable[Any] = named.values() if isinstance(named, Mapping) else (named,)
-                todo += [x for x in values if _is_part(x) and x not in classes]
+        for file, x in _constructor(part):
+            named = getattr(file, x.id, None) if isinstance(x, ast.Name) else None
+            values: Iterable[Any] = named.values() if isinstance(named, Mapping) else (named,)
+            todo += [x for x in values if _is_part(x)]
     return classes
 
 
@@ -197,37 +197,27 @@ def _is_part(x: Any) -> bool:
 
 def _table(part: type[nn.Module]) -> Mapping[str, Any] | None:
     """Return the table from which a part selects its attention class by implementation; None if it has no table."""
-    for file, written in _written(part):
-        for init in _constructors(written):
-            for x in ast.walk(init):
-                picks = isinstance(x, ast.Subscript) and ast.unparse(x.slice).endswith("attn_implementation")
-                table = getattr(file, ast.unparse(x.value), None) if picks else None  # type: ignore[attr-defined]
-                if isinstance(table, Mapping):
-                    return table
+    for file, x in _constructor(part):
+        if isinstance(x, ast.Subscript) and ast.unparse(x.slice).endswith("attn_implementation"):
+            table = getattr(file, ast.unparse(x.value), None)
+            if isinstance(table, Mapping):
+                return table
     return None
 
 
-def _written(part: type[nn.Module]) -> Iterator[tuple[ModuleType, ast.ClassDef]]:
-    """Yield the module and the parsed source of a class and of each of its bases up to PreTrainedModel (excluded)."""
+def _constructor(part: type[nn.Module]) -> Iterator[tuple[ModuleType, ast.AST]]:
+    """Yield the nodes of the constructors of a class and of its bases up to PreTrainedModel, each with its module."""
     for base in part.__mro__:
         file = sys.modules.get(base.__module__)
-        if file is not None and base not in PreTrainedModel.__mro__:
-            written = _classes(file).get(base.__name__)
-            if written is not None:
-                yield file, written
+        if file is None or base in PreTrainedModel.__mro__:
+            continue
+        for node in getattr(_classes(file).get(base.__name__), "body", ()):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                yield from ((file, x) for x in ast.walk(node))
 
 
 @cache
 def _classes(file: ModuleType) -> dict[str, ast.ClassDef]:
     """Return the class definitions of a Python module by name; empty for torch and for modules without source text."""
-    if file.__name__.partition(".")[0] == "torch":
-        return {}
-    try:
-        tree = ast.parse(inspect.getsource(file))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _constructors(written: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [node for node in written.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    source = "" if file.__name__.partition(".")[0] == "torch" else source_of(file)
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from ..ops.masks.mask import as_mask
 from ..plan.shape import AttentionShape, memory_widths
 from ..shapes import DTYPES, describe
 from ..shapes.arguments import check_counts, check_tensor, shown, whole_numbers
-from .decode.cache_protocol import cache_traits, rows_of
+from .decode.cache_protocol import is_causal, rows_of
 from .hooks.projections import is_intercepted
-from .latent_costs import check_form
+from .latent_costs import Choice
 
 
 def check_sizes(
@@ -172,9 +172,10 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
 
 def check_latent_call(x: Tensor, cache: Any, lengths: Any, form: str, mask: Any) -> list[int] | None:
     """Check the cache, form and mask of a `LatentAttention` call before the cache changes; see `check_cache`."""
-    check_form(form)
+    if not isinstance(form, str) or form not in get_args(Choice):
+        raise ValueError(f'form is "auto", "expanded" or "absorbed"; got {shown(form)}; "auto" takes the cheaper one')
     as_mask(mask)
-    if cache is not None and not cache_traits(cache).causal:
+    if cache is not None and not is_causal(cache):
         raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
     return check_cache(x, cache, lengths)
 

@@ -6,7 +6,7 @@ weights and checkpoints work as before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -182,11 +182,10 @@ class DropInMultiheadAttention(nn.MultiheadAttention):
         if isinstance(query, Tensor) and query.is_nested:
             return self._nested(query, key, value, key_padding_mask, attn_mask, need_weights, average_attn_weights)
         batched = _check_inputs(self, query, key, value)
-        hidden, ahead = key_padding_mask, attn_mask
-        if not batched:
-            hidden = hidden[None] if isinstance(hidden, Tensor) else hidden
+        if not batched and isinstance(key_padding_mask, Tensor):
+            key_padding_mask = key_padding_mask[None]
         three = self._batch_first(query, key, value, batched)
-        mask = self._mask(three, hidden, ahead, hint=is_causal, need_weights=need_weights)
+        mask = self._mask(three, key_padding_mask, attn_mask, hint=is_causal, need_weights=need_weights)
         out, matrix = self._attend(*three, mask, need_weights)
         if matrix is not None and average_attn_weights:
             matrix = matrix.mean(1)
@@ -293,10 +292,9 @@ FORWARDS.add(DropInMultiheadAttention.forward)
 def _check_inputs(module: DropInMultiheadAttention, query: Any, key: Any, value: Any) -> bool:
     """Check the inputs, and return whether they are batched."""
     widths = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
-    first = cast(Any, query)
     for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
         check_tensor(name, x, "a tensor (T, width) or, batched, of three dimensions")
-        if x.ndim not in (2, 3) or x.ndim != first.ndim or x.shape[-1] != width or x.is_nested:
+        if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != width or x.is_nested:
             raise ValueError(
                 f"query, key and value have two dimensions each, or three with a batch, and widths "
                 f"{tuple(widths.values())}; got {describe(x)} for {name}"

@@ -49,6 +49,14 @@ class Inner(nn.Module):
         )
 
 
+def options_of(inner: nn.Module) -> dict[str, Any] | None:
+    """Return the options of an inner part; None if it does not define them."""
+    try:
+        return inner.options() if isinstance(inner, Inner) else None
+    except NotImplementedError:
+        return None
+
+
 class InnerAttention(Inner):
     """`headwise.attention` with its options fixed.
 

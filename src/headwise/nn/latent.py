@@ -15,11 +15,11 @@ from ..shapes import check_options
 from ..shapes.arguments import check_counts, check_flags, check_span, whole_numbers
 from .attention_mode import check_mode, current_mode, positions_for
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
-from .decode.cache_protocol import ModuleCache, cache_traits, keys_held, positions_of, step
+from .decode.cache_protocol import ModuleCache, keys_held, positions_of, step
 from .decode.fused_step import latent_step, projected
 from .head_views import join_heads, split_heads
 from .hooks.projections import plain_weight
-from .inner_attention import Inner, InnerAttention
+from .inner_attention import Inner, InnerAttention, options_of
 from .latent_costs import Choice, FormCosts, LatentForm, latent_layer, no_matrix, why_absorbed
 from .multihead import Rotate
 from .rotary import Positions, Rotary
@@ -265,8 +265,7 @@ class LatentAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         """Call the inner part."""
-        heads: Tensor = self.inner(query, key, value, mask=mask)
-        return heads
+        return self.inner(query, key, value, mask=mask)
 
     def _attend_latents(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
         """Attend to vectors (B, 1, S, E), or to the keys and values made of them, which a mode makes itself."""
@@ -320,13 +319,6 @@ class LatentAttention(nn.Module):
         options = self.inner.options()
         return options | {"scale": self.head_dim**-0.5} if options.get("scale") is None else options
 
-    def _tells(self) -> bool:
-        """Return whether the inner part defines its options."""
-        try:
-            return bool(self._inner_options())
-        except NotImplementedError:
-            return False
-
     # --- cache --------------------------------------------------------------------------------------------------------
 
     def form(self, queries: int, held: Sequence[int] | None = None) -> LatentForm:
@@ -352,7 +344,8 @@ class LatentAttention(nn.Module):
         if form == "absorbed" and self._up_weight() is None:
             raise TypeError(no_matrix(self.kv_b_proj, "the absorbed form"))
         if cache is None:
-            return (self.form(new) if form == "auto" and self._tells() else form) == "absorbed"
+            tells = options_of(self.inner) is not None
+            return (self.form(new) if form == "auto" and tells else form) == "absorbed"
         return form == "absorbed" or self._absorbs_stored(new, cache, form, mask=mask, lengths=lengths)
 
     @outside_graphs
@@ -376,7 +369,7 @@ class LatentAttention(nn.Module):
         options = {name: option for name, option in self._inner_options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
-        check_latent_values(cache_traits(cache).value_dim, self.kv_lora_rank)
+        check_latent_values(getattr(cache, "value_dim", None), self.kv_lora_rank)
         mixed = step(
             lambda part, held, _, *, mask: held.attend(part, mask=mask, **options),
             cache, query, new, None, lengths=lengths, mask=mask,

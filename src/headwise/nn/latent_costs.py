@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import nn
 
 from ..plan.model.layer import AttentionLayer, Latent
 from ..plan.shape import check_size
-from ..shapes.arguments import check_counts, shown
-from .decode.cache_protocol import ModuleCache, cache_traits
+from ..shapes.arguments import check_counts
+from .decode.cache_protocol import ModuleCache, chunk_of, has_keys
 from .hooks.projections import description
 
 LatentForm = Literal["expanded", "absorbed"]
@@ -89,38 +89,29 @@ class FormCosts:
             "absorbed": self.absorbed_query * queries + self.absorbed_pair * pairs,
         }
 
-    def absorbs_token(self, held: Sequence[int]) -> bool:
-        """Return whether `cheaper` is "absorbed" for one new token per row; fast enough for every decode step.
-
-        >>> costs = FormCosts(expanded_key=8, expanded_pair=3, absorbed_query=8, absorbed_pair=6)
-        >>> [costs.absorbs_token([n]) for n in (0, 1, 2)], [costs.cheaper(1, [n]) for n in (0, 1, 2)]
-        ([False, True, True], ['expanded', 'absorbed', 'absorbed'])
-        """
-        keys = sum(held) + len(held)
-        absorbed = self.absorbed_query * len(held) + self.absorbed_pair * keys
-        return absorbed < (self.expanded_key + self.expanded_pair) * keys
-
-    def cheaper(self, queries: int, held: Iterable[int]) -> LatentForm:
+    def cheaper(self, queries: int, held: Sequence[int]) -> LatentForm:
         """Return the form with fewer multiply-adds if the rows have `held` tokens and append `queries` more.
 
         The whole batch uses one form, so the costs of the rows are added. If they are equal, it is the expanded form.
+        Every decode step calls this, so the sums of `macs` over the rows are computed without a loop.
         """
-        total: dict[LatentForm, int] = {"expanded": 0, "absorbed": 0}
-        for tokens in held:
-            for form, macs in self.macs(queries, tokens + queries).items():
-                total[form] += macs
-        return "absorbed" if total["absorbed"] < total["expanded"] else "expanded"
+        rows = len(held)
+        keys = sum(held) + queries * rows
+        pairs = queries * keys - queries * (queries - 1) // 2 * rows
+        expanded = self.expanded_key * keys + self.expanded_pair * pairs
+        absorbed = self.absorbed_query * queries * rows + self.absorbed_pair * pairs
+        return "absorbed" if absorbed < expanded else "expanded"
 
 
 def why_absorbed(cache: ModuleCache, new: int, stored: Sequence[int], *, masked: bool, padded: bool) -> str:
     """Return why `new` tokens after `stored` cached tokens cannot use the expanded form; empty if they can."""
-    traits = cache_traits(cache)
-    if not traits.has_keys:
+    chunk = chunk_of(cache)
+    if not has_keys(cache):
         return f"{type(cache).__name__} has no keys to read"
     if any(getattr(cache, "dropped", ())):
         return f"{type(cache).__name__} has dropped tokens"
-    if traits.chunk is not None and new > traits.chunk:
-        return f"{type(cache).__name__} takes {traits.chunk} tokens at a time"
+    if chunk is not None and new > chunk:
+        return f"{type(cache).__name__} takes {chunk} tokens at a time"
     if masked and any(stored) and (padded or len(set(stored)) > 1):
         return (
             f"a mask has its place in every row alike, while the rows hold {list(stored)} tokens"
@@ -136,9 +127,3 @@ def no_matrix(kv_b_proj: nn.Module, what: str) -> str:
         f"{description(kv_b_proj)}, which may compute something else; merge adapters and remove hooks, or take "
         'form="expanded", with a cache that has keys'
     )
-
-
-def check_form(form: str) -> None:
-    """Raise ValueError for an unknown form."""
-    if not isinstance(form, str) or form not in get_args(Choice):
-        raise ValueError(f'form is "auto", "expanded" or "absorbed"; got {shown(form)}; "auto" takes the cheaper one')

@@ -11,7 +11,7 @@ from ..plan.shape import BiasOption
 from ..shapes.arguments import check_counts
 from .attention_mode import check_mode, positions_for
 from .checks import check_cache, check_input, check_memory, check_norm, check_part, check_sizes
-from .decode.cache_protocol import ModuleCache, cache_traits, positions_of, step
+from .decode.cache_protocol import ModuleCache, is_causal, positions_of, step
 from .decode.fused_step import multihead_step, projected
 from .head_views import Head, check_heads, fill_heads, join_heads, rows_of, split_heads
 from .hooks.projections import weight_of
@@ -170,7 +170,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Compute the heads of `x` (B, H, T, V) over all tokens in the cache, including those of `x`."""
         as_mask(options["mask"])  # check before the cache changes
-        causal = cache_traits(cache).causal
+        causal = is_causal(cache)
         if not causal and any(cache.lengths):  # the cache already has the memory
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
@@ -202,8 +202,7 @@ class MultiHeadAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Any, value: Tensor | None, **options: Any) -> Tensor:
         """Call the inner part with a mask, and a gate if there is one."""
-        heads: Tensor = self.inner(query, key, value, **options)
-        return heads
+        return self.inner(query, key, value, **options)
 
     def _sources(self, x: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
         """Return the inputs of the key and value projections, (B, S, N) each."""

@@ -97,11 +97,26 @@ def _made(
     if inv_freq is not None:
         return torch.tensor(inv_freq, device=device, dtype=dtype)
     pair = torch.arange(0, rotary_dim, 2, device=device, dtype=dtype)
-    frequencies: Tensor = base ** (-pair / rotary_dim)
-    return frequencies
+    return base ** (-pair / rotary_dim)
 
 
 _frequencies = lru_cache(maxsize=64)(_made)  # cached for decode steps on the CPU, one call per token
+
+
+@lru_cache(maxsize=4)
+def _turned(
+    base: float,
+    rotary_dim: int,
+    inv_freq: tuple[float, ...] | None,
+    interleaved: bool,
+    positions: tuple[int, ...],
+    first: int,
+) -> RotaryStep:
+    """Compute `Rotary.turn`; it is cached, as all layers of a decode step need the same one."""
+    alike = len(set(positions)) == 1
+    at = float(positions[0]) if alike else torch.tensor(positions, device="cpu").float()[:, None]
+    angle = _frequencies(base, rotary_dim, inv_freq) * at
+    return RotaryStep(angle.cos(), angle.sin(), rotary_dim, first, interleaved)
 
 
 class Rotary(nn.Module):
@@ -209,18 +224,17 @@ class Rotary(nn.Module):
         angle = positions.to(dtype)[..., None] * frequencies
         return angle.cos(), angle.sin()
 
-    def turn(self, positions: Sequence[int]) -> RotaryStep:
+    def turn(self, positions: Sequence[int], *, first: int = 0) -> RotaryStep:
         """Return the rotation of one new token per row, with the angles of `forward`, for `step` of a cache.
+
+        `first` is the first rotated number of a key, 0 unless the rotated part is behind others.
 
         Example:
             >>> turn = Rotary(8).turn([5, 5, 5])
             >>> turn.cos.shape, turn.size
             (torch.Size([4]), 8)
         """
-        frequencies = _frequencies(self.base, self.rotary_dim, self.frequencies)
-        alike = len(set(positions)) == 1
-        angle = frequencies * (float(positions[0]) if alike else torch.tensor(positions, device="cpu").float()[:, None])
-        return RotaryStep(angle.cos(), angle.sin(), self.rotary_dim, interleaved=self.interleaved)
+        return _turned(self.base, self.rotary_dim, self.frequencies, self.interleaved, tuple(positions), first)
 
     def _turn(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
         check_tensor("positions", positions, "a tensor (T,) or (B, T), or a pair of them")

@@ -149,16 +149,9 @@ def attention(
 def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | None = None, **options: Any) -> Any:
     """Run `attention` on a part of a call (rows, heads, tokens), with the dropout of the whole call.
 
-    Args:
-        query: as for `attention`.
-        key: as for `attention`.
-        value: as for `attention`.
-        seed: the dropout seed from `seed_of_part`; None without dropout.
-        **options: as for `attention`.
-
-    Raises:
-        ValueError: as `attention`; also with dropout if the native kernel does not support the call, because no other
-            backend can reproduce the dropout of a part.
+    The arguments and errors are those of `attention`, and `seed` is the dropout seed from `seed_of_part`, None without
+    dropout. With dropout, a call that the native kernel does not support raises ValueError, because no other backend
+    can reproduce the dropout of a part.
     """
     if seed is None or query.numel() == 0:
         return attention(query, key, value, **options)
@@ -221,17 +214,8 @@ def explain(
 ) -> Explanation:
     """Explain which backend `attention` would run with these arguments. Nothing is computed.
 
-    If a gradient is needed, the reason also names the method that computes it.
-
-    Args:
-        query: as for `attention`.
-        key: as for `attention`.
-        value: as for `attention`.
-        return_lse: as for `attention`.
-        backend: as for `attention`.
-        **options: mask, scale, softcap, sinks, dropout and gate, as for `attention`.
-
-    Raises the errors of `attention`.
+    The arguments and errors are those of `attention`. If a gradient is needed, the reason also names the method that
+    computes it.
 
     >>> q = torch.randn(1, 4, 9, 16, dtype=torch.float64)
     >>> print(explain(q, q, q, softcap=30.0))  # doctest: +ELLIPSIS
@@ -242,7 +226,7 @@ def explain(
       not flex: FlexAttention has no float64
       not blocks: supports the call, but is slower than a fused kernel
     """
-    refuse_others({name: None for name in options if name not in AttentionKeywords.__optional_keys__})
+    refuse_others(name for name in options if name not in AttentionKeywords.__optional_keys__)
     k, v, layout = parts_of(key, value)
     query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)

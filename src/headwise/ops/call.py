@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..shapes import compute_dtype
 from .options import ScoreOptions
 from .storage.layout import StorageLayout
 
@@ -61,8 +62,7 @@ class Call:
         """Return the call with plain float keys and values, and the query in their dtype."""
         if self.layout is None:
             return self
-        wide = torch.float64 if self.query.dtype == torch.float64 else torch.float32
-        key, value = self.layout.plain(self.key, self.value, wide)
+        key, value = self.layout.plain(self.key, self.value, compute_dtype(self.query))
         return replace(self, query=self.query.to(key.dtype), key=key, value=value, layout=None)
 
     @property

@@ -8,18 +8,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import check_attention
 from .attention import _checked, _choose, _run
 from .autocast import in_autocast_dtype, without_autocast
 from .backends.wrappers import gated
 from .call import Call
+from .native import library as native_library
+from .native.backend import dropout_of
+from .native.mask_arguments import lowered
 from .native.picked_keys import is_picked
-from .native.row_ends import attend_with_ends
 from .nonfinite import mask_nonfinite, show
 from .options import AttentionKeywords
 from .row_blocks import row_blocks, score_block
 from .sharding.dtensor_attention import any_dtensor
 from .torch_keywords import refuse_others
+
+LEAST_SCALE = 1e-30
+"""Up to this scale the native kernel scales scores before its softmax."""
 
 
 def attention_max_logits(
@@ -40,12 +44,7 @@ def attention_max_logits(
     On the CPU the native kernel has this number from the softmax of its only pass, with or without a gradient, and also
     under `torch.compile`. Other backends take a second pass over the scores.
 
-    Args:
-        query: as for `attention`; plain tensors, no cache.
-        key: as for `attention`.
-        value: as for `attention`.
-        backend: as for `attention`.
-        **options: mask, scale, softcap, sinks, dropout and gate, as for `attention`.
+    The arguments are those of `attention`; query, key and value are plain tensors.
 
     Returns:
         out (B, H, T, V), that of `attention` in training, with its gradient; and the logits (H,), float32 (float64 for
@@ -61,23 +60,35 @@ def attention_max_logits(
         >>> logits
         tensor([9.])
     """
-    refuse_others({name: None for name in options if name not in AttentionKeywords.__optional_keys__})
+    refuse_others(name for name in options if name not in AttentionKeywords.__optional_keys__)
     if any_dtensor(query, key, value):
         raise ValueError(
             "attention_max_logits takes plain tensors; got DTensors: call it on each rank's part, and take the maximum "
             "over the ranks"
         )
-    check_attention(query, key, value)
     query, key, value = in_autocast_dtype(query, key, value)
     call = _checked(query, key, value, **options)
     with without_autocast(call.device_type):
         if _choose(call, backend)[0] == "native" and not is_picked(call.options.mask):
-            out, logits_BHT = gated(attend_with_ends)(call)
+            out, logits_BHT = gated(_by_kernel)(call)
         else:
             out, logits_BHT = _run(call, backend)[0], _by_blocks(call)
     assert logits_BHT is not None
     none = logits_BHT.new_full((logits_BHT.shape[1], 1), -torch.inf)  # a batch may be empty
     return out, torch.cat([logits_BHT.transpose(0, 1).flatten(1), none], 1).amax(1)
+
+
+def _by_kernel(call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output, with its gradient, and the largest logit of each row, (B, H, T), without one."""
+    rules = lowered(call.options, *call.sizes[3:])
+    tracing = torch.compiler.is_compiling()
+    attend = torch.ops.headwise.attend_ends if tracing else native_library.attend_ends
+    out, _, ends = attend(call.query, call.key, call.value, *rules, *dropout_of(call))
+    largest, weight = ends.detach()
+    # In these cases the kernel keeps a row's largest score with the scale in it (`scales_first` in csrc).
+    biased = rules.alibi or rules.relative or any(x.is_floating_point() for x in rules.dense or ())
+    scale = 1.0 if biased or rules.softcap > 0 or not rules.scale > LEAST_SCALE else rules.scale
+    return out, (largest * scale).masked_fill(weight.isnan(), torch.nan)
 
 
 def _by_blocks(call: Call) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 OTHERS = {
     "alibi_slopes": "use mask=headwise.alibi(slopes)",
@@ -25,12 +25,12 @@ OTHERS = {
 """The options of torch's SDPA, FlexAttention and MultiheadAttention, and of flash attention."""
 
 
-def refuse(caller: str, others: Mapping[str, object], instead: Mapping[str, str], options: str) -> None:
+def refuse(caller: str, others: Iterable[str], instead: Mapping[str, str], options: str) -> None:
     """Raise TypeError for an option that the caller does not have, with its equivalent or the available options."""
     for name in others:
         raise TypeError(f"{caller} has no option {name!r}; {instead.get(name, f'it has {options}')}")
 
 
-def refuse_others(others: Mapping[str, object]) -> None:
+def refuse_others(others: Iterable[str]) -> None:
     """Raise TypeError for an option that `attention` does not have."""
     refuse("attention", others, OTHERS, "mask, scale, softcap, sinks, dropout, gate, return_lse and backend")

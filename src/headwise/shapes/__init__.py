@@ -148,11 +148,6 @@ def check_head_counts(num_heads: int, num_kv_heads: int, more: str = "") -> None
         )
 
 
-def default_scale(D: int) -> float:
-    """Return the default scale for heads of D numbers: D ** -0.5."""
-    return D**-0.5
-
-
 def check_options(
     query: Tensor | None, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float = 0.0
 ) -> tuple[float, float | None, float]:
@@ -182,7 +177,7 @@ def check_options(
     if sinks is not None and query is not None:
         check_sinks(sinks, query.shape[1], query.device)
     if scale is None:
-        scale = 1.0 if query is None else default_scale(query.shape[3])
+        scale = 1.0 if query is None else query.shape[3] ** -0.5
     return _plain(scale), None if softcap is None else _plain(softcap), _plain(dropout)
 
 

@@ -44,12 +44,9 @@ class StructuralMask(Lazy):
         """Index as any tensor; a slice of the rows makes only those (for models whose last layers run one query)."""
         rest = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else None
         if self._source.tensor is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
-            return self.rows(index[2])
+            rows = slice(*index[2].indices(self.shape[2]))
+            return _additive(self.mask, self.shape, self.dtype, self.device, rows)
         return super().__getitem__(index)
-
-    def rows(self, rows: slice) -> Tensor:
-        """Return a slice of the rows as a tensor."""
-        return _additive(self.mask, self.shape, self.dtype, self.device, slice(*rows.indices(self.shape[2])))
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """Convert as any tensor: a new device gives a structural mask, and torch.bool gives `Hidden`."""
@@ -114,8 +111,8 @@ def _additive(
 
 def headwise_mask(
     batch_size: int,
-    q_length: int | None = None,
-    kv_length: int = 0,
+    q_length: int,
+    kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int | Tensor = 0,
     mask_function: MaskFunction = theirs.causal_mask_function,
@@ -132,9 +129,6 @@ def headwise_mask(
     computes with its mask.
     """
     config, device = options.get("config"), options.get("device", "cpu")
-    if q_length is None:  # transformers before 5.4 passes the positions instead
-        position = options.pop("cache_position")
-        q_length, q_offset = position.shape[0], position[0]
     traced = without_numbers() or torch.jit.is_tracing()
     step = isinstance(q_offset, Tensor) and q_length == 1
     if traced or step:

@@ -46,18 +46,12 @@ class Frame:
     positions: Tensor | None = None
     """(B|1, T) positions that replace the indices, as in a packed batch; then T == S, and the offsets are 0."""
 
-    def query_positions(self) -> Tensor:
-        """Return the positions of the queries (B|1, T)."""
-        return self._positions(self.T, self.q_offset)
-
-    def key_positions(self) -> Tensor:
-        """Return the positions of the keys (B|1, S)."""
-        return self._positions(self.S, self.kv_offset)
-
-    def _positions(self, length: int, offset: int) -> Tensor:
+    def places(self) -> list[Tensor]:
+        """Return the positions of the queries (B|1, T) and of the keys (B|1, S)."""
         if self.positions is not None:
-            return self.positions
-        return torch.arange(offset, offset + length, device=self.device)[None]
+            return [self.positions, self.positions]
+        spans = ((self.q_offset, self.T), (self.kv_offset, self.S))
+        return [torch.arange(first, first + n, device=self.device)[None] for first, n in spans]
 
     def is_square_with(self, per_token: Tensor) -> bool:
         """Return True if a (B, n) tensor describes both the queries and the keys."""
@@ -85,8 +79,8 @@ def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None) -> Mask | None:
-    """Return the headwise mask of a mask function and a padding mask (B, any length), or None if no reader fits.
+def read_mask(function: MaskFunction, frame: Frame) -> Mask | None:
+    """Return the headwise mask of a mask function, or None if no reader fits.
 
     >>> frame = Frame(B=1, T=2, S=4, q_offset=2)
     >>> read_mask(theirs.sliding_window_causal_mask_function(3), frame)
@@ -95,10 +89,7 @@ def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = Non
     True
     """
     rules = _read(function, frame, trusted_readers())
-    if rules is None:
-        return None
-    mask = rules.mask(frame.q_offset - frame.kv_offset)
-    return mask if padding is None else mask & read_padding(padding, frame)
+    return None if rules is None else rules.mask(frame.q_offset - frame.kv_offset)
 
 
 def read_padding(padding: Tensor, frame: Frame) -> Mask:
@@ -146,15 +137,18 @@ def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = No
 
 # -- readers: the variables of a closure and a frame -> ClosureRules, or None if no rule describes it -----------------
 
-Readers: TypeAlias = Mapping[CodeType, Any]
+Readers: TypeAlias = Mapping[CodeType | None, Any]
 """The reader of each closure, by its code."""
 ClosureReader: TypeAlias = Callable[[Cells, Frame, Readers], ClosureRules | None]
 
 
 def _read(function: MaskFunction, frame: Frame, readers: Readers) -> ClosureRules | None:
-    code = getattr(function, "__code__", None)  # a callable object has none
-    reader = None if code is None else readers.get(code)
+    reader = readers.get(_code_of(function))
     return None if reader is None else reader(_cells(function), frame, readers)
+
+
+def _code_of(function: MaskFunction) -> CodeType | None:
+    return getattr(function, "__code__", None)  # a callable object has none
 
 
 def _cells(function: MaskFunction) -> Cells:
@@ -174,8 +168,8 @@ def _sliding_both_ways(cells: Cells, frame: Frame, readers: Readers) -> ClosureR
 
 def _chunked(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     size, first = cells["chunk_size"], cells["left_padding"].to(frame.device)[:, None]
-    positions = (frame.query_positions(), frame.key_positions())
-    return ClosureRules(masks=(segments(*(torch.div(at - first, size, rounding_mode="floor") for at in positions)),))
+    chunks = [torch.div(at - first, size, rounding_mode="floor") for at in frame.places()]
+    return ClosureRules(masks=(segments(*chunks),))
 
 
 def _packed(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
@@ -189,10 +183,10 @@ def _padding(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | Non
 
 def _all_of(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     functions = cells["mask_functions"]
-    renumbering = _code_of("remap_positions_for_packed_sequence", None, None)
+    renumber = getattr(theirs, "remap_positions_for_packed_sequence", None)  # does not exist in 5.20
     joined = ClosureRules()
     for function in functions:
-        is_renumbered = renumbering is not None and getattr(function, "__code__", None) is renumbering
+        is_renumbered = renumber is not None and _code_of(function) is _code_of(renumber(None, None))
         rules = _renumbered(function, functions, frame, readers) if is_renumbered else _read(function, frame, readers)
         if rules is None:
             return None
@@ -213,8 +207,8 @@ def _renumbered(
     if not frame.is_square_with(positions):
         return None
     sequence = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-    packed = _code_of("packed_sequence_mask_function", None)
-    apart = [_cells(other)["packed_sequence_mask"] for other in beside if getattr(other, "__code__", None) is packed]
+    packed = _code_of(theirs.packed_sequence_mask_function(None))
+    apart = [_cells(other)["packed_sequence_mask"] for other in beside if _code_of(other) is packed]
     if not any(torch.equal(ids, sequence) for ids in apart):
         return None
     return _read(cells["mask_function"], replace(frame, positions=positions), readers)
@@ -223,61 +217,36 @@ def _renumbered(
 # -- the reader of each closure, and the check that the installed transformers agrees with it -------------------------
 
 
-@cache
-def _code_of(factory: str, *arguments: Any) -> CodeType | None:
-    """Return the code of the functions that a factory of transformers makes, or None if there is no such factory."""
-    try:
-        return getattr(theirs, factory)(*arguments).__code__
-    except (AttributeError, TypeError):
-        return None
-
-
 _SQUARE, _LATER = Frame(B=2, T=6, S=6), Frame(B=2, T=3, S=7, q_offset=5, kv_offset=1)
 
 
-def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]]]]:
+def _samples() -> dict[str, tuple[ClosureReader, list[MaskFunction]]]:
     """Return the reader and sample closures for each of transformers' factories; a reader comes after those it uses."""
     positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]], device="cpu")
     starts = torch.tensor([0, 2], device="cpu")
     padding = torch.arange(8, device="cpu") >= starts[:, None]
-
-    def joined() -> list[MaskFunction]:
-        chunks = theirs.chunked_causal_mask_function(3, starts)
-        renumber = getattr(theirs, "remap_positions_for_packed_sequence", None)  # does not exist in 5.20
-        if renumber is None:
-            return [chunks]
-        packed = theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))
-        return [chunks, theirs.and_masks(renumber(chunks, positions), packed)]
-
+    chunks = theirs.chunked_causal_mask_function(3, starts)
+    packed = theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))
+    renumber = getattr(theirs, "remap_positions_for_packed_sequence", None)  # does not exist in 5.20
+    renumbered = [] if renumber is None else [theirs.and_masks(renumber(chunks, positions), packed)]
     return {
-        "causal_mask_function": (lambda *_: ClosureRules(right=0), lambda: [theirs.causal_mask_function]),
-        "bidirectional_mask_function": (lambda *_: ClosureRules(), lambda: [theirs.bidirectional_mask_function]),
-        "sliding_window_overlay": (_sliding, lambda: [theirs.sliding_window_overlay(3)]),
-        "sliding_window_bidirectional_overlay": (
-            _sliding_both_ways,
-            lambda: [theirs.sliding_window_bidirectional_overlay(2)],
-        ),
-        "chunked_overlay": (_chunked, lambda: [theirs.chunked_overlay(3, starts)]),
-        "packed_sequence_mask_function": (
-            _packed,
-            lambda: [theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))],
-        ),
-        "padding_mask_function": (_padding, lambda: [theirs.padding_mask_function(padding)]),
-        "and_masks": (_all_of, joined),
+        "causal_mask_function": (lambda *_: ClosureRules(right=0), [theirs.causal_mask_function]),
+        "bidirectional_mask_function": (lambda *_: ClosureRules(), [theirs.bidirectional_mask_function]),
+        "sliding_window_overlay": (_sliding, [theirs.sliding_window_overlay(3)]),
+        "sliding_window_bidirectional_overlay": (_sliding_both_ways, [theirs.sliding_window_bidirectional_overlay(2)]),
+        "chunked_overlay": (_chunked, [theirs.chunked_overlay(3, starts)]),
+        "packed_sequence_mask_function": (_packed, [packed]),
+        "padding_mask_function": (_padding, [theirs.padding_mask_function(padding)]),
+        "and_masks": (_all_of, [chunks, *renumbered]),
     }
 
 
 @cache
 def trusted_readers() -> Readers:
     """Return the readers that agree with the installed transformers; they are tested once, in about 10 ms."""
-    trusted: dict[CodeType, ClosureReader] = {}
+    trusted: dict[CodeType | None, ClosureReader] = {}
     with torch.device("cpu"):  # independent of the caller's default device
-        for name, (reader, make) in _samples().items():
-            try:
-                functions = make()
-            except (AttributeError, TypeError) as change:
-                logger.warning("transformers' %s has changed (%s): such masks are evaluated, not read", name, change)
-                continue
+        for name, (reader, functions) in _samples().items():
             code = functions[0].__code__
             if all(_agrees(function, trusted | {code: reader}) for function in functions):
                 trusted[code] = reader

@@ -45,7 +45,7 @@ def fast_decode(model: nn.Module) -> FastDecode:
         why = f"; {_first(left)}" if left else ""
         raise ModelError(f"fast_decode found no torch.nn.Linear on the CPU in float32, bfloat16 or float16{why}")
     for layer in found.values():
-        _set_class(layer, FastLinear)
+        layer.__class__ = FastLinear
     return FastDecode(found, left)
 
 
@@ -66,7 +66,7 @@ class FastDecode:
         """Make the layers `torch.nn.Linear` again."""
         for layer in self._layers.values():
             if type(layer) is FastLinear:
-                _set_class(layer, nn.Linear)
+                layer.__class__ = nn.Linear  # type: ignore[assignment]
         self._layers = {}
 
     def __enter__(self) -> FastDecode:
@@ -77,10 +77,6 @@ class FastDecode:
 
     def __repr__(self) -> str:
         return f"FastDecode({len(self.taken)} linear layers, {len(self.left)} left as they are)"
-
-
-def _set_class(layer: nn.Linear, to: type[nn.Linear]) -> None:
-    layer.__class__ = to
 
 
 def _sort(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:

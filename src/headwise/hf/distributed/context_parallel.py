@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,12 +44,10 @@ class Shards:
         order: the token order of the last forward pass: "contiguous" or "zigzag".
     """
 
-    def __init__(
-        self, model: PreTrainedModel, comm: Comm, order: TokenOrder | None, layout: LayoutOption, timeout: float | None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, comm: Comm, order: TokenOrder | None, layout: LayoutOption) -> None:
         self.model, self.comm, self.layout, self._order = model, comm, layout, order
         self.order: TokenOrder = order or "contiguous"
-        self._open: list[Any] = []
+        self._open = ExitStack()
         self._contexts: Contexts = list
 
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -100,7 +98,7 @@ class Shards:
 
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the output of a forward pass; its loss becomes that of all tokens."""
-        self._leave()
+        self._open.close()
         loss = getattr(output, "loss", None)
         if loss is not None and kwargs.get("labels") is not None:
             output.loss = _Total.apply(self.comm, loss)
@@ -112,17 +110,12 @@ class Shards:
     def _backward(self, contexts: Contexts, grad: Tensor) -> None:
         """Split what a backward pass computes again (activation checkpointing) in the same way as the forward pass."""
         self._enter(contexts)
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+        torch.autograd.Variable._execution_engine.queue_callback(self._open.close)
 
     def _enter(self, contexts: Contexts) -> None:
-        self._leave()
+        self._open.close()
         for context in contexts():
-            context.__enter__()
-            self._open.append(context)
-
-    def _leave(self) -> None:
-        while self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.enter_context(context)
 
 
 @contextmanager
@@ -158,7 +151,7 @@ def context_parallel(
         RankError: ranks disagree, or one fails.
     """
     _check_model(model)
-    shards = Shards(model, Comm.of(mesh, timeout), order, layout, timeout)
+    shards = Shards(model, Comm.of(mesh, timeout), order, layout)
     before = model.register_forward_pre_hook(shards.before, with_kwargs=True)
     after = model.register_forward_hook(shards.after, with_kwargs=True)
     try:
@@ -166,7 +159,7 @@ def context_parallel(
     finally:
         before.remove()
         after.remove()
-        shards._leave()
+        shards._open.close()
 
 
 class _Total(torch.autograd.Function):

@@ -61,19 +61,19 @@ class Weights:
     """The file of each tensor according to the index; None without an index."""
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor by name."""
-        return {name: entry.shape for table in self.tensors.values() for name, entry in table.items()}
+    def entries(self) -> dict[str, TensorEntry]:
+        """The entries of all files by the name of the tensor."""
+        return {name: entry for table in self.tensors.values() for name, entry in table.items()}
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """All dtypes that occur."""
-        return frozenset(entry.dtype for table in self.tensors.values() for entry in table.values())
+        return frozenset(entry.dtype for entry in self.entries.values())
 
     @property
     def numel(self) -> int:
         """The total number of elements of all tensors."""
-        return sum(prod(shape) for shape in self.shapes.values())
+        return sum(prod(entry.shape) for entry in self.entries.values())
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------

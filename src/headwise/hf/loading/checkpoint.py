@@ -82,9 +82,7 @@ class Checkpoint:
         self.layouts = layouts()
         self.config: Mapping[str, Any] = taken(raw, f"{folder}/config.json")
         self.dropped = tuple(sorted(raw.keys() - self.config.keys()))
-        self.tensors: Mapping[str, TensorEntry] = {
-            name: entry for table in weights.tensors.values() for name, entry in table.items()
-        }
+        self.tensors: Mapping[str, TensorEntry] = weights.entries
         self._shard_of = {name: shard for shard, table in weights.tensors.items() for name in table}
         self.files = tuple(name for name in sorted(CONFIGS + DATA) if os.path.lexists(folder / name))
         index = () if weights.index is None else (INDEX,)
@@ -250,7 +248,7 @@ def _check_index(folder: Path, weights: Weights) -> None:
                 f"{folder}/{INDEX}: the tensor {tensor[:80]!r} should be in {shard!r}, and is not; download both anew"
             )
     if weights.index is not None:
-        unnamed = sorted(weights.shapes.keys() - weights.index.keys())
+        unnamed = sorted(weights.entries.keys() - weights.index.keys())
         if unnamed:
             raise ModelError(f"{folder}/{INDEX}: does not name the tensor {unnamed[0]!r}; download the model anew")
 
@@ -262,18 +260,14 @@ def _check_dtypes(folder: Path, weights: Weights) -> None:
     choose the dtype of the sum.
     """
     first: dict[str, tuple[str, torch.dtype]] = {}
-    for table in weights.tensors.values():
-        for name, entry in table.items():
-            other, dtype = first.setdefault(LAYER.sub("*", name), (name, entry.dtype))
-            if dtype != entry.dtype:
-                raise ModelError(
-                    f"{folder}: mixed dtypes: {other!r} is {_word(dtype)} and {name!r} is {_word(entry.dtype)}; "
-                    "load it with transformers in one dtype and save it"
-                )
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    for name, entry in weights.entries.items():
+        other, dtype = first.setdefault(LAYER.sub("*", name), (name, entry.dtype))
+        if dtype != entry.dtype:
+            words = [str(x).removeprefix("torch.") for x in (dtype, entry.dtype)]
+            raise ModelError(
+                f"{folder}: mixed dtypes: {other!r} is {words[0]} and {name!r} is {words[1]}; "
+                "load it with transformers in one dtype and save it"
+            )
 
 
 def _check_file(folder: Path, name: str) -> None:

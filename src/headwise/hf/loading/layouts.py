@@ -15,5 +15,4 @@ def layouts() -> Mapping[str, Any]:
 
     The table itself does not depend on transformers. `headwise.reshape` reads it.
     """
-    content: dict[str, Any] = json.loads((Path(__file__).parent / "layouts.json").read_bytes())
-    return content
+    return json.loads((Path(__file__).parent / "layouts.json").read_bytes())

@@ -89,8 +89,7 @@ class Loaded:
     def decode(self, token: int) -> str:
         """Return the text of one id; raise TypeError unless it is an integer, ValueError if it is negative."""
         check_counts(token=index(token) if hasattr(token, "__index__") else token)
-        text: str = self.tokenizer.decode([token])
-        return text
+        return self.tokenizer.decode([token])
 
     @property
     def mask_id(self) -> int | None:
@@ -208,34 +207,28 @@ def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig
     raw = folder_config(folder)
     model_type, where = raw["model_type"], f"{folder}/config.json"
     config_class = class_of_config(model_type, where)
-    if any_input:
-        try:
-            config = config_class.from_dict(with_numbers(taken(raw, where)))
-        except ModelError:
-            raise
-        except Exception as error:  # The validation raises many types, as below.
-            raise _no_config(where, config_class, error) from None
-        cls = _class_of(raw, config)
-        require_interface(cls, model_type)
-        return config, cls
-    if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
-        raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
-    check_numbers(raw, config_class.attribute_map, where)
+    if not any_input:
+        if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
+            raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
+        check_numbers(raw, config_class.attribute_map, where)
     try:
-        config = config_class(**with_numbers({key: raw[key] for key in known_keys(config_class) & raw.keys()}))
+        if any_input:
+            config = config_class.from_dict(with_numbers(taken(raw, where)))
+        else:
+            config = config_class(**with_numbers({key: raw[key] for key in known_keys(config_class) & raw.keys()}))
+    except ModelError:
+        raise
     except Exception as error:  # transformers' validation raises many types of exceptions.
-        raise _no_config(where, config_class, error) from None
+        raise ModelError(
+            f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew"
+        ) from None
     cls = _class_of(raw, config)
     require_interface(cls, model_type)
-    if config.is_encoder_decoder:
+    if not any_input and config.is_encoder_decoder:
         raise _no_text_model(model_type, "it is an encoder-decoder")
-    if cls.main_input_name != "input_ids":
+    if not any_input and cls.main_input_name != "input_ids":
         raise _no_text_model(model_type, f"its input is {cls.main_input_name!r}")
     return config, cls
-
-
-def _no_config(where: str, config_class: type[PreTrainedConfig], error: Exception) -> ModelError:
-    return ModelError(f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew")
 
 
 def _no_text_model(model_type: str, why: str) -> ModelError:

@@ -256,17 +256,16 @@ def _places(loaded: Loaded, values: Mapping[str, Any]) -> int:
     """Return the number of image tokens: the number of vectors that the model computes from the images."""
     model: Any = loaded.model
     takes = inspect.signature(model.get_image_features).parameters
-    weight = next(model.parameters())
-    moved = {
-        name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
-        for name, value in values.items()
-        if name in takes
-    }
     with torch.no_grad():
-        made = model.get_image_features(**moved)
+        made = model.get_image_features(**_moved(model, {name: x for name, x in values.items() if name in takes}))
     made = getattr(made, "pooler_output", made)
     parts = made if isinstance(made, (list, tuple)) else [made]
     return sum(part.shape[:-1].numel() for part in parts)
+
+
+def _moved(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors on the model's device, those of floats in its dtype."""
+    return {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in values.items()}
 
 
 # -- sound -------------------------------------------------------------------------------------------------------------
@@ -373,18 +372,13 @@ def _target(loaded: Loaded, text: str) -> tuple[list[int], tuple[str, ...]]:
 def _said(loaded: Loaded, values: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
     """Return the ids that the decoder generates, the likeliest token at each step, and their pieces."""
     model: Any = loaded.model
-    weight = next(model.parameters())
     end = model.config.eos_token_id
     ids, ends = [_start(loaded)], {loaded.tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
-    moved = {
-        name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
-        for name, value in values.items()
-    }
     limit = getattr(model.config, "max_target_positions", None) or MOST_SAID
     with torch.no_grad():
-        memory = model.get_encoder()(**moved)
+        memory = model.get_encoder()(**_moved(model, values))
         while len(ids) < min(MOST_SAID, limit):
-            decoder = torch.tensor([ids], device=weight.device)
+            decoder = torch.tensor([ids], device=model.device)
             out = model(encoder_outputs=memory, decoder_input_ids=decoder, use_cache=False)
             logits = getattr(out, "logits", None)
             following = None if logits is None else int(logits[0, -1].argmax())

@@ -139,21 +139,17 @@ def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:
     complete the last word and so remove a few of these tokens, but not half of them.
     """
     if max_positions is None:
-        _count(tokenizer, text)
+        _counts(tokenizer, [text])
         return
     start = text[: A_TOKEN * max_positions]
-    count = _count(tokenizer, start)
+    [count] = _counts(tokenizer, [start])
     what = "the text has"
     if count > 2 * max_positions and len(text) > len(start):
         what = f"the first {len(start):,} of {len(text):,} characters are"
     elif len(text) > len(start):
-        count = _count(tokenizer, text)
+        [count] = _counts(tokenizer, [text])
     if count > max_positions:
         raise ModelError(f"{what} {count:,} tokens, and the model takes {max_positions:,}; give a shorter text")
-
-
-def _count(tokenizer: Any, text: str) -> int:
-    return _counts(tokenizer, [text])[0]
 
 
 def _counts(tokenizer: Any, texts: list[str]) -> list[int]:
@@ -195,5 +191,4 @@ def _rehearse(source: bytes, texts: list[str], *, decode: bool = False) -> list[
         raise ValueError(answer["unreadable"])
     if "failed" in answer:
         raise ModelError(f"the tokenizer fails on a text of {many} ({one_line(ValueError(answer['failed']))}); {anew}")
-    counts: list[int] = answer["counts"]
-    return counts
+    return answer["counts"]

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -26,9 +27,7 @@ _OWN = "its attention is code of its own"
 def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
     """Raise ModelError unless a model class uses transformers' attention interface or is in `OWN_ATTENTION`."""
     reason = OUTSIDE.get(model_type) or SPARSE.get(model_type)
-    # Only this private method gives the answer. In a version without it, the calls are checked instead.
-    can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
-    if reason is None and (can_set() or family_of(model) is not None):
+    if reason is None and (model._can_set_attn_implementation() or family_of(model) is not None):
         return
     raise ModelError(outside_text(model.__name__, model_type, reason or _OWN))
 
@@ -52,12 +51,16 @@ def require_consulted(config: Any) -> None:
 @lru_cache(maxsize=1024)
 def _consults(module: str) -> bool:
     """Return whether a config's modeling file uses the interface or defines no attention, by its source text."""
-    file = sys.modules.get(module.replace("configuration_", "modeling_"))
-    try:
-        source = "" if file is None else inspect.getsource(file)
-    except (OSError, TypeError):
-        return True
+    source = source_of(sys.modules.get(module.replace("configuration_", "modeling_")))
     return _ATTENTION_CLASS.search(source) is None or MARK in source
+
+
+def source_of(code: type | ModuleType | None) -> str:
+    """Return the source text of a class or module; empty if it has none, as a class that is made at run time."""
+    try:
+        return inspect.getsource(code)  # type: ignore[arg-type]  # of None it raises TypeError
+    except (OSError, TypeError):
+        return ""
 
 
 def title(model: PreTrainedModel) -> str:
@@ -86,10 +89,7 @@ def dispatches(cls: type[nn.Module]) -> bool:
             return False
         if "forward" not in vars(base):
             continue
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):  # A class made at run time has no source text.
-            return False
+        source = source_of(base)
         if MARK in source:
             return True
         if "super().forward" not in source:
@@ -116,10 +116,7 @@ def caches_memory(model: nn.Module) -> bool:
 
 @lru_cache(maxsize=4096)
 def _keeps_memory(cls: type[nn.Module]) -> bool:
-    try:
-        return "cross_attention_cache" in inspect.getsource(cls)
-    except (OSError, TypeError):
-        return False
+    return "cross_attention_cache" in source_of(cls)
 
 
 def refuse_own_code(model: PreTrainedModel, what: str) -> None:
@@ -155,7 +152,6 @@ def configs(model: nn.Module) -> list[PreTrainedConfig]:
 
     In encoder-decoders, the encoder and the decoder have copies, so a write to `model.config` alone changes neither.
     """
-    configs_by_id: dict[int, PreTrainedConfig] = {}
 
     def walk(config: Any) -> Iterator[PreTrainedConfig]:
         if isinstance(config, PreTrainedConfig):
@@ -163,7 +159,5 @@ def configs(model: nn.Module) -> list[PreTrainedConfig]:
             for key in getattr(config, "sub_configs", None) or {}:
                 yield from walk(getattr(config, key, None))
 
-    for module in model.modules():
-        for config in walk(getattr(module, "config", None)):
-            configs_by_id[id(config)] = config
-    return list(configs_by_id.values())
+    found = (config for module in model.modules() for config in walk(getattr(module, "config", None)))
+    return list({id(config): config for config in found}.values())

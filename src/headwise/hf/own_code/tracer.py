@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ...ops.statistics.weights import weights
 from ...ops.storage.layout import in_one_piece
-from ..attention.lazy_tensors import Lazy, LazyKeys
+from ..attention.lazy_tensors import Lazy, from_model
 from ..errors import ModelError
 from ..returned import attentions_are_collected
 from .lazy_scores import LazyScores
@@ -40,11 +40,6 @@ def attentions_asked_for(on: bool) -> Iterator[None]:
         yield
     finally:
         _asked_for.reset(before)
-
-
-def weights_are_wanted() -> bool:
-    """Return True if an outer caller requested weights."""
-    return attentions_are_collected() or _asked_for.get()
 
 
 class OwnAttention(TorchFunctionMode):
@@ -76,7 +71,7 @@ class OwnAttention(TorchFunctionMode):
         if made is not None:  # out was computed from these weights if they carry a gradient
             same = made.dtype == scores.dtype and made.shape == scores.shape
             return made if same else made.detach().to(scores.dtype).reshape(scores.shape)
-        key = in_one_piece(_stored(chain.key), chain.query.dtype)
+        key = in_one_piece(from_model(chain.key), chain.query.dtype)
         make = partial(_weights, chain.query, key, chain.options(), scores.shape, scores.dtype)
         # No output was computed from these weights, so they have no gradient.
         return make().detach() if self.running.wanted else Lazy._of(make, scores.shape, scores.dtype, scores.device)
@@ -104,8 +99,8 @@ def _takes(step: Callable[..., Any], keywords: frozenset[str]) -> bool:
 
 
 def asks_for_weights(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call of a module requests attentions."""
-    if weights_are_wanted():
+    """Return True if a call of a module, or an outer caller, requests attentions."""
+    if attentions_are_collected() or _asked_for.get():
         return True
     names = list(inspect.signature(forward).parameters)[1:]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("output_attentions"))
@@ -128,10 +123,6 @@ def _holds_scores(x: Any) -> bool:
 
 def _weights(query: Tensor, key: Tensor, options: dict[str, Any], shape: Any, dtype: torch.dtype) -> Tensor:
     return weights(query, key, **options).to(dtype).reshape(shape)
-
-
-def _stored(keys: Tensor) -> Any:
-    return keys.stored if isinstance(keys, LazyKeys) and not keys.exposed else keys
 
 
 _METADATA = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,23 +40,20 @@ class ModuleCache(Cache, Protocol):
         """Append tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,) is the number of real tokens per row."""
 
 
-class Traits(NamedTuple):
-    """The optional members of a cache, with defaults filled in; see `ModuleCache`."""
-
-    causal: bool
-    chunk: int | None
-    has_keys: bool
-    value_dim: int | None
+def is_causal(cache: Any) -> bool:
+    """Return whether queries attend to no later key of a cache."""
+    return getattr(cache, "causal", True)
 
 
-def cache_traits(cache: ModuleCache) -> Traits:
-    """Return the optional members of a cache; `keys` is not read, as that may copy them."""
-    return Traits(
-        causal=getattr(cache, "causal", True),
-        chunk=getattr(cache, "chunk", None),
-        has_keys=_has_keys(cache),
-        value_dim=getattr(cache, "value_dim", None),
-    )
+def chunk_of(cache: Any) -> int | None:
+    """Return the maximum number of tokens in one append; None for any number."""
+    return getattr(cache, "chunk", None)
+
+
+def has_keys(cache: object) -> bool:
+    """Return whether a cache has `keys`; they are not read, as that may copy them."""
+    own = getattr(cache, "__dict__", {})
+    return (own["keys"] if "keys" in own else getattr(type(cache), "keys", None)) is not None
 
 
 def rows_of(cache: Any) -> int:
@@ -65,16 +62,10 @@ def rows_of(cache: Any) -> int:
     return batch if type(batch) is int else len(cache.lengths)
 
 
-def _has_keys(cache: object) -> bool:
-    own = getattr(cache, "__dict__", {})
-    return (own["keys"] if "keys" in own else getattr(type(cache), "keys", None)) is not None
-
-
 def positions_of(cache: ModuleCache, T: int, device: torch.device) -> Tensor:
     """Return the positions of T new tokens after the tokens of each row: (T,), or (B, T) if rows differ."""
     if hasattr(cache, "positions"):
-        positions: Tensor = cache.positions(T, device)
-        return positions
+        return cache.positions(T, device)
     seen = torch.tensor(cache.lengths, device=device)
     alike = len(set(cache.lengths)) == 1
     return torch.arange(T, device=device) + (seen[0] if alike else seen[:, None])
@@ -117,7 +108,7 @@ def step(
     if gate is not None:  # check before the cache changes
         check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
     T = query.shape[2]
-    chunk = cache_traits(cache).chunk
+    chunk = chunk_of(cache)
     most = T if chunk is None else chunk
     whole = key is None or most >= T
     outs = []

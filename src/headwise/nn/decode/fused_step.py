@@ -7,7 +7,6 @@ in another order here (`fast_linear`), so they are equal up to rounding.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.masks.mask import Mask
-from ...ops.native.decode_step import RotaryStep
 from ...shapes import check_gate
 from ..attention_mode import current_mode
 from ..hooks.projections import is_unmodified, plain_weight
@@ -66,19 +64,6 @@ def projected(part: nn.Module, x: Tensor) -> Any:
     return torch._C._nn.linear(x, weight, own.get("bias")) if out is None else out
 
 
-def rotary_step(rotary: Rotary, lengths: list[int], first: int = 0) -> RotaryStep:
-    """Return the rotation of the next token of each row; results are cached, as all layers need the same one."""
-    return _rotary_step(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths), first)
-
-
-@lru_cache(maxsize=4)
-def _rotary_step(
-    base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...], first: int
-) -> RotaryStep:
-    rotary = Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved)
-    return rotary.turn(at)._replace(first=first)
-
-
 def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) -> Tensor | None:
     """Compute the concatenated heads (B, 1, H * V) of `MultiHeadAttention`; None if the general path must be used."""
     parts = mha._modules
@@ -95,7 +80,7 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
         return None
     if mha.q_norm is not None:
         query, key = mha._normalize(query, key)
-    turn = None if mha.rotary is None else rotary_step(mha.rotary, cache.lengths)
+    turn = None if mha.rotary is None else mha.rotary.turn(cache.lengths)
     inner = parts["inner"]
     options = {"mask": mask, "scale": inner.scale, "softcap": inner.softcap, "sinks": inner.sinks}
     out = cache.step(query, key, value, turn=turn, **options)
@@ -114,16 +99,13 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     `_from_latent` for one token.
     """
     parts, H, C = mla._modules, mla.num_heads, mla.kv_lora_rank
-    compress, rotary, up = (
-        parts["kv_a_proj_with_mqa"],
-        parts.get("rotary"),
-        plain_weight(parts["kv_b_proj"], bias=False),
-    )
+    compress, rotary = parts["kv_a_proj_with_mqa"], parts.get("rotary")
+    up = plain_weight(parts["kv_b_proj"], bias=False)
     if rotary is None or not is_step(mla, x, cache, mask, compress) or rotary.head_dim != mla.rope_dim:
         return None
     if type(up) is not nn.Parameter or up.dtype != x.dtype or not (up.is_cpu and x.is_cpu and up.is_contiguous()):
         return None
-    if form != "absorbed" and not (form == "auto" and mla.costs.absorbs_token(cache.lengths)):
+    if form != "absorbed" and not (form == "auto" and mla.costs.cheaper(1, cache.lengths) == "absorbed"):
         return None
     B, R, fused, new = x.shape[0], mla.rope_dim, _queries(mla, parts, x), projected(compress, x)
     plain = type(fused) is type(new) is Tensor and fused.dtype == new.dtype == up.dtype
@@ -142,7 +124,7 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     inner = parts["inner"]
     scale = mla.head_dim**-0.5 if inner.scale is None else inner.scale
     options = {"mask": mask, "scale": scale, "softcap": inner.softcap, "sinks": inner.sinks}
-    out = cache.step(query, key, turn=rotary_step(rotary, cache.lengths, C), **options)
+    out = cache.step(query, key, turn=rotary.turn(cache.lengths, first=C), **options)
     if out is None:
         return None
     if B == 1:

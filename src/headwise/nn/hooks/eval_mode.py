@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 _lock = threading.Lock()
-_in_training: WeakKeyDictionary[nn.Module, int] = (
-    WeakKeyDictionary()
-)  # module in training mode -> number of open blocks
+_in_training: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # modules -> number of open blocks
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ...shapes.arguments import check_counts, check_flags
 from ..checks import check_input
 from ..gated import GatedMultiHeadAttention
 from ..head_views import join_heads, split_heads
-from ..inner_attention import Inner
+from ..inner_attention import options_of
 from ..multihead import MultiHeadAttention
 from ..rotary import Positions
 from ..torch_multihead import from_torch
@@ -152,13 +152,9 @@ def trace(
     heads flows through the stage "weights", where ``retain_grad`` makes it available. If the inner part is a plain
     function, its scores and weights are unknown, and the table has a note about it.
 
-    Args:
-        mha: The module. A `torch.nn.MultiheadAttention`, also one replaced by `headwise.nn.replace`, is converted first
-            (`headwise.nn.from_torch`), so its projections have headwise's names.
-        x: The input, as in a call of `headwise.MultiHeadAttention`.
-        memory: As in that call.
-        mask: As in that call.
-        positions: As in that call.
+    A `torch.nn.MultiheadAttention`, also one replaced by `headwise.nn.replace`, is converted first
+    (`headwise.nn.from_torch`), so its projections have headwise's names. The other arguments are those of a call of
+    `headwise.MultiHeadAttention`.
 
     Raises:
         TypeError: `mha` is not a `headwise.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or is quantised.
@@ -198,7 +194,7 @@ def trace(
             Stage("q_rotary", "R_i q_i", query, "turned by its position"),
             Stage("k_rotary", "R_j k_j", key, "scores now know j - i"),
         ]
-    options = _options(mha.inner)
+    options = options_of(mha.inner)
     if options is not None:
         stages += _scores(options, query, key, mask)
     heads_BHTV = _heads(mha.inner, options, stages[-1], query, key, value, mask)
@@ -358,14 +354,6 @@ class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
-
-
-def _options(inner: object) -> dict[str, Any] | None:
-    """Return the options of the inner part; None if it does not define them."""
-    try:
-        return inner.options() if isinstance(inner, Inner) else None
-    except NotImplementedError:
-        return None
 
 
 def _parameters(mha: MultiHeadAttention) -> dict[str, int]:

@@ -21,17 +21,15 @@ from ..masks.algebra import AllOf, AnyOf, Not
 from ..masks.indexing import saturated
 from ..masks.mask import FULL, MIXED, Mask
 from ..masks.positional_rules import Alibi, Blocks, Dilated, Function, Relative
-from ..masks.reads import is_constant
+from ..masks.reads import kept_for_rules
 from ..masks.rule import Rule
 from ..masks.rules import Band, Bias, Keep, Lengths, Segments
-from ..tracing import without_numbers
 
 TILE = 128
 MIN_HEAD_DIM = 16
 # FlexAttention multiplies scores by log2(e). The lowest float32 number, a common mask value, would become -inf, and a
 # row of only such biases would be treated as empty.
 LOWEST = torch.finfo(torch.float32).min / 2
-KEPT = 16  # block masks that are kept: those of a model's layers at a few sizes
 
 
 class RecompileLimit(Exception):
@@ -169,32 +167,14 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-_kept_masks: dict[Hashable, BlockMask] = {}
-
-
 def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask | None:
-    """Return FlexAttention's lists of mixed and full tiles for our mask, without a T x S tensor.
-
-    Those of a mask without tensors are kept. Tensors may change, and comparing them would wait for the device.
-    """
-    mask = Mask(tuple(part for part in mask.parts if part.restricts))
-    if not mask.parts:
-        return None
-    modes = torch._C._len_torch_dispatch_stack()  # selective checkpointing counts operators, fake tensors have no data
-    if modes or without_numbers() or not all(map(is_constant, mask.parts)):
-        return _make_block_mask(mask, T, S, device)
-    about = pytree.tree_structure(mask), T, S, device
-    made = _kept_masks.get(about)
-    if made is None:
-        with torch.inference_mode(False), torch.no_grad():  # it also serves calls with a gradient
-            made = _kept_masks[about] = _make_block_mask(mask, T, S, device)
-        for old in list(_kept_masks)[:-KEPT]:
-            _kept_masks.pop(old, None)  # another thread may have removed it
-    return made
+    """Return FlexAttention's lists of mixed and full tiles for our mask, without a T x S tensor."""
+    rules = tuple(part for part in mask.parts if part.restricts)
+    return kept_for_rules(rules, T, S, device, _make_block_mask) if rules else None
 
 
-def _make_block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
-    tiles = mask.tiles(T, S, tile_q=TILE, tile_k=TILE, device=device)
+def _make_block_mask(rules: tuple[Rule, ...], T: int, S: int, device: torch.device) -> BlockMask:
+    tiles = Mask(rules).tiles(T, S, tile_q=TILE, tile_k=TILE, device=device)
 
     def listed(kind: int) -> tuple[Tensor, Tensor]:
         hit = tiles == kind
@@ -202,8 +182,8 @@ def _make_block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockM
         return hit.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = [_value(part, b, h, i, j, T, S) for part in mask.parts]
-        pairs = zip(mask.parts, seen, strict=True)
+        seen = [_value(part, b, h, i, j, T, S) for part in rules]
+        pairs = zip(rules, seen, strict=True)
         return reduce(torch.logical_and, [x != -torch.inf if part.biases else x for part, x in pairs])
 
     return BlockMask.from_kv_blocks(

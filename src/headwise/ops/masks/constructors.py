@@ -156,7 +156,7 @@ def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
     check_integers("offset of alibi()", offset, tensor=True)
     if not slopes.is_floating_point() or slopes.ndim not in (1, 2):
         raise TypeError(f"alibi() takes float slopes (H,) or (B, H); got {slopes.dtype} {tuple(slopes.shape)}")
-    return Mask((Alibi(slopes, offset),))
+    return Mask((Alibi(slopes, offset=offset),))
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -178,10 +178,9 @@ def alibi_slopes(num_heads: int) -> Tensor:
 def picked(indices: Tensor) -> Mask:
     """Return a mask in which query i may attend to the keys that are listed for it; the list is all that is stored.
 
-    This is sparse attention whose keys an indexer chooses for each query (arXiv 2512.02556). The native
-    kernel gathers the listed keys, so that time and memory do not grow with T x S; other rules, joined by `&`, are
-    asked about these keys alone. In `~picked(...)` and ``picked(...) | ...`` it is a rule like any other, with a map of
-    tiles.
+    This is sparse attention whose keys an indexer chooses for each query (arXiv 2512.02556). The native kernel gathers
+    the listed keys, so that time and memory do not grow with T x S; other rules, joined by `&`, are evaluated for these
+    keys only. In `~picked(...)` and ``picked(...) | ...`` it is a rule like any other, with a map of tiles.
 
     `indices`: integer (B, H, T, n); B and H may be 1. A key is 0 <= j < S, -1 is none, and one that is listed twice
     counts once. Raises TypeError for an argument that is not an integer tensor, ValueError for other axes.

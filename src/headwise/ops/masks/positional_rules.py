@@ -91,20 +91,18 @@ def floor_divide(x: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Alibi(Rule):
+class Alibi(_Placed):
     """The bias -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
 
     slopes: Tensor
-    offset: int | Tensor | None = None
 
     restricts: ClassVar[bool] = False
     biases: ClassVar[bool] = True
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        shift = S - T if self.offset is None else per_batch(saturated(self.offset))
         slopes = wide(self.slopes).view(-1, self.slopes.shape[-1], 1, 1)
-        return -slopes * (i + shift - j).abs().to(slopes.dtype)
+        return -slopes * (self.pos(i, T, S) - j).abs().to(slopes.dtype)
 
     @property
     @override
@@ -113,26 +111,21 @@ class Alibi(Rule):
 
     @override
     def part(self, region: Region, T: int, S: int) -> Alibi:
-        return Alibi(region.cut(self.slopes, batch=-2, heads=-1), region.offset(self.offset, T, S))
-
-    @override
-    def placed(self, offset: int | Tensor) -> Alibi:
-        return replace(self, offset=offset) if self.offset is None else self
+        return Alibi(region.cut(self.slopes, batch=-2, heads=-1), offset=region.offset(self.offset, T, S))
 
     @override
     def computed_in(self, dtype: torch.dtype) -> Alibi:
-        return self if self.slopes.dtype == dtype else Alibi(self.slopes.to(dtype), self.offset)
+        return self if self.slopes.dtype == dtype else replace(self, slopes=self.slopes.to(dtype))
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        super().check(B, H, T, S, device)
         if self.slopes.shape[-1] != H:
             raise ValueError(
                 f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}; alibi_slopes({H}) "
                 "has those of the paper"
             )
         check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
-        if isinstance(self.offset, Tensor):
-            check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
 
 
 @dataclass(frozen=True, eq=False)

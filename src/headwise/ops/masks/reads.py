@@ -7,14 +7,16 @@ not record all of this, so the data itself is compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from ..tracing import without_numbers
 from .algebra import AllOf, AnyOf, Not
 from .picked import Picked
 from .positional_rules import Blocks, Dilated, Function
@@ -23,6 +25,10 @@ from .rules import Band, Keep, Lengths, Segments
 
 _OWN = (Band, Lengths, Segments, Keep, Picked, Dilated, Blocks)
 """Rules that depend only on their fields."""
+KEPT = 32  # results of `kept_for_rules`: those of a model's layers at a few sizes
+
+Made = TypeVar("Made")
+_kept: dict[Hashable, Any] = {}
 
 
 class Reads(NamedTuple):
@@ -77,6 +83,30 @@ def is_constant(rule: Rule) -> bool:
     return all(
         part.keep if isinstance(part, Function) else type(part) in _OWN and not _tensors(part) for part in _parts(rule)
     )
+
+
+def kept_for_rules(
+    rules: tuple[Rule, ...],
+    T: int,
+    S: int,
+    device: torch.device,
+    make: Callable[[tuple[Rule, ...], int, int, torch.device], Made],
+) -> Made:
+    """Return ``make(rules, T, S, device)``, made once if no input of the rules can change.
+
+    Tensors may change, and comparing them would wait for the device. While operators are counted (selective
+    checkpointing) or tensors have no data, nothing is kept either.
+    """
+    if torch._C._len_torch_dispatch_stack() or without_numbers() or not all(map(is_constant, rules)):
+        return make(rules, T, S, device)
+    about = make, pytree.tree_structure(rules), T, S, device
+    made: Made | None = _kept.get(about)
+    if made is None:
+        with torch.inference_mode(False), torch.no_grad():  # it also serves calls with a gradient
+            made = _kept[about] = make(rules, T, S, device)
+        for old in list(_kept)[:-KEPT]:
+            _kept.pop(old, None)  # another thread may have removed it
+    return made
 
 
 def tensors_in(rule: Rule) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...shapes import check_gate, check_sinks, default_scale
+from ...shapes import check_gate, check_sinks
 from ...shapes.arguments import FAR, MOST
 from ..backends.wrappers import gated
 from ..call import Call, Limit, Result
@@ -97,10 +97,17 @@ def _without_gradient(call: Call) -> Result:
     B, H, _, T, S = call.sizes
     gate = None if call.options.gate is None else call.options.gate.expand(B, H, T, call.value.shape[3])
     rules = (*lowered(call.options, T, S), gate, *dropout_of(call))
-    if call.layout is None:
-        return torch.ops.headwise.attend_full(call.query, call.key, call.value, *rules)
-    key_scale, value_scale, *pages = call.layout[:4]
-    return torch.ops.headwise.attend_held(call.query, call.key, key_scale, call.value, value_scale, *pages, *rules)
+    return _forward(call.query, call.key, call.value, call.layout, rules)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, layout: StorageLayout | None, rules: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Run the operator without a gradient; keys and values are plain tensors, or stored as the layout describes."""
+    if layout is None:
+        return native_library.attend_full(query, key, value, *rules)
+    key_scale, value_scale, *pages = layout[:4]
+    return native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
 
 
 def fast_path(
@@ -145,7 +152,7 @@ def fast_path(
         if not all(x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]):
             return None  # with a tensor on meta the call is traced, and its numbers have no meaning
         S = S if layout.table is None else layout.length
-    scale = default_scale(D or 1) if scale is None else scale
+    scale = (D or 1) ** -0.5 if scale is None else scale
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if layout is None and gate is None and sinks is None and softcap is None and return_lse is False:
         band = _NO_BAND if mask is None else mask.simple_band if type(mask) is Mask else None
@@ -210,11 +217,7 @@ def _with_rules(
     except (UnsupportedMask, RuntimeError):  # the mask does not fit; the full path raises the error
         return None
     try:
-        if layout is None:
-            out, lse = native_library.attend_full(query, key, value, *rules)
-        else:
-            key_scale, value_scale, *pages = layout[:4]
-            out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
+        out, lse = _forward(query, key, value, layout, rules)
     except RuntimeError as error:
         raise_unless_refused(error)
         return None

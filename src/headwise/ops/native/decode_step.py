@@ -104,7 +104,7 @@ def decode_step(
         (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)
     )
     try:
-        out: Tensor = native_library.decode_step(query, key, value, *turned, *storage[:7], *rules, *storage.rotations)
+        out = native_library.decode_step(query, key, value, *turned, *storage[:7], *rules, *storage.rotations)
     except RuntimeError as error:
         raise_unless_refused(error)
         return None

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks.tiles import SIDE
+from ..masks.tiles import NONE, SIDE
+from ..row_blocks import strips
 from ..tracing import without_numbers
+from .gradient import mask_of
 from .mask_arguments import LoweredOptions
 
 ROWS = 1024
@@ -93,41 +95,18 @@ def _pairs(rules: LoweredOptions, B: int, H: int, T: int, S: int) -> int:
     tensors = [rules.bounds, *(rules.segments or ()), *(rules.maps or ())]
     if any(x is not None and x.is_meta for x in tensors) or (without_numbers() and any(x is not None for x in tensors)):
         return B * H * T * S
-    if rules.segments or rules.maps:
-        return _counted(rules, B, H, T, S)
-    first, stop, _ = _ends(rules, torch.arange(T, device="cpu"), S)
-    seen = (stop - first).clamp(min=0)
-    if rules.bounds is not None and rules.bounds.shape[1] > 4:
-        return _counted(rules, B, H, T, S)
-    return int(seen.sum()) * (B // seen.shape[0]) * H
-
-
-def _ends(rules: LoweredOptions, i: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each query's first key, the key after its last, and the number of first keys it always attends to."""
-    far = 1 << 40
-    if rules.bounds is None:
-        behind, ahead = max(int(rules.low), -far), min(int(rules.high), far)
-        nothing = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-        return (i + behind).clamp(min=0)[None], (i + ahead).clamp(max=S)[None], nothing
-    low, high, start, stop, *always = (x[:, None] for x in rules.bounds.cpu().clamp(-far, far).unbind(1))
-    first = torch.maximum((i + low).clamp(min=0), start)
-    last = torch.minimum((i + high).clamp(max=S), stop)
-    return first, last, always[0] if always else torch.zeros_like(low)
-
-
-def _counted(rules: LoweredOptions, B: int, H: int, T: int, S: int) -> int:
-    """Return `_pairs` by counting pair by pair, one block of queries at a time."""
-    total, j = 0, torch.arange(S, device="cpu")
-    for begin in range(0, T, ROWS):
-        i = torch.arange(begin, min(begin + ROWS, T), device="cpu")
-        first, stop, always = (x[..., None] for x in _ends(rules, i, S))
-        start = 0 if rules.bounds is None else rules.bounds.cpu()[:, 2, None, None]
-        seen = (((j >= first) | (j < always)) & (j >= start) & (j < stop))[:, None]
-        segments = rules.segments or []
-        for of_queries, of_keys in zip(segments[::2], segments[1::2], strict=True):
-            own = of_queries.reshape(-1, T)[:, begin : begin + ROWS, None]
-            seen = seen & (own == of_keys.reshape(-1, 1, S))[:, None]
-        for index in (rules.maps or [])[::2]:
-            seen = seen & (index != 0)[:, :, i // SIDE][..., j // SIDE]
+    device, tiles = torch.device("cpu"), (rules.maps or [])[::2]
+    mask = mask_of(rules._replace(dense=None, alibi=None, maps=None, relative=None), T, S)
+    bounds = mask.bounds(T, S, device)
+    if bounds is not None and not tiles:
+        low, high = bounds
+        return int((high - low).sum()) * (B // low.shape[0]) * H
+    total, j = 0, torch.arange(S, device=device)
+    for rows in strips(T, ROWS):
+        allowed = mask.allowed(T, S, rows=rows, device=device)
+        i = torch.arange(T, device=device)[rows]
+        seen = torch.ones(1, 1, len(i), S, dtype=torch.bool, device=device) if allowed is None else allowed
+        for index in tiles:
+            seen = seen & (index != NONE)[:, :, i // SIDE][..., j // SIDE]
         total += int(seen.sum()) * (B // seen.shape[0]) * (H // seen.shape[1])
     return total

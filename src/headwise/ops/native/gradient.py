@@ -49,22 +49,26 @@ class Training(NamedTuple):
     @property
     def mask(self) -> Mask:
         """The mask, rebuilt from the operator's arguments."""
-        T, S, rules = self.query.shape[2], self.key.shape[2], self.rules
-        # `bounds` includes the two numbers.
-        band = Band(1 - rules.low, rules.high - 1, 0).trimmed(T, S) if rules.bounds is None else None
-        parts: list[Rule] = [] if band is None else [band]
-        if rules.bounds is not None:
-            low, high, start, stop, *always = rules.bounds.unbind(1)
-            first = int(always[0][0]) if always else 0
-            parts += [Band(1, None, low, first), Band(None, -1, high)] if bool(((low > -T) | (high < S)).any()) else []
-            parts += [Lengths(stop, start)]
-        parts += [Segments(*pair) for pair in _pairs(rules.segments)]
-        parts += [Keep(x) if x.dtype == torch.bool else Bias(x) for x in rules.dense or []]
-        parts += [Alibi(*pair) for pair in _pairs(rules.alibi)]
-        parts += [Keep(unpacked(TileMap(*pair), T, S)) for pair in _pairs(rules.maps)]
-        apart = torch.arange(S, device="cpu") - torch.arange(T, device="cpu")[:, None] + T - 1
-        parts += [Bias(diagonals[..., apart]) for diagonals in rules.relative or []]
-        return Mask(tuple(parts))
+        return mask_of(self.rules, self.query.shape[2], self.key.shape[2])
+
+
+def mask_of(rules: LoweredOptions, T: int, S: int) -> Mask:
+    """Return the mask from which `lowered` made the arguments of an operator."""
+    # `bounds` includes the two numbers.
+    band = Band(1 - rules.low, rules.high - 1, 0).trimmed(T, S) if rules.bounds is None else None
+    parts: list[Rule] = [] if band is None else [band]
+    if rules.bounds is not None:
+        low, high, start, stop, *always = rules.bounds.unbind(1)
+        first = int(always[0][0]) if always else 0
+        parts += [Band(1, None, low, first), Band(None, -1, high)] if bool(((low > -T) | (high < S)).any()) else []
+        parts += [Lengths(stop, start)]
+    parts += [Segments(*pair) for pair in _pairs(rules.segments)]
+    parts += [Keep(x) if x.dtype == torch.bool else Bias(x) for x in rules.dense or []]
+    parts += [Alibi(slopes, offset=offset) for slopes, offset in _pairs(rules.alibi)]
+    parts += [Keep(unpacked(TileMap(*pair), T, S)) for pair in _pairs(rules.maps)]
+    apart = torch.arange(S, device="cpu") - torch.arange(T, device="cpu")[:, None] + T - 1
+    parts += [Bias(diagonals[..., apart]) for diagonals in rules.relative or []]
+    return Mask(tuple(parts))
 
 
 def _pairs(tensors: list[Tensor] | None) -> list[tuple[Tensor, Tensor]]:

@@ -144,9 +144,7 @@ class _Numbers(NamedTuple):
     relative: int
 
 
-def attend_band(query: Tensor, key: Tensor, value: Tensor, scale: float, low: int, high: int) -> Tensor:
-    """Run `attend` with a gradient."""
-    return _AttendBand.apply(query, key, value, scale, low, high)
+attend_band = _AttendBand.apply
 
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
@@ -161,8 +159,7 @@ def attend_ends(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     lists = [x or () for x in (rules.segments, rules.maps, rules.dense, rules.alibi, rules.relative)]
     numbers = _Numbers(rules.scale, rules.softcap, rules.low, rules.high, dropout, *map(len, lists))
     single = (query, key, value, rules.sinks, rules.bounds, seed)
-    result: tuple[Tensor, Tensor, Tensor] = _Attend.apply(numbers, *single, *(x for some in lists for x in some))
-    return result
+    return _Attend.apply(numbers, *single, *(x for some in lists for x in some))
 
 
 def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Training:

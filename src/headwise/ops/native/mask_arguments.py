@@ -232,8 +232,7 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
         raise UnsupportedMask("an index has one number a row of the batch")
     n = next((x.shape[0] for terms in tensors for x in terms if x.shape[0] != 1), 1)
     columns: list[Tensor] = []
-    if not tensors[4]:
-        numbers, tensors = numbers[:4], tensors[:4]
+    tensors = tensors if tensors[4] else tensors[:4]
     for number, terms, (tightest, none) in zip(numbers, tensors, _ENDS, strict=False):
         ends = [x[:, None] for x in terms]
         if number is not None or not terms:

@@ -21,6 +21,7 @@ from ..masks.constructors import bias, keep
 from ..masks.mask import EVERYTHING, Mask
 from ..masks.picked import Picked
 from ..nonfinite import quiet
+from ..row_blocks import strips
 from ..storage.layout import StorageLayout
 from ..tracing import is_symbol
 from .gradient import by_reference
@@ -68,15 +69,12 @@ def _attend(call: Call, indices: Tensor, run: Run) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(call: Call, indices: Tensor) -> Iterator[slice]:
-    """Yield some queries at a time; a query's result does not depend on which."""
+    """Return an iterator over some queries at a time; a query's result does not depend on which."""
     B, H, K, T, _ = call.sizes
     if is_symbol(T):
-        yield slice(None)
-        return
+        return strips(T, T)
     numbers = B * (H if indices.shape[1] > 1 else K) * indices.shape[3] * (call.key.shape[3] + call.value.shape[3])
-    rows = max(BLOCK_BYTES // max(numbers * call.key.itemsize, 1), 1)
-    for first in range(0, T, rows):
-        yield slice(first, min(first + rows, T))
+    return strips(T, max(BLOCK_BYTES // max(numbers * call.key.itemsize, 1), 1))
 
 
 def _places(call: Call, indices: Tensor, rows: slice) -> tuple[Tensor, Mask]:

@@ -49,8 +49,7 @@ class _Cut(NamedTuple):
             return x
         whole = spread.redistribute(self.mesh, [Replicate()] * len(self.placements))
         parts = [Partial() if dim in dims else Replicate() for dim in range(len(self.placements))]
-        local: Tensor = whole.to_local(grad_placements=parts)
-        return local
+        return whole.to_local(grad_placements=parts)
 
 
 def attend_parts(

@@ -7,8 +7,9 @@ torch.distributed.tensor is not imported, unless a tensor or a weight is a `torc
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -59,30 +60,30 @@ class Group:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        size: int = self.mesh.size(self.dim)
-        return size
+        return self.mesh.size(self.dim)
 
     @property
     def rank(self) -> int:
         """The index of this rank in the group."""
-        rank: int = self.mesh.get_local_rank(self.dim)
-        return rank
+        return self.mesh.get_local_rank(self.dim)
 
     def shared(self, x: Tensor) -> Tensor:
         """Return a tensor that all ranks have; its gradient is the sum of the gradients of all ranks."""
-        return _Shared.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else x
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return _Linear.apply(x, lambda x: x.view_as(x), self.sum_of)
 
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks; each part gets the gradient of the sum."""
-        return _Summed.apply(x, self)
+        return _Linear.apply(x, self.sum_of, lambda grad: grad)
 
     def gathered(self, x: Tensor, axis: int) -> Tensor:
         """Return the concatenated parts of all ranks; every rank must use the result in the same way."""
-        return _Gathered.apply(x, self, axis)
+        return _Linear.apply(x, partial(self.all_of, axis=axis), partial(self.part_of, axis=axis))
 
     def parted(self, x: Tensor, axis: int) -> Tensor:
         """Return this rank's part of a tensor that all ranks have."""
-        return _Parted.apply(x, self, axis)
+        return _Linear.apply(x, lambda x: self.part_of(x, axis).contiguous(), partial(self.all_of, axis=axis))
 
     @cached_property
     def comm(self) -> Any:
@@ -94,8 +95,7 @@ class Group:
     def sum_of(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks, without a gradient: the same bits on each rank."""
         self.agree("a sum over heads", x)
-        total: Tensor = self.comm.all_reduce("heads", x)
-        return total
+        return self.comm.all_reduce("heads", x)
 
     def all_of(self, x: Tensor, axis: int) -> Tensor:
         """Return the concatenated parts of all ranks, of equal shapes, without a gradient."""
@@ -121,51 +121,18 @@ class Group:
         return x.narrow(axis, self.rank * size, size)
 
 
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Linear(torch.autograd.Function):
+    """A linear function of a tensor over the ranks, and the function that gives its gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum_of(grad), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.sum_of(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, axis: int) -> Tensor:
-        ctx.group, ctx.axis = group, axis
-        return group.all_of(x, axis)
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return run(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.part_of(grad, ctx.axis), None, None
-
-
-class _Parted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, axis: int) -> Tensor:
-        ctx.group, ctx.axis = group, axis
-        return group.part_of(x, axis).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.all_of(grad, ctx.axis), None, None
+        return ctx.gradient(grad), None, None
 
 
 @dataclass(frozen=True)

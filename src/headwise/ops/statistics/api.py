@@ -1,9 +1,9 @@
 """Statistics of a head's attention matrix P, (B, H, T, S), computed without storing P.
 
 On the CPU the native kernel computes them in the pass that makes the output (`native`), on NVIDIA GPUs kernels in
-Triton do (`triton`); elsewhere one block of query
-rows at a time is scored and added to sums (`blockwise`). The memory is O(T + S) in both cases, and every number is
-exact. "Row" means a query, "mass" a sum of weights. Two rules hold for all statistics:
+Triton do (`triton`); elsewhere one block of query rows at a time is scored and added to sums (`blockwise`). The memory
+is O(T + S) in all cases, and every number is exact. "Row" means a query, "mass" a sum of weights. Two rules hold for
+all statistics:
 
 - A row that may attend to no key is left out of every mean.
 - With `sinks` the softmax has one more column, which has no key. Masses count only keys, so they sum to less than 1;
@@ -153,7 +153,7 @@ class StatisticsOptions(ScoreKeywords, StatisticsSums, total=False):
 
 def _check_names(caller: str, options: Mapping[str, Any]) -> None:
     names = "mask, scale, softcap, sinks, offsets, features, targets and pool"
-    refuse(caller, {name: None for name in options if name not in StatisticsOptions.__optional_keys__}, {}, names)
+    refuse(caller, (name for name in options if name not in StatisticsOptions.__optional_keys__), {}, names)
 
 
 def attention_statistics(
@@ -164,19 +164,12 @@ def attention_statistics(
 ) -> tuple[Float[Tensor, "B H T V"], RowStatistics]:
     """Compute `attention` and the statistics of its rows; on the CPU one pass computes both at little extra cost.
 
-    Args:
-        query: as for `attention`.
-        key: as for `attention`.
-        value: as for `attention`.
-        **options: mask, scale, softcap, sinks, offsets, features, targets and pool, as for `statistics`.
+    Query, key and value are those of `attention`, the options and errors those of `statistics`.
 
     Returns:
         out (B, H, T, V) in the query's dtype, differentiable like that of `attention`, and the result of `statistics`
         without `received`, which needs a second pass. The statistics are detached: no gradient goes through them.
         If the output needs a gradient, the statistics need a separate pass.
-
-    Raises:
-        TypeError, ValueError: as for `attention` and `statistics`.
 
     Example:
         >>> import torch

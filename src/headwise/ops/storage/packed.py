@@ -14,6 +14,8 @@ from math import pi
 import torch
 from torch import Tensor
 
+from ...shapes import compute_dtype
+
 # The distance of two levels over the root mean square of a token for which a Gaussian has the smallest error
 # (Max 1960, "Quantizing for minimum distortion", table II).
 STEP = {4: 0.3352, 3: 0.5860}
@@ -80,9 +82,8 @@ def kernel_rotation(width: int, back: bool = False) -> Tensor:
 
 def rotated(x: Tensor, *, back: bool = False) -> Tensor:
     """Return x (..., n) rotated, or rotated back, in its dtype; computed in float32 at least."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    R = rotation(x.shape[-1], wide, x.device)
-    return (x.to(wide) @ (R.T if back else R)).to(x.dtype)
+    R = rotation(x.shape[-1], compute_dtype(x), x.device)
+    return (x.to(R.dtype) @ (R.T if back else R)).to(x.dtype)
 
 
 def encoded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:

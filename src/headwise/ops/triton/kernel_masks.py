@@ -6,18 +6,16 @@ map of a mask of numbers alone is kept with its rule.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..masks.algebra import AllOf
 from ..masks.mask import Mask
 from ..masks.positional_rules import Alibi, Relative
-from ..masks.reads import is_constant
+from ..masks.reads import kept_for_rules
 from ..masks.rule import Rule
 from ..masks.rules import Band, Bias, Lengths
 from ..masks.tiles import NONE, built_map
@@ -26,7 +24,6 @@ from ..tracing import without_numbers
 FARTHEST = 1 << 30
 """Greater than every key position that a kernel takes, whose positions are int32."""
 LOW, HIGH, START, STOP = range(4)
-KEPT = 16  # the lists of a model's layers at a few sizes
 
 
 class TileLists(NamedTuple):
@@ -36,9 +33,6 @@ class TileLists(NamedTuple):
     counts: Tensor  # int32 (B|1, H|1, rows)
     kinds: Tensor  # int32 (B|1, H|1, rows, columns): 0 empty, 1 full, 2 + n for the n-th block of `bits`
     bits: Tensor  # int64 (n, 64)
-
-
-_kept_lists: dict[Hashable, TileLists] = {}
 
 
 class KernelMask(NamedTuple):
@@ -82,7 +76,7 @@ def lowered(mask: Mask, T: int, S: int, device: torch.device, *, kept: bool = Fa
     if all(is_interval(rule) or (kept and isinstance(rule, Band)) for rule in restricting):
         low, high, ends = _interval(restricting, T, S, device)
     else:
-        tiles = list(_tile_lists(restricting, T, S, device))
+        tiles = list(kept_for_rules(tuple(restricting), T, S, device, _tile_lists))
     dense = next((rule.full for rule in mask.parts if isinstance(rule, Bias)), None)
     tables = [_diagonals(rule, T, S, device) for rule in mask.parts if isinstance(rule, Alibi | Relative)]
     return KernelMask(low, high, ends, tiles, dense, reduce(torch.add, tables).contiguous() if tables else None)
@@ -122,20 +116,8 @@ def _diagonals(rule: Alibi | Relative, T: int, S: int, device: torch.device) -> 
     return table.float().flatten(0, -3).flatten(1) if table.ndim < 4 else table.float()[:, :, 0]
 
 
-def _tile_lists(rules: list[Rule], T: int, S: int, device: torch.device) -> TileLists:
-    if torch._C._len_torch_dispatch_stack() or not all(map(is_constant, rules)):
-        return _listed(rules, T, S, device)
-    about = pytree.tree_structure(rules), T, S, device
-    if about not in _kept_lists:
-        with torch.inference_mode(False), torch.no_grad():
-            _kept_lists[about] = _listed(rules, T, S, device)
-        for old in list(_kept_lists)[:-KEPT]:
-            _kept_lists.pop(old, None)  # another thread may have removed it
-    return _kept_lists[about]
-
-
-def _listed(rules: list[Rule], T: int, S: int, device: torch.device) -> TileLists:
-    rule = rules[0] if len(rules) == 1 else AllOf(tuple(rules))
+def _tile_lists(rules: tuple[Rule, ...], T: int, S: int, device: torch.device) -> TileLists:
+    rule = rules[0] if len(rules) == 1 else AllOf(rules)
     index, bits = built_map(rule, T, S, device)
     empty = index == NONE
     order = torch.argsort(empty, dim=-1, stable=True)
