@@ -21,6 +21,8 @@ from ..roles.call_tokens import Passage, Vocabulary, classes_of
 from .repeated_tokens import Repeats
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
+TEXTS = ("input_ids", "decoder_input_ids")
+IGNORED = -100  # the label of a place without a loss
 EXTRA_READINGS = ("sentences", "needles")
 
 
