@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +292,6 @@ def write_pruned(
     check_kind(Pruning, "plan_prune", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()
-    prove = None if proof is None else partial(source.prove, request=proof.request(plan.gates(), same=not plan.solved))
     note = {README: readme("Zeroed heads", ZEROED)} if plan.zero else {PLAN: as_json(plan.heads_plan())}
     if not plan.zero and base_type(plan.target.model_type):
         note[README] = readme("Heads pruned", BY_LAYER)
@@ -302,7 +301,7 @@ def write_pruned(
         tensors=plan.tensors(),
         source=source,
         extra=note,
-        check=proved(facts, source, prove, remark),
+        check=proved(facts, source, proof, plan.gates(), same=not plan.solved, remark=remark),
         progress=progress,
     )
     return facts

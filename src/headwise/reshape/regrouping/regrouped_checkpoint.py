@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,14 +293,13 @@ def write_regrouped(
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     facts = plan.facts()
-    prove = None if proof is None else partial(plan.source.prove, request=proof.request(None, same=False))
     write(
         destination,
         config=plan.target.config,
         tensors=plan.tensors(),
         source=plan.source,
         extra={PLAN: as_json(plan.heads_plan())},
-        check=proved(facts, plan.source, prove, remark),
+        check=proved(facts, plan.source, proof, remark=remark),
         progress=None if progress is None else lambda done, total: progress("writing", done, total),
     )
     return facts
