@@ -71,7 +71,7 @@ def test_states_have_the_dtypes_that_transformers_gives_them(name: str) -> None:
         if model_of({**random_config(name, random.Random(n), runs=True), "model_type": name}).states
     )
     ours, config, real = tiny(name, seed)
-    assert ours.number_bytes == 2
+    assert ours.weight_bytes == 2
     expected = dynamic_cache_bytes(name, config, real.to(torch.bfloat16), TOKENS)
     assert expected == costs.cache_bytes(ours, TOKENS, 2) + costs.state_bytes(ours)
 

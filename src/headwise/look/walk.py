@@ -176,10 +176,7 @@ def walk(
     check_counts(0, layer=layer, head=head)
     inputs.check_told(name, None)
     model = unwrap(model)
-    inputs.check_reads_text(model)
-    row = inputs.as_row(ids)
-    facts = inputs.IdFacts.of(model, row)
-    inputs.check_fits(row, facts.vocabulary, facts.positions)
+    row, _ = inputs.checked_row(model, ids)
     named = inputs.as_tokens(row, tokens)
     check_counts(-FAR, query=query)
     place = query + len(row) if query < 0 else query

@@ -122,6 +122,15 @@ def as_row(ids: object) -> list[int]:
     return [int(i) for i in row.reshape(-1).tolist()]
 
 
+def checked_row(model: nn.Module, ids: object) -> tuple[list[int], IdFacts]:
+    """Return the ids of one text and the facts about them; raise TypeError or ValueError if the model takes no such."""
+    check_reads_text(model)
+    row = as_row(ids)
+    facts = IdFacts.of(model, row)
+    check_fits(row, facts.vocabulary, facts.positions)
+    return row, facts
+
+
 def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None) -> None:
     """Raise ValueError if an id is outside the vocabulary, or the text is longer than the model's positions."""
     if vocabulary is not None:
