@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +28,10 @@ from rich.progress import Progress
 
 import headwise
 
-try:
-    from benchmarks import clock, limits, table, ways
-    from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import limits  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
-    import ways  # type: ignore[import-not-found,no-redef]
-    from registry import AVX2, CASES, FOLD, Case, Mark  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, limits, table, ways
+from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark
 
 SETS = {"table": CASES, "fold": FOLD, "avx2": AVX2}
 Row = dict[str, Any]

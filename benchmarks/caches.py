@@ -8,6 +8,7 @@ Memory: the bytes that a cache holds, and what a step adds to the process at its
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,9 @@ import headwise.hf
 import headwise.plan
 from headwise.hf.models.architectures import CACHE
 
-try:
-    from benchmarks import clock, hf_end_to_end, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import hf_end_to_end  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, hf_end_to_end, table
 
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 CACHED = (4096, 16384, 32768, 131072)

@@ -10,6 +10,7 @@ installed. "linear" is PyTorch's linear layers of the same sizes alone: what no 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -23,11 +24,9 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 SENTENCES, LENGTH, VOCAB = 64, 128, 30522
 Way = Callable[[], Tensor]

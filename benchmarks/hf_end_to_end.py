@@ -9,7 +9,9 @@ copying, and with its static one, which writes in place (and for which transform
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +22,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
 from headwise.hf.models.architectures import CACHE
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 ATTENTIONS = ("headwise", "sdpa", "eager")
 PREFILL = (2048,)

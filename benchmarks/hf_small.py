@@ -8,7 +8,9 @@ float32; and Llama 1B's dimensions in 2 layers, bfloat16. The logits of both are
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +22,9 @@ from transformers import DynamicCache, PreTrainedModel
 from headwise.hf import make_cache
 from headwise.hf.models.architectures import CACHE
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 TOKENS = 512
 VOCAB = 8000

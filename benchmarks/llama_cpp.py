@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,11 +30,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import headwise.hf
 from headwise.hf.models.architectures import CACHE
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 HERE = Path(__file__).resolve().parent
 NODE = HERE.parent / "build" / "peers" / "node" / "node_modules" / "node-llama-cpp" / "dist" / "index.js"

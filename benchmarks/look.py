@@ -25,11 +25,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
 from headwise import look
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 LENGTHS = (128, 512, 2048, 8192)
 LONG = (16384, 65536)  # memory alone

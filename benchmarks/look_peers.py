@@ -26,18 +26,16 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-try:
-    from benchmarks import clock, table
-    from benchmarks.look import HEADS, LAYERS, Peak, model_of
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
-    from look import HEADS, LAYERS, Peak, model_of  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
+from benchmarks.look import HEADS, LAYERS, Peak, model_of
 
 LENGTHS = (128, 512, 2048, 8192)
 SHORT = 3.0  # seconds: what takes less is run three times

@@ -26,11 +26,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import headwise
 from headwise.ops.masks.tiles import tile_map
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 PREFIX, HEAD_DIM, RADIUS = 2048, 128, 128
 MUST = {"prefix": 1.15, "documents": 3.0, "map": 0.25, "relative": 64.0}

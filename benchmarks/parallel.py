@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +34,9 @@ from headwise.parallel import context_parallel
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "helpers"))
 import ranks
 
-try:
-    from benchmarks.statistics_memory import LiveBytes
-except ImportError:  # run as a script
-    from statistics_memory import LiveBytes  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks.statistics_memory import LiveBytes
 
 H, K, D = 8, 4, 64
 LAYOUTS = ("ring", "gather", "ulysses")

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    from benchmarks.registry import FULL, Case
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    from registry import FULL, Case  # type: ignore[import-not-found,no-redef]
+from benchmarks.registry import FULL, Case
 
 Run = Callable[[], Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -10,6 +10,8 @@ is forward and backward. The keys are drawn at random among those up to the quer
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import headwise
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 AT_ONCE = 64  # queries whose keys are gathered together for SDPA
 MATRIX = 1 << 24  # pairs of the largest bool mask

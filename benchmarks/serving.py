@@ -11,9 +11,11 @@ import argparse
 import gc
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +25,9 @@ from transformers.generation import ContinuousBatchingConfig
 
 import headwise.hf
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 WAYS = {"headwise": 256, "headwise, copied": 64, "sdpa": 256}
 """Each way and the tokens of a page."""

@@ -16,15 +16,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import headwise
+from benchmarks import peers, server_peers
+from benchmarks.registry import FULL, HALVES, Case
 from headwise.cache import quantize
-
-try:
-    from benchmarks import peers, server_peers
-    from benchmarks.registry import FULL, HALVES, Case
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import peers  # type: ignore[import-not-found,no-redef]
-    import server_peers  # type: ignore[import-not-found,no-redef]
-    from registry import FULL, HALVES, Case  # type: ignore[import-not-found,no-redef]
 
 Run = Callable[[], Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -72,15 +72,6 @@ def patched() -> look.Patching:
     return look.patch(Speaker(), [2, *IDS[1:]], IDS, look.LogitDifference(5, 7))
 
 
-class Ranks:
-    """Importance of heads, as `plot_importance` reads it."""
-
-    model, loss, measure, tokens, by = "m", 1.5, "loss", 8, ("gradient",)
-
-    def scores(self, by: str) -> list[list[float]]:
-        return [[0.5, 0.25, -0.125]]
-
-
 @functools.cache
 def worth() -> look.Importance:
     return look.importance(Speaker(), IDS)
@@ -158,7 +149,7 @@ LOOK: dict[str, Callable[[], Call]] = {
     "look.write": lambda: of(look.write, what=seen(), path="written.json"),
     "read": lambda: of(look.read, path=in_a_file(lambda path: look.write(seen(), path), "read.json")),
     "compare": lambda: of(look.compare, a=seen(), b=seen(), kept={0: [0, 1, 2]}),
-    "plot_importance": lambda: of(look.plot_importance, importance=Ranks()),
+    "plot_importance": lambda: of(look.plot_importance, importance=worth()),
     "plot_formation": lambda: of(look.plot_formation, curve=curve(), roles=["self"]),
     "Curve.best": lambda: of(curve().best, role="self"),
     "Curve.from_dict": lambda: of(look.Curve.from_dict, data=curve().to_dict()),

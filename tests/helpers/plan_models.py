@@ -337,9 +337,9 @@ def as_run(name: str, ours: Model, config: Any) -> Model:
                 assert layer.shared_key is not None
                 layer = replace(layer, shared_key=replace(layer.shared_key, compressor=every))
             layers.append(layer)
-        return ours.with_layers(tuple(layers))
+        return replace(ours, layers=tuple(layers))
     if getattr(config, "new_decoder_architecture", False):
-        return ours.with_layers(tuple(replace(layer, num_kv_heads=layer.num_heads) for layer in ours.layers))
+        return replace(ours, layers=tuple(replace(layer, num_kv_heads=layer.num_heads) for layer in ours.layers))
     return ours
 
 
@@ -388,7 +388,7 @@ def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tupl
     Between two steps a growing cache keeps one token less than a window holds during a step.
     """
     windowed, ours = name != KEEPS_ALL, as_run(name, ours, config)
-    between = ours.with_layers(tuple(replace(layer, window=layer.window and layer.window - 1) for layer in ours.layers))
+    between = replace(ours, layers=tuple(replace(one, window=one.window and one.window - 1) for one in ours.layers))
     pairs = []
     states = costs.state_bytes(replace(ours, weight_bytes=FLOAT32))
     for tokens in (3, TOKENS):

@@ -46,7 +46,7 @@ def test_gemma_4_26b_holds_3_00_gb_at_128k() -> None:
     full = replace(model, layers=tuple(layer for layer in model.layers if layer.window is None))
     wider = tuple(replace(layer, window=1024 + 512) for layer in model.layers if layer.window is not None)
     assert (len(full.layers), len(wider)) == (5, 25)
-    allocated = sum(costs.cache_bytes(model.with_layers(layers), 131072, 2) for layers in (full.layers, wider))
+    allocated = sum(costs.cache_bytes(replace(model, layers=layers), 131072, 2) for layers in (full.layers, wider))
     assert f"{allocated / 1e9:.2f}" == "3.00"
     assert found.contexts[0].cache_bytes == allocated - 25 * 512 * 2 * 8 * 256 * 2
     assert round(found.parameters()["total"] / 1e9, 1) == 25.2  # its model card

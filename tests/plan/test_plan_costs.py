@@ -71,7 +71,7 @@ def test_states_have_the_dtypes_that_transformers_gives_them(name: str) -> None:
         if model_of({**random_config(name, random.Random(n), runs=True), "model_type": name}).states
     )
     ours, config, real = tiny(name, seed)
-    assert ours.number_bytes == 2
+    assert ours.weight_bytes == 2
     expected = dynamic_cache_bytes(name, config, real.to(torch.bfloat16), TOKENS)
     assert expected == costs.cache_bytes(ours, TOKENS, 2) + costs.state_bytes(ours)
 
@@ -110,7 +110,7 @@ def test_a_decoded_token_is_the_matrix_products_that_run(name: str) -> None:
 def test_a_forgotten_product_would_be_seen() -> None:
     """Planted: the weighted sum of values left out."""
     model, config, real = tiny("llama")
-    without = model.with_layers(tuple(replace(layer, value_dim=0) for layer in model.layers))
+    without = replace(model, layers=tuple(replace(layer, value_dim=0) for layer in model.layers))
     for compared in (compared_prefill, compared_decode):
         ours, theirs = compared("llama", without, config, real)
         assert ours < theirs

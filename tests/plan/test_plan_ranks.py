@@ -13,9 +13,10 @@ from headwise.plan.costs import totals as costs
 from headwise.plan.model.model import Model, model_of
 from headwise.plan.ranks import communication as links
 from headwise.plan.ranks.communication import Link
-from headwise.plan.ranks.mesh import Grid, call_of, local, mesh_cost
+from headwise.plan.ranks.mesh import Grid, call_of, mesh_cost
 from headwise.plan.ranks.rank_plan import FAR
 from headwise.plan.ranks.sharding import MeshCall
+from headwise.plan.ranks.weight_shards import local
 from headwise.plan.units import link as read_link
 from headwise.plan.units import show_seconds
 

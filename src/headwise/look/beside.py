@@ -12,8 +12,9 @@ from ..nn.hooks.eval_mode import in_eval_mode_without_grad
 from ..nn.hooks.probe import AttentionCall, probe
 from ..shapes.arguments import shown
 from .collect.reduce import looks_ahead
-from .inputs.ids import checked_model, device_of
-from .interventions.losses import IGNORED, TEXTS, Loss, Reading, logits_in, readings, texts_of
+from .inputs.ids import IGNORED, TEXTS, checked_model, device_of
+from .inputs.model_input import SOUNDS
+from .interventions.losses import Loss, Reading, logits_in, readings, texts_of
 from .interventions.outputs import as_classes
 
 
@@ -41,7 +42,7 @@ def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = Tr
     """
     if not values or not all(isinstance(name, str) and isinstance(x, Tensor) and x.ndim for name, x in values.items()):
         raise TypeError(f"what a processor gives are tensors by name, such as pixel_values; got {shown(values)}")
-    rows = {values[name].shape[0] for name in (*TEXTS, "input_features", "input_values") if name in values}
+    rows = {values[name].shape[0] for name in (*TEXTS, *SOUNDS) if name in values}
     if rows - {1}:
         raise ValueError(f"importance is measured on one text or sound at a time; got {shown(sorted(rows))} rows")
     call = {name: x.to(device_of(model)) for name, x in values.items()}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..files.text import visible
 from ..shapes.arguments import shown, whole_numbers
-from .records.head import HeadRecord
+from .records.head import HeadRecord, by_layer
 from .result import Look
 from .views.palette import label
 
@@ -227,7 +227,7 @@ def compare(a: Look, b: Look, *, kept: KeptRecords | None = None) -> Comparison:
         if not isinstance(one, Look):
             raise TypeError(f"{name} is a headwise.look.Look; got {shown(one)}")
     plan = _plan(kept, a)
-    before, after = _layers(a), _layers(b)
+    before, after = by_layer(a.heads), by_layer(b.heads)
     same = (a.texts, a.length, a.tokens) == (b.texts, b.length, b.tokens)
     heads: list[HeadChange] = []
     gone: list[tuple[int, int]] = []
@@ -285,13 +285,6 @@ def _names(look: Look) -> dict[str, int]:
         names[key] = layer
         counts[part] += 1
     return names
-
-
-def _layers(look: Look) -> Layers:
-    layers: Layers = {}
-    for head in look.heads:
-        layers.setdefault(head.layer, []).append(head)
-    return layers
 
 
 def _paired_layers(before: Layers, after: Layers) -> list[tuple[int, int]]:
@@ -372,8 +365,7 @@ def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[fl
     if by_maps:
         maps = np.array([one.map for one in theirs], dtype=np.float64)
         far += np.array([_variation(np.asarray(a.map, dtype=np.float64), maps) for a in ours])
-    distances: list[list[float]] = far.tolist()
-    return distances
+    return far.tolist()
 
 
 def _variation(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

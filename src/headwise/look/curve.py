@@ -20,7 +20,8 @@ from torch import Tensor
 from ..files.atomic_file import get
 from ..files.text import visible
 from ..shapes.arguments import check_texts, shown
-from .records.schema import Damaged, plain, record
+from .records.head import by_layer
+from .records.schema import Damaged, PlainRecord, record
 from .result import Look
 from .views import figures
 
@@ -37,7 +38,7 @@ Places = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(PlainRecord):
     """One measurement.
 
     Attributes:
@@ -47,6 +48,8 @@ class Point:
         scores: by role, the value of every head.
         plays: by role, the heads that play it.
     """
+
+    CALLED = "a point of a curve is"
 
     step: int
     seconds: float
@@ -58,10 +61,7 @@ class Point:
     def of(cls, step: int, seen: Look, numbers: Mapping[str, float]) -> Point:
         """Return the point of a look at a step."""
         roles = dict.fromkeys(name for head in seen.heads for name in head.scores)
-        heads: dict[int, list[Any]] = {}
-        for head in seen.heads:
-            heads.setdefault(head.layer, []).append(head)
-        layers = [heads[layer] for layer in sorted(heads)]
+        layers = [heads for _, heads in sorted(by_layer(seen.heads).items())]
         scores = {role: tuple(tuple(_rounded(head.value(role)) for head in row) for row in layers) for role in roles}
         plays = {role: tuple((head.layer, head.head) for head in seen.with_role(role)) for role in roles}
         return cls(step, seen.seconds, dict(numbers), scores, {role: heads for role, heads in plays.items() if heads})
@@ -70,15 +70,6 @@ class Point:
         """Return the highest value of any head; None if the role was not measured."""
         values = [value for row in self.scores.get(role, ()) for value in row if value is not None]
         return max(values, default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries, lists, strings and numbers."""
-        return dict(plain(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Point:
-        """Return the point from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        return record(cls, data, "a point of a curve is")
 
     def check(self) -> None:
         """Raise ValueError if a role is played by a head without a score."""

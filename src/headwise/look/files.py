@@ -131,13 +131,11 @@ def _csv(what: Any, ending: str) -> bytes:
 
 
 def _json(what: Any, ending: str) -> bytes:
-    text: str = what.to_json(maps=True) if isinstance(what, Look) else what.to_json()
-    return text.encode() + b"\n"
+    return what.to_json().encode() + b"\n"
 
 
 def _card(what: Any, ending: str) -> bytes:
-    text: str = what.card()
-    return text.encode()
+    return what.card().encode()
 
 
 def _figure(what: Any, ending: str) -> bytes:

@@ -15,11 +15,12 @@ from ..nn.hooks.output_projections import output_projections
 from ..nn.hooks.probe import AttentionCall, probe
 from ..nn.hooks.unwrap import unwrap
 from ..ops.statistics.weights import weights
+from ..plan.show.printed import Printed
 from ..shapes.arguments import FAR, check_counts
 from .inputs import ids as inputs
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import RenderableType
 
 SHOWN = 6
 """The numbers of a vector that the printed tables show."""
@@ -67,7 +68,7 @@ class WalkKey:
 
 
 @dataclass(frozen=True)
-class Walk:
+class Walk(Printed):
     """One query of one head, from its scores to what it writes. Prints as tables.
 
     Attributes:
@@ -106,7 +107,7 @@ class Walk:
         keys = [{**vars(one), "key": list(one.key), "value": list(one.value)} for one in self.keys]
         return {**about, "stages": stages, "keys": keys}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def _tables(self) -> Iterator[RenderableType]:
         from rich.table import Table
         from rich.text import Text
 
@@ -128,11 +129,6 @@ class Walk:
             cells = (stage.name, stage.formula, str(len(stage.values)), _short(stage.values), f"{length:.3f}")
             stages.add_row(*map(Text, cells))
         yield stages
-
-    def __str__(self) -> str:
-        from ..plan.show.printed import plain
-
-        return plain(self)
 
 
 def _short(values: Sequence[float]) -> str:
@@ -180,10 +176,7 @@ def walk(
     check_counts(0, layer=layer, head=head)
     inputs.check_told(name, None)
     model = unwrap(model)
-    inputs.check_reads_text(model)
-    row = inputs.as_row(ids)
-    facts = inputs.IdFacts.of(model, row)
-    inputs.check_fits(row, facts.vocabulary, facts.positions)
+    row, _ = inputs.checked_row(model, ids)
     named = inputs.as_tokens(row, tokens)
     check_counts(-FAR, query=query)
     place = query + len(row) if query < 0 else query

@@ -88,7 +88,8 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
         _split_latent(module, group)
     else:
         _split_heads(module, group, share)
-    _split_sinks(module.inner, group)
+    if isinstance(getattr(module.inner, "sinks", None), nn.Parameter):
+        _place(module.inner, "sinks", group, Shard(0))
     for first, *others in tied:
         for name in others:
             owner, _, last = name.rpartition(".")
@@ -199,13 +200,6 @@ def _split_latent(mla: LatentAttention, group: Group) -> None:
     _replicate(mla.kv_a_layernorm, group)
     mla.kv_b_proj = _rows(mla.kv_b_proj, group, None, mla.nope_dim + mla.value_dim)
     mla.o_proj = _columns(mla.o_proj, group)
-
-
-def _split_sinks(inner: nn.Module, group: Group) -> None:
-    """Split the sinks, one per query head."""
-    sinks = getattr(inner, "sinks", None)
-    if isinstance(sinks, nn.Parameter):
-        _place(inner, "sinks", group, Shard(0))
 
 
 def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> RankHeadsLinear:

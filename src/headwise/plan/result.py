@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .config.reader import parse
 from .costs import totals as costs
@@ -13,17 +13,15 @@ from .costs.plan_data import ContextCost, PlanData
 from .model.heads_plan import apply_heads
 from .model.model import Model
 from .shape import check_between
+from .show.printed import Printed
 from .sources import find_model
 from .units import rate
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 MAX_CONTEXT, MAX_BATCH, MAX_CONTEXTS = 10**10, 10**7, 64
 
 
 @dataclass(frozen=True)
-class AttentionPlan(PlanData):
+class AttentionPlan(Printed, PlanData):
     """The cost of a model's attention. Created by `of`; prints as tables and a chart, and shows an image in a notebook.
 
     Attributes:
@@ -42,15 +40,10 @@ class AttentionPlan(PlanData):
 
     planned: AttentionPlan | None = None
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def _tables(self) -> Iterator[Any]:
         from .show.tables import tables
 
-        yield from tables(self)
-
-    def __str__(self) -> str:
-        from .show.printed import plain
-
-        return plain(self)
+        return tables(self)
 
     def svg(self) -> str:
         """Return the chart of cache against context as SVG; raises MissingExtra if Matplotlib is not installed."""
@@ -109,6 +102,11 @@ def of(
         "bandwidth": None if bandwidth is None else rate(bandwidth, "bandwidth"),
         "flop_rate": None if flops is None else rate(flops, "flops"),
     }
+    numbers = costs.bytes_of(kv_dtype)
+
+    def priced(one: Model) -> tuple[ContextCost, ...]:
+        return tuple(_cost(one, length, batch, numbers, speeds) for length in lengths)
+
     planned = None
     if heads_plan is not None:
         entries = _heads_plan(heads_plan)
@@ -116,16 +114,8 @@ def of(
             after = apply_heads(model, entries)
         except ValueError as wrong:
             raise ValueError(f"{name!r}: {wrong}") from None
-        planned = _priced(after, lengths, batch, kv_dtype, speeds)
-    priced = _priced(model, lengths, batch, kv_dtype, speeds)
-    return AttentionPlan(model, batch, kv_dtype, priced.contexts, planned, card.get("note", ""))
-
-
-def _priced(
-    model: Model, lengths: tuple[int, ...], batch: int, kv_dtype: str, speeds: dict[str, float | None]
-) -> AttentionPlan:
-    numbers = costs.bytes_of(kv_dtype)
-    return AttentionPlan(model, batch, kv_dtype, tuple(_cost(model, n, batch, numbers, speeds) for n in lengths))
+        planned = AttentionPlan(after, batch, kv_dtype, priced(after))
+    return AttentionPlan(model, batch, kv_dtype, priced(model), planned, card.get("note", ""))
 
 
 def _cost(

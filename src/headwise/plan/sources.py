@@ -36,8 +36,7 @@ def cards() -> dict[str, dict[str, Any]]:
     >>> sorted(cards()["gpt-3"])
     ['config', 'left_out', 'note', 'title']
     """
-    content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cards.json").read_bytes())
-    return content
+    return json.loads((Path(__file__).parent / "cards.json").read_bytes())
 
 
 def known() -> dict[str, Any]:
@@ -80,49 +79,29 @@ def read_config(config: Any) -> AttentionShape:
     return AttentionShape(*sizes, BIAS[one.bias], count)
 
 
-def _on_disk(what: object) -> Path | None:
-    """Return the path of the config.json for a name; None if the name does not exist on disk."""
-    if not isinstance(what, str | Path) or "\0" in str(what) or not os.path.lexists(what):
-        return None
-    path = Path(what)
-    return path / "config.json" if path.is_dir() else path
-
-
-def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return (name, config, card) of a file, a folder, a card, a name in the hub's cache, or a config.
+def find_model(what: Any) -> tuple[str, Model, dict[str, Any]]:
+    """Return (name, model, card) of a file, a folder, a card, a name in the hub's cache, or a config.
 
     The disk is searched first, then the cards, then the cache; nothing is downloaded.
 
     Raises:
-        ValueError: a one-line message: not found, a file that is not a config, or a plan instead of a config.
+        ValueError: a one-line message: not found, a file that is not a config, a plan instead of a config, an unknown
+            architecture, or a field that is not supported.
         TypeError: neither a name nor a config.
     """
-    name, config, card = _find(what)
+    name, config, card = _find_config(what)
     if config.keys() >= PLANNED:  # the sizes of a plan have other names, so the defaults would be used for all
         raise ValueError(f"{name!r} is a plan, not a config; give the config of the model")
-    return name, config, card
-
-
-def find_model(what: Any) -> tuple[str, Model, dict[str, Any]]:
-    """Return (name, model, card) for whatever `find_config` finds.
-
-    Raises:
-        ValueError: as for `find_config`; or an unknown architecture, or a field that is not supported.
-        TypeError: neither a name nor a config.
-    """
-    name, config, card = find_config(what)
     try:
         return name, model_of(config, name, left_out=tuple(card.get("left_out", ()))), card
     except ValueError as wrong:
         raise ValueError(f"{name!r}: {wrong}") from None
 
 
-def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the same as `find_config`, for any JSON object."""
-    if isinstance(what, Mapping):
-        return visible(str(what.get("model_type", "config")), limit=100), dict(what), {}
+def _find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return (name, config, card); the config may be any JSON object."""
     if not isinstance(what, str | Path):
-        config = what.to_dict() if hasattr(what, "to_dict") else None
+        config = what.to_dict() if hasattr(what, "to_dict") else what
         if not isinstance(config, Mapping):
             raise TypeError(
                 f"a config is a path, a name, a dict or an object with to_dict(); got {type(what).__name__}"
@@ -130,8 +109,9 @@ def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
         return visible(str(config.get("model_type", "config")), limit=100), dict(config), {}
     if what == "":  # Path("") would be the current folder.
         raise ValueError("the config's name is empty; give a config.json, a checkpoint folder, a card or a hub name")
-    path = _on_disk(what)
-    if path is not None:
+    if "\0" not in str(what) and os.path.lexists(what):
+        path = Path(what)
+        path = path / "config.json" if path.is_dir() else path
         own = (path.parent.name or str(what)) if path.name == "config.json" else path.stem
         return visible(own, limit=100), _read(path), {}
     name = str(what)

@@ -194,13 +194,13 @@ def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more:
     if not more.importance:
         return result
     from headwise.look import circuits, importance
+    from headwise.look.records.head import by_layer
 
     worth = importance(loaded.model, ids, by="gradient", mask_id=loaded.mask_id).scores("gradient")
     heads = circuits(loaded.model, ids, most=1).heads
-    layers = 1 + max(head.layer for head in heads)
     numbers: dict[str, Any] = {"importance (gradient)": worth}
     for name, label in (("norm", "writes (norm)"), ("share", "share of the layer"), ("copying", "copying")):
-        numbers[label] = [[getattr(head, name) for head in heads if head.layer == layer] for layer in range(layers)]
+        numbers[label] = [[getattr(head, name) for head in row] for row in by_layer(heads).values()]
     return result.with_extras(**numbers)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
@@ -46,16 +45,16 @@ def processes() -> Processes:
     return Processes.here()
 
 
-@contextlib.contextmanager
-def print_once(text: str) -> Iterator[bool]:
-    """Yield whether this process prints `text`: only the first of the processes with the same text does."""
+def print_once(text: str) -> contextlib.AbstractContextManager[bool]:
+    """Return a context whose value is whether this process prints `text`: the first of those with the same text does.
+
+    Other processes wait until it has printed.
+    """
     if process_count() < 2:
-        yield True
-        return
+        return contextlib.nullcontext(True)
     from headwise.distributed.workers import print_once
 
-    with print_once(text) as first:
-        yield first
+    return print_once(text)
 
 
 def own_device(name: str) -> str:

@@ -123,8 +123,7 @@ class Beside(NamedTuple):
     def values(self, hf: Any, loaded: Any, texts: Iterable[str]) -> dict[str, Any]:
         """Return the model's inputs from its processor, for these inputs and the first text, if there is one."""
         text = next(iter(texts), None)
-        read: dict[str, Any] = hf.prepared(loaded, text, image=self.image, sound=self.sound, target=self.target).values
-        return read
+        return hf.prepared(loaded, text, image=self.image, sound=self.sound, target=self.target).values
 
 
 def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Beside | None = None) -> Iterable[str]:

@@ -115,5 +115,4 @@ def _maps(tally: LayerTally) -> Floats:
     sizes = [name.removeprefix("map rows ") for name in tally.numbers if name.startswith("map rows ")]
     size = max(sizes, key=lambda s: (int(tally.numbers[f"map rows {s}"].sum()), tuple(map(int, s.split()))))
     rows = tally.numbers[f"map rows {size}"]
-    means: Floats = tally.numbers[f"map {size}"] / np.maximum(rows, 1)
-    return means
+    return tally.numbers[f"map {size}"] / np.maximum(rows, 1)

@@ -32,8 +32,7 @@ Floats = npt.NDArray[np.float64]
 
 def units(sums: Any) -> Ints:
     """Return the sums as integer multiples of 1 / UNIT."""
-    whole: Ints = np.array(np.rint(np.asarray(sums, dtype=np.float64) * UNIT), dtype=np.int64)
-    return whole
+    return np.array(np.rint(np.asarray(sums, dtype=np.float64) * UNIT), dtype=np.int64)
 
 
 @lru_cache(maxsize=GROUPS)

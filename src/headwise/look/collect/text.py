@@ -139,10 +139,7 @@ def _read(
         source, rows = source_of(model, ids, tokens)
         facts = inputs.IdFacts.of(model, rows[0] or rows[1] or [0])
         return source, rows, tuple(source.names[0] or source.names[1]), facts
-    inputs.check_reads_text(model)
-    row = inputs.as_row(ids)
-    facts = inputs.IdFacts.of(model, row)
-    inputs.check_fits(row, facts.vocabulary, facts.positions)
+    row, facts = inputs.checked_row(model, ids)
     return None, (row, []), inputs.as_tokens(row, tokens), facts
 
 

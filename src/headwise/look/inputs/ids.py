@@ -21,6 +21,8 @@ from ..roles.call_tokens import Passage, Vocabulary, classes_of
 from .repeated_tokens import Repeats
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
+TEXTS = ("input_ids", "decoder_input_ids")
+IGNORED = -100  # the label of a place without a loss
 EXTRA_READINGS = ("sentences", "needles")
 
 
@@ -118,6 +120,15 @@ def as_row(ids: object) -> list[int]:
             f"look reads one text at a time, ids (T,) or (1, T); got {tuple(row.shape)}; look at each row by itself"
         )
     return [int(i) for i in row.reshape(-1).tolist()]
+
+
+def checked_row(model: nn.Module, ids: object) -> tuple[list[int], IdFacts]:
+    """Return the ids of one text and the facts about them; raise TypeError or ValueError if the model takes no such."""
+    check_reads_text(model)
+    row = as_row(ids)
+    facts = IdFacts.of(model, row)
+    check_fits(row, facts.vocabulary, facts.positions)
+    return row, facts
 
 
 def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None) -> None:

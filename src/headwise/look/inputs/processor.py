@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from ...shapes.arguments import check_dense, shown
 from ..roles.call_tokens import FIRST, SECOND, Passage
 from . import ids as inputs
-from .ids import IdFacts
+from .ids import IGNORED, TEXTS, IdFacts
 from .model_input import PIXELS, SOUNDS, Source
 
-TEXTS = ("input_ids", "decoder_input_ids")
 MASKS = ("attention_mask", "decoder_attention_mask")
-IGNORED = -100
 Named = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 

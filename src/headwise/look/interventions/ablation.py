@@ -13,9 +13,10 @@ from typing_extensions import override
 from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import probe
 from ...nn.hooks.unwrap import unwrap
+from ...plan.show.printed import number_table
 from ...shapes.arguments import check_functions, shown
 from ..inputs.ids import check_told, model_name
-from ..views.tables import Tabled, empty_table
+from ..views.tables import Tabled
 from .gates import WAYS, LayerHead, Survey, counter, gates_of, off, rises, survey
 from .losses import Loss, Reading, logits_of, readings, texts_of
 
@@ -91,7 +92,7 @@ class Ablation(Tabled):
             "" if self.kl is None else f"; mean KL(original || ablated), of the predictions: {self.kl:.4f} nats/token"
         )
         caption = f"loss and change in nats{moved}" if self.measure == "loss" else None
-        table = empty_table(title, ("off", self.measure, "change"), caption=caption)
+        table = number_table(title, ("off", self.measure, "change"), caption=caption)
         rows = [("none", self.before), *((f"{x.layer}.{x.head}", x.loss) for x in self.heads)]
         for what, loss in [*rows, *([("all of them", self.after)] if len(self.heads) > 1 else [])]:
             table.add_row(what, f"{loss:.4f}", f"{loss - self.before:+.4f}" if what != "none" else "")
@@ -102,7 +103,7 @@ class Ablation(Tabled):
         from rich.text import Text
 
         after, changed = "after token", "next token: before -> after"
-        table = empty_table("where the next token changed most", (after, "KL", changed), left=(after, changed))
+        table = number_table("where the next token changed most", (after, "KL", changed), left=(after, changed))
         for place in self.places:
             changes = "  ".join(f"{x.token!r} {x.before:.3f} -> {x.after:.3f}" for x in place.tokens)
             table.add_row(Text(f"{place.position} {place.token!r}"), f"{place.kl:.3f}", Text(changes))

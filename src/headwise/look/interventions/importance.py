@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ...nn.hooks.output_projections import output_projections
 from ...nn.hooks.probe import AttentionCall
 from ...nn.hooks.unwrap import unwrap
+from ...plan.show.printed import number_table
 from ...shapes.arguments import check_counts, check_texts, shown
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
-from ..views.tables import Tabled, empty_table
+from ..records.head import by_layer
+from ..views.tables import Tabled
 from .gates import Survey, counter, learning, rises, survey
 from .gradients import gradients, spearman
 from .losses import Loss, Reading
@@ -105,10 +106,7 @@ class Importance(Tabled):
         check_texts(by=by)
         if by not in self.by and not (by == "gradient_raw" and "gradient" in self.by):
             raise ValueError(f"measured were {', '.join(self.by)}; got {shown(by)}; name it in by=")
-        layers: list[list[float]] = [[] for _ in range(1 + max(head.layer for head in self.heads))]
-        for head in self.heads:
-            layers[head.layer].append(getattr(head, by))
-        return layers
+        return [[getattr(head, by) for head in heads] for heads in by_layer(self.heads).values()]
 
     def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
         """Return a table of the `most` most important heads by a criterion (the first by default).
@@ -130,14 +128,10 @@ class Importance(Tabled):
         what = f"loss {self.loss:.3f}" if self.measure == "loss" else "drift of the embedding, 1 - cosine,"
         title = f"{self.model}: {what} on {self.tokens} tokens, sorted by {sorted_by}{rest}"
         columns = [name for one in self.by for name in ([one, "gradient_raw"] if one == "gradient" else [one])]
-        table = empty_table(title, ("layer", "head", *columns), caption=caption)
+        table = number_table(title, ("layer", "head", *columns), caption=caption)
         for head in top:
             table.add_row(str(head.layer), str(head.head), *(f"{getattr(head, name):.4f}" for name in columns))
         return table
-
-    @override
-    def _tables(self) -> Iterable[rich.table.Table]:
-        return (self.table(),)
 
 
 def importance(
@@ -290,7 +284,7 @@ class Contributions:
 
     def mean(self, layer: int, heads: int, base: Survey) -> list[float]:
         """Return for each head the norm of its group, as the mean over the tokens."""
-        groups: list[float] = (self.sums[layer] / base.rows[layer]).tolist()
+        groups = (self.sums[layer] / base.rows[layer]).tolist()
         return [groups[head * len(groups) // heads] for head in range(heads)]
 
 

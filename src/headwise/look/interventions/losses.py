@@ -16,14 +16,13 @@ from ...shapes import describe
 from ...shapes.arguments import check_counts, shown
 from ..collect.reduce import looks_ahead
 from ..inputs import ids as inputs
-from ..inputs.ids import IdFacts
+from ..inputs.ids import IGNORED, TEXTS, IdFacts
 from .outputs import Kind, along_directions, as_classes, drift, embedding, kind_of
 
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """(output of the model, ids (B, T)) -> (B,), the loss of each row."""
 
-IGNORED, FEW = -100, 8
-TEXTS = ("input_ids", "decoder_input_ids")
+FEW = 8
 SHORT = 8
 """The number of tokens of a text on which the parts of a model, such as its output projections, are found."""
 

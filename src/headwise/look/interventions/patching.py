@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ...nn.hooks.unwrap import unwrap
+from ...plan.show.printed import number_table
 from ...shapes import describe
 from ...shapes.arguments import check_counts, check_flags, check_functions, shown
 from ..inputs.ids import as_row, check_told, model_name
-from ..views.tables import Tabled, empty_table
+from ..views.tables import Tabled
 from .gates import Place, counter, rises, survey
 from .losses import Loss, logits_in, readings
 
@@ -123,7 +123,7 @@ class Patching(Tabled):
         caption = f"effect: 0 = as corrupted ({self.corrupted:.3f}), 1 = as clean ({self.clean:.3f})"
         where = ("position", "clean", "corrupted") if self.by_position else ()
         columns = ("layer", "head", *where, "effect")
-        table = empty_table(title, columns, left=("clean", "corrupted"), caption=caption)
+        table = number_table(title, columns, left=("clean", "corrupted"), caption=caption)
         for one in top:
             place: list[str | Text] = []
             if one.position is not None:
@@ -157,10 +157,6 @@ class Patching(Tabled):
         heads = ["{}.{}".format(*head) for head in row]
         axes = ("layer.head", "position: clean | corrupted where they differ")
         return heatmap(cells, heads, names, axes=axes, title=title, label=label)
-
-    @override
-    def _tables(self) -> Iterable[rich.table.Table]:
-        return (self.table(),)
 
 
 def patch(

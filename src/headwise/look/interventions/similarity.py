@@ -17,10 +17,11 @@ from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.unwrap import unwrap
 from ...ops.statistics.weights import weights
+from ...plan.show.printed import number_table
 from ...shapes.arguments import check_counts, check_numbers
 from ..beside import all_readings
 from ..inputs.ids import check_told, model_name
-from ..views.tables import Tabled, empty_table
+from ..views.tables import Tabled
 from .losses import Reading, no_loss, one_text
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Redundancy(Tabled):
     def table(self) -> rich.table.Table:
         """Return a table of the clusters, largest first."""
         title = f"{self.model}: heads that do the same, {self.tokens} tokens, distance at most {self.threshold:g}"
-        table = empty_table(title, ("by", "heads", "cluster"), left=("by", "cluster"))
+        table = number_table(title, ("by", "heads", "cluster"), left=("by", "cluster"))
         for by, clusters in (("patterns", self.patterns), ("outputs", self.outputs)):
             for cluster in clusters:
                 table.add_row(by, str(len(cluster)), " ".join("{}.{}".format(*head) for head in cluster))
@@ -94,7 +95,7 @@ class Redundancy(Tabled):
     def pairs_table(self, most: int = 10) -> rich.table.Table:
         """Return a table of the `most` heads closest to another, by patterns and then by outputs."""
         check_counts(most=most)
-        table = empty_table("closest heads", ("by", "head", "nearest", "distance, 0 to 1"), left=("by",))
+        table = number_table("closest heads", ("by", "head", "nearest", "distance, 0 to 1"), left=("by",))
         for by in ("pattern", "output"):
             near: dict[frozenset[tuple[int, int]], float] = {}
             for one in self.heads:

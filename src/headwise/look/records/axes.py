@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ...shapes.arguments import shown
-from .schema import Damaged, plain, record, values
+from .schema import Damaged, PlainRecord, values
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """The kinds of axes. In the last kind, some positions are tokens and some are patches."""
@@ -24,7 +23,7 @@ MOST_APART = 64
 
 
 @dataclass(frozen=True)
-class Axis:
+class Axis(PlainRecord):
     """One axis of maps.
 
     Attributes:
@@ -39,6 +38,8 @@ class Axis:
     >>> over_patches((2, 3), 8).cells[2:5]     # two places come before the patches
     ((0, 0, 0), (0, 0, 1), (0, 0, 2))
     """
+
+    CALLED = "an axis is"
 
     kind: str
     length: int
@@ -81,15 +82,6 @@ class Axis:
     def known(self) -> bool:
         """True if the patch of each position is known."""
         return bool(self.cells)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain lists, strings and numbers."""
-        return dict(plain(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Axis:
-        """Return the axis from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        return record(cls, data, "an axis is")
 
 
 PatchCells = tuple[tuple[int, int, int], ...]

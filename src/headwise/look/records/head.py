@@ -6,19 +6,29 @@ None means "not measured", never "zero".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ...shapes.arguments import check_counts, check_texts, shown
-from .schema import Damaged, plain, record
+from .schema import Damaged, PlainRecord
 from .scores import Score
 
 NO_ROLE = "-"
+AnyHead = TypeVar("AnyHead", bound=Any)
+"""A record that has a `layer`."""
+
+
+def by_layer(heads: Iterable[AnyHead]) -> dict[int, list[AnyHead]]:
+    """Return the records of heads by their layer, in their order."""
+    layers: dict[int, list[AnyHead]] = {}
+    for head in heads:
+        layers.setdefault(head.layer, []).append(head)
+    return layers
 
 
 @dataclass(frozen=True)
-class HeadRecord:
+class HeadRecord(PlainRecord):
     """One head: its statistics on the texts, and its score in each role.
 
     Attributes:
@@ -46,6 +56,8 @@ class HeadRecord:
         first_moved: mean share of the first key in what a query moves (weight times length of what the head writes
             from a key), over the queries after the first; None if it was not measured.
     """
+
+    CALLED = "a head's record is"
 
     module: str
     call: int
@@ -82,15 +94,6 @@ class HeadRecord:
         """Return the value of a score; None if it was not measured."""
         score = self.score(name)
         return None if score is None else score.value
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries, lists, strings and numbers."""
-        return dict(plain(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        """Return the record from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        return record(cls, data, "a head's record is")
 
     def check(self) -> None:
         """Raise ValueError for a role or state that the head does not play, or rows of several lengths in the map."""

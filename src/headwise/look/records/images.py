@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...shapes.arguments import check_counts, check_numbers, check_texts, shown
-from .schema import plain, record
+from .schema import PlainRecord
 
 MOST_SIDE = 448
 """The most pixels per side that are kept."""
@@ -25,7 +24,7 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
-class Picture:
+class Picture(PlainRecord):
     """A picture, or a sound as a picture: time to the right, frequency upwards.
 
     Attributes:
@@ -35,6 +34,8 @@ class Picture:
         data: a PNG file.
         seconds: the duration of a sound, if known.
     """
+
+    CALLED = "a picture is"
 
     kind: str
     width: int
@@ -49,15 +50,6 @@ class Picture:
             raise ValueError(f"a picture's data is a PNG file, as bytes; got {shown(self.data)}")
         if self.seconds is not None:
             check_numbers(seconds=self.seconds)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain strings and numbers."""
-        return dict(plain(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Picture:
-        """Return the picture from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
-        return record(cls, data, "a picture is")
 
 
 def picture_of(pixels_CHW: Tensor) -> Picture | None:

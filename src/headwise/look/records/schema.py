@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from ...shapes.arguments import shown
 
 R = TypeVar("R")
+P = TypeVar("P", bound="PlainRecord")
 
 NUMBERS = {int, float}
 LARGEST = 10**15
@@ -81,10 +82,24 @@ def record(cls: type[R], data: Any, what: str, needs: Iterable[str] = ()) -> R:
             for name in needs:
                 if name not in data:
                     raise Damaged("is missing", name)
-        made: R = _within(_record(cls), data)
-        return made
+        return _within(_record(cls), data)
     except Damaged as error:
         raise ValueError(f"{what} read from what to_dict() wrote; {error}") from None
+
+
+class PlainRecord:
+    """A dataclass that converts to plain data and back."""
+
+    CALLED: ClassVar[str]  # the beginning of the error for data that does not fit
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dictionaries, lists, strings and numbers."""
+        return dict(plain(self))
+
+    @classmethod
+    def from_dict(cls: type[P], data: dict[str, Any]) -> P:
+        """Return the record from the output of `to_dict` (or JSON); raise ValueError if it is invalid."""
+        return record(cls, data, cls.CALLED)
 
 
 def values(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:

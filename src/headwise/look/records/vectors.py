@@ -7,7 +7,6 @@ at 64 dimensions; the rounding errors (half of 1/127 of a row's largest number) 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...nn.hooks.probe import AttentionCall
 from ...ops.statistics.weights import weights
-from .schema import plain, record
+from .schema import PlainRecord
 
 TOKENS = 64
 """The most tokens of a text whose vectors are kept."""
@@ -49,8 +48,10 @@ class ByteVectors:
 
 
 @dataclass(frozen=True)
-class Neurons:
+class Neurons(PlainRecord):
     """One attention call on the first tokens of a text."""
+
+    CALLED = "neurons are"
 
     layer: int  # index of the call in the forward pass, as `HeadRecord.layer`
     scale: float  # the factor of the products of query and key
@@ -72,15 +73,6 @@ class Neurons:
                 f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value {value}, "
                 f"{len(self.weights)} weights; headwise.look.records.vectors.vectors_of() makes them"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries, lists, strings and numbers."""
-        return dict(plain(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Neurons:
-        """Return the record from the output of `to_dict`; raise ValueError if it is invalid."""
-        return record(cls, data, "neurons are")
 
 
 def rows(vectors: Tensor) -> ByteVectors:

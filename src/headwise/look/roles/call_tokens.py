@@ -135,8 +135,7 @@ class Kept:
         """Return the result of `make`, computed at the first time."""
         if name not in self.kept:
             self.kept[name] = make()
-        value: T = self.kept[name]
-        return value
+        return self.kept[name]
 
 
 @dataclass(frozen=True)

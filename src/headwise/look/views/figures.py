@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ...extras import missing_extra
 from ...files.text import visible
 from ...shapes.arguments import shown
+from ..interventions.importance import Importance
 from . import palette
 from .cells import cell_of, roles_text
 
@@ -38,34 +39,6 @@ MOST_LABELS = 41
 
 MOST_ROLES = 12
 """The most roles in one figure of a head or of a training run."""
-
-
-@runtime_checkable
-class HasImportance(Protocol):
-    """The interface of the importance results that `plot_importance` needs."""
-
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-
-    @property
-    def loss(self) -> float:
-        """The loss with all heads, or 0 where the drift is measured."""
-
-    @property
-    def measure(self) -> str:
-        """`loss`, or what else a head changes."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens read."""
-
-    @property
-    def by(self) -> tuple[str, ...]:
-        """The criteria."""
-
-    def scores(self, by: str) -> list[list[float]]:
-        """Return one criterion as ``[layer][head]``."""
 
 
 @runtime_checkable
@@ -153,14 +126,14 @@ def plot_head(look: LookData, layer: int, head: int) -> Figure:
     return figure
 
 
-def plot_importance(importance: HasImportance) -> Figure:
+def plot_importance(importance: Importance) -> Figure:
     """Return a figure of the importance of each head: one panel per criterion, a row per layer, a column per head.
 
     Raises:
         TypeError: `importance` is of another type.
         MissingExtra: Matplotlib is not installed.
     """
-    if not isinstance(importance, HasImportance):
+    if not isinstance(importance, Importance):
         raise TypeError(f"plot_importance draws what headwise.look.importance gives; got {type(importance).__name__}")
     grids = {by: _grid(importance.scores(by)) for by in importance.by}
     height, width = next(iter(grids.values())).shape

@@ -5,19 +5,19 @@ from __future__ import annotations
 import html
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from ...extras import missing_extra
 from ...files.text import visible
+from ...plan.show.printed import Printed
 from ..records.axes import TEXT
 from . import palette
 from .cells import roles_text
 
 if TYPE_CHECKING:
     import pandas
-    import rich.console
     import rich.table
 
     from ..records.head import HeadRecord
@@ -40,11 +40,15 @@ MOVES = "moves"
 _COLUMNS = ("layer", "head", "entropy", "largest", "distance", MOVES, *_SCORES.values(), "role")
 
 
-class Tabled:
+class Tabled(Printed):
     """A dataclass of a result that prints as its tables, also in a notebook, and converts to JSON."""
 
     @abstractmethod
-    def _tables(self) -> Iterable[rich.table.Table]: ...
+    def table(self) -> rich.table.Table:
+        """Return the first table of the result."""
+
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return (self.table(),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists."""
@@ -54,31 +58,8 @@ class Tabled:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
-    def __rich_console__(
-        self, console: rich.console.Console, options: rich.console.ConsoleOptions
-    ) -> Iterable[rich.console.RenderableType]:
-        yield from self._tables()
-
-    def __str__(self) -> str:
-        from ...plan.show.printed import plain
-
-        return plain(self)
-
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def empty_table(
-    title: str, columns: Iterable[str], *, left: Collection[str] = (), caption: str | None = None
-) -> rich.table.Table:
-    """Return a Rich table without rows; columns are aligned to the right, but those in `left`."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title, "table.title"), caption=caption)
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
-    return table
 
 
 def _caption(look: LookData, without: Sequence[str]) -> str:
@@ -142,49 +123,49 @@ def _cells(head: HeadRecord) -> Sequence[str]:
     )
 
 
+def _lines(heads: Sequence[HeadRecord], without: Sequence[str] = ()) -> list[list[str]]:
+    """Return the names of the columns for these heads, and the cells of each head."""
+    kept = [_COLUMNS.index(name) for name in _columns(heads) if name not in without]
+    return [[line[i] for i in kept] for line in (_COLUMNS, *map(_cells, heads))]
+
+
 def rich_table(look: LookData, without: Sequence[str] = ()) -> rich.table.Table:
     """Return a Rich table: a section per layer, heads without a role dim; `without` names columns to leave out."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(look.title), caption=Text(_caption(look, without)), header_style="bold")
-    shown = [name for name in _columns(look.heads) if name not in without]
-    kept = [i for i, name in enumerate(_COLUMNS) if name in shown]
-    for i in kept:
-        table.add_column(_COLUMNS[i], justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
+    names, *lines = _lines(look.heads, without)
+    for name in names:
+        table.add_column(name, justify="left" if name == _COLUMNS[-1] else "right", no_wrap=True)
     layer = None
-    for head in look.heads:
+    for head, cells in zip(look.heads, lines, strict=True):
         if layer is not None and head.layer != layer:
             table.add_section()
         layer = head.layer
-        style = "" if head.roles else "dim"
-        cells = _cells(head)
-        table.add_row(*(Text(cells[i]) for i in kept), style=style)
+        table.add_row(*map(Text, cells), style="" if head.roles else "dim")
     return table
 
 
 def text(look: LookData) -> str:
     """Return the table as aligned lines."""
-    kept = [_COLUMNS.index(name) for name in _columns(look.heads)]
-    lines = [[line[i] for i in kept] for line in (_COLUMNS, *(_cells(head) for head in look.heads))]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(kept) - 1)]
+    lines = _lines(look.heads)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     aligned = (
         "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in lines
     )
     return "\n".join([look.title, *aligned])
 
 
-def html_text(look: LookData, heads: Iterable[HeadRecord]) -> str:
+def html_text(look: LookData, heads: Sequence[HeadRecord]) -> str:
     """Return these heads as an HTML table, escaped."""
 
     def row(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    listed = [*heads]
-    kept = [_COLUMNS.index(name) for name in _columns(listed)]
-    lines = [[line[i] for i in kept] for line in (_COLUMNS, *map(_cells, listed))]
-    body = "".join(row(line, "td") for line in lines[1:])
-    return f"<table><caption>{html.escape(look.title)}</caption>{row(lines[0], 'th')}{body}</table>"
+    names, *lines = _lines(heads)
+    body = "".join(row(line, "td") for line in lines)
+    return f"<table><caption>{html.escape(look.title)}</caption>{row(names, 'th')}{body}</table>"
 
 
 def rows(look: LookData) -> list[dict[str, Any]]:

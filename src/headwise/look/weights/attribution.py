@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.thread_hooks import in_this_thread
+from ..inputs.ids import IGNORED
 from ..interventions.gates import learning
-from ..interventions.losses import IGNORED, Reading, logits_in
+from ..interventions.losses import Reading, logits_in
 from .head_matrices import Matrices, Sources, linear_part
 
 COPIED, TOP = 64, 5

@@ -12,12 +12,13 @@ from typing_extensions import override
 
 from ...files.text import visible
 from ...nn.hooks.unwrap import unwrap
+from ...plan.show.printed import number_table
 from ...shapes.arguments import check_counts
 from ..inputs.ids import check_told, model_name
 from ..interventions.losses import SHORT, no_loss, one_text, readings
 from ..records.look_data import LookData
 from ..views.palette import label
-from ..views.tables import Tabled, empty_table
+from ..views.tables import Tabled
 from .attribution import HeadWrites, writes
 from .head_matrices import Matrices, matrices
 
@@ -101,7 +102,7 @@ class Circuits(Tabled):
             "of chance: its multiple of what unrelated weights give"
         )
         title = f"{self.model}: what heads read of earlier ones"
-        table = empty_table(title, columns, left=("by", "role", "its role"), caption=caption)
+        table = number_table(title, columns, left=("by", "role", "its role"), caption=caption)
         by = {"q": "queries", "k": "keys", "v": "values"}
         for one in self.strongest(most):
             reader, writer = ("{}.{}".format(*place) for place in (one.reader, one.writer))
@@ -144,7 +145,7 @@ class Circuits(Tabled):
             "residual: its part of the final residual; logit: what it adds to that of the next token;\n"
             "copying, suppressing: how often a token is among the 5 that its value raises, or lowers, most"
         )
-        table = empty_table(f"{self.model}: what heads write", ("layer", "head", *names), caption=caption)
+        table = number_table(f"{self.model}: what heads write", ("layer", "head", *names), caption=caption)
         for head in self.heads if most is None or len(self.heads) <= most else largest:
             numbers = [getattr(head, name) for name in names]
             table.add_row(str(head.layer), str(head.head), *("-" if x is None else f"{x:.3f}" for x in numbers))

@@ -7,7 +7,7 @@ Queries and keys of one token are rotated by the same angle, so rotary positions
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,13 +99,9 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
         return tuple(map(cut, args)), {key: cut(x) for key, x in keywords.items()}
 
     def each(call: AttentionCall) -> Tensor:
-        if call.module not in names:
-            raise ValueError(
-                spoilt(model)
-                or f"no module reads the heads of {call.module!r} side by side (a gate or a norm stands between), so "
-                "it has no W_O a head"
-            )
-        result.append(_of_call(call, model.get_submodule(names[call.module]), read[call.module], sources))
+        if call.module not in names and (found := spoilt(model)):
+            raise ValueError(found)
+        result.append(_of_call(call, output_projection(model, names, call.module), read[call.module], sources))
         return call.attend()
 
     with ExitStack() as undo:
@@ -163,6 +159,20 @@ def _derivative(
         f"module {call.module!r} is given no residual (B, T, M) that its queries, keys and values come from, so heads "
         "have no matrices to compose"
     )
+
+
+def output_projection(model: nn.Module, names: Mapping[str, str], module: str, so: str = "") -> nn.Module:
+    """Return the output projection of an attention module, whose name `names` has.
+
+    Raises:
+        ValueError: no module takes its concatenated heads; the message ends in `so`.
+    """
+    if module not in names:
+        raise ValueError(
+            f"no module reads the heads of {module!r} side by side (a gate or a norm stands between), so it has no W_O "
+            f"a head{so}"
+        )
+    return model.get_submodule(names[module])
 
 
 @torch.no_grad()

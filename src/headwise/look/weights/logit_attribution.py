@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.output_projections import output_projections
 from ...nn.hooks.unwrap import unwrap
+from ...plan.show.printed import number_table
 from ...shapes.arguments import check_counts, check_functions
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
 from ..interventions.losses import SHORT, no_loss, readings
-from ..views.tables import Tabled, empty_table
+from ..views.tables import Tabled
 from .attribution import Ending, ending_of, frozen_norm, observed, way
-from .head_matrices import written_by
+from .head_matrices import output_projection, written_by
 
 if TYPE_CHECKING:
     import rich.table
@@ -65,14 +65,10 @@ class Attribution(Tabled):
         title = f"{self.model}: direct logit of {self.answer!r} minus {self.wrong!r}{rest}"
         heads = sum(one.effect or 0.0 for one in direct)
         caption = f"in logits: all heads {heads:+.3f}, all else {self.rest:+.3f}, together {self.difference:+.3f}"
-        table = empty_table(title, ("layer", "head", "effect"), caption=caption)
+        table = number_table(title, ("layer", "head", "effect"), caption=caption)
         for one in direct[:most]:
             table.add_row(str(one.layer), str(one.head), f"{one.effect:+.3f}")
         return table
-
-    @override
-    def _tables(self) -> Iterable[rich.table.Table]:
-        return (self.table(),)
 
 
 def attribute(
@@ -139,7 +135,8 @@ def attribute(
         towards, difference = _direction(model, ending, read, answer, wrong)
         heads: list[HeadLogit] = []
         for layer, (module, out, _) in outs.items():
-            W = written_by(_projection(model, names, module), len(out), out.shape[2], out)
+            part = output_projection(model, names, module, "; headwise.look.patch measures any model")
+            W = written_by(part, len(out), out.shape[2], out)
             factor, linear, size = way(model, ending, layer, W, read)
             written = torch.einsum("hv,hvm->hm", out[:, -1].float(), W) @ linear.mT * size[-1]
             effects = [None] * len(out) if factor is None else (factor * (written @ towards)).tolist()
@@ -153,20 +150,6 @@ def attribute(
         heads=tuple(heads),
         rest=difference - sum(one.effect or 0.0 for one in heads),
     )
-
-
-def _projection(model: nn.Module, names: Mapping[str, str], module: str) -> nn.Module:
-    """Return the output projection of an attention module.
-
-    Raises:
-        ValueError: no module takes its concatenated heads.
-    """
-    if module not in names:
-        raise ValueError(
-            f"no module reads the heads of {module!r} side by side (a gate or a norm stands between), so it "
-            "has no W_O a head; headwise.look.patch measures any model"
-        )
-    return model.get_submodule(names[module])
 
 
 def _direction(

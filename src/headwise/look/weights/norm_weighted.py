@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ...nn.hooks.eval_mode import in_eval_mode_without_grad
 from ...nn.hooks.output_projections import output_projections
@@ -16,12 +15,15 @@ from ...nn.hooks.probe import AttentionCall, probe
 from ...nn.hooks.unwrap import unwrap
 from ...ops.attention import attention
 from ...ops.statistics.weights import weights
+from ...plan.show.printed import number_table
 from ...shapes.arguments import check_counts, check_texts, shown
 from ..collect.moved import lengths
 from ..inputs.ids import as_row, check_told, model_name
 from ..interventions.gates import learning
 from ..interventions.losses import SHORT, no_loss, readings
-from ..views.tables import Tabled, empty_table
+from ..records.head import by_layer
+from ..views.tables import Tabled
+from .head_matrices import output_projection
 
 if TYPE_CHECKING:
     import rich.table
@@ -68,24 +70,17 @@ class NormWeighted(Tabled):
         check_texts(name=name)
         if name not in ("first", "first_moved", "moved"):
             raise ValueError(f"the numbers are first, first_moved and moved; got {shown(name)}")
-        layers: list[list[float]] = [[] for _ in range(1 + max(head.layer for head in self.heads))]
-        for head in self.heads:
-            layers[head.layer].append(getattr(head, name))
-        return layers
+        return [[getattr(head, name) for head in heads] for heads in by_layer(self.heads).values()]
 
     def table(self, most: int = 20) -> rich.table.Table:
         """Return a table of the `most` heads whose first token has the largest weight."""
         check_counts(most=most)
         title = f"{self.model}: the first token by weight, and by what it moves"
-        table = empty_table(title, ("layer", "head", "weight", "moves", "all keys move"))
+        table = number_table(title, ("layer", "head", "weight", "moves", "all keys move"))
         for one in sorted(self.heads, key=lambda one: -one.first)[:most]:
             numbers = (f"{number:.3f}" for number in (one.first, one.first_moved, one.moved))
             table.add_row(str(one.layer), str(one.head), *numbers)
         return table
-
-    @override
-    def _tables(self) -> Iterable[rich.table.Table]:
-        return (self.table(),)
 
 
 @torch.no_grad()
@@ -177,10 +172,7 @@ def _calls(model: nn.Module, row: Sequence[int]) -> list[tuple[AttentionCall, Te
         text.output(model)
     result = []
     for call in seen.calls:
-        if call.module not in names or call.value is None:
-            raise ValueError(
-                f"no module reads the heads of {call.module!r} side by side (a gate or a norm stands between), so it "
-                "has no W_O a head, and what its weights move is not defined"
-            )
-        result.append((call, lengths(call, model.get_submodule(names[call.module]))[0]))
+        known = {} if call.value is None else names
+        part = output_projection(model, known, call.module, ", and what its weights move is not defined")
+        result.append((call, lengths(call, part)[0]))
     return result

@@ -124,8 +124,7 @@ class ShardedCache(KVCache):
     @property
     @override
     def device(self) -> torch.device:
-        device: torch.device = self.local.device
-        return device
+        return self.local.device
 
     @override
     def __reduce__(self) -> Any:

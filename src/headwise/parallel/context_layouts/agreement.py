@@ -48,7 +48,7 @@ def _named(rule: Any) -> str:
     return f"{type(rule).__name__}({', '.join(f'{k}={v}' for k, v in numbers.items())})"
 
 
-def sinks_text(sinks: Tensor | None, own_heads: int | None) -> str | None:
+def sinks_text(sinks: Tensor | None, own_heads: int | None = None) -> str | None:
     """Return the text by which ranks compare sinks; with `own_heads` each rank may have different sinks."""
     if sinks is None:
         return None

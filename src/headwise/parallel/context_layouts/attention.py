@@ -17,7 +17,7 @@ from ...plan.ranks.sharding import TokenOrder
 from ...shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
 from ...shapes.arguments import check_counts, check_flags, shown
 from ..head_split.mode import LocalHeads
-from .agreement import digest, mask_text
+from .agreement import mask_text, sinks_text
 from .call import ContextCall, Expansion, leaves_of
 from .gather import GATHER
 from .key_exchange import KeyExchange
@@ -149,15 +149,14 @@ class _Arguments:
             _check_expansion(query, key, value, expansion)
             self.value_dim = expansion.value_dim
         self.sinks = options.get("sinks")
-        scale, softcap, self.dropout = check_options(
+        self.scale, self.softcap, self.dropout = check_options(
             query, options.get("scale"), options.get("softcap"), self.sinks, options.get("dropout", 0.0)
         )
-        self.scale, self.softcap = scale, softcap
         B, self.heads, T, D = query.shape
         gate = options.get("gate")
         self.gate = None if gate is None else check_gate(gate, (B, self.heads, T, self.value_dim), query.device)
         self.mask = as_mask(mask).sized(B, self.heads)
-        self.tensors, self.query, self.kv_heads = (query, key, value), query, key.shape[1]
+        self.tensors, self.kv_heads = (query, key, value), key.shape[1]
         tensors = [query, key, *([] if value is None else [value])]
         read = () if expansion is None else expansion.tensors
         learns = [x.requires_grad for x in tensors]
@@ -170,8 +169,8 @@ class _Arguments:
             "layout": layout,
             "order": order,
             "mask": mask_text(self.mask),
-            "options": f"scale={scale!r}, softcap={softcap}, dropout={self.dropout}, return_lse={return_lse}",
-            "sinks": None if self.sinks is None else f"{digest(self.sinks):08x}",
+            "options": f"scale={self.scale!r}, softcap={self.softcap}, dropout={self.dropout}, return_lse={return_lse}",
+            "sinks": sinks_text(self.sinks),
             "gradients": [one and torch.is_grad_enabled() for one in learns],
             "width of an expansion": None if expansion is None else expansion.width,
         }
@@ -183,9 +182,10 @@ class _Arguments:
 
     def context_call(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> ContextCall:
         """Return the call over all ranks."""
-        self.mask.check(self.query.shape[0], self.heads, T, S, self.query.device)
+        query = self.tensors[0]
+        self.mask.check(query.shape[0], self.heads, T, S, query.device)
         with torch.enable_grad():
-            mask = self.mask.computed_in(compute_dtype(self.query))
+            mask = self.mask.computed_in(compute_dtype(query))
         some = None if self.some is None else (self.some.total, self.some.first)
         options = ScoreOptions(mask, self.scale, self.softcap, dropout=self.dropout)
         sizes = (self.heads, self.kv_heads, self.value_dim)

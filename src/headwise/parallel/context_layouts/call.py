@@ -99,17 +99,9 @@ class ContextCall:
         low, high = max(low, cols[0]), min(high, cols[1])
         return (low, high) if low < high else None
 
-    def local(self, stretches: Sequence[Stretch]) -> list[tuple[Stretch, slice]]:
-        """Return each stretch that a rank holds, and its slice in the rank's local tensor."""
-        places, at = [], 0
-        for a, b in stretches:
-            places.append(((a, b), slice(at, at + b - a)))
-            at += b - a
-        return places
-
     def mine(self, stretches: Sequence[Stretch], part: Stretch) -> slice:
         """Return the slice in the rank's local tensor for a part of one of its stretches."""
-        for (a, b), at in self.local(stretches):
+        for (a, b), at in local_slices(stretches):
             if a <= part[0] and part[1] <= b:
                 return slice(at.start + part[0] - a, at.start + part[1] - a)
         raise ValueError(f"{part} is no part of {stretches}")
@@ -126,6 +118,15 @@ class ContextCall:
     def read(self) -> tuple[Tensor, ...]:
         """The tensors that an expansion reads in addition to those that ranks send."""
         return self.expansion.tensors if self.expansion is not None else ()
+
+
+def local_slices(stretches: Sequence[Stretch]) -> list[tuple[Stretch, slice]]:
+    """Return each stretch that a rank holds, and its slice in the rank's local tensor."""
+    places, at = [], 0
+    for a, b in stretches:
+        places.append(((a, b), slice(at, at + b - a)))
+        at += b - a
+    return places
 
 
 def leaves_of(mask: Mask) -> list[Tensor]:

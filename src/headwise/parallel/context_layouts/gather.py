@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ...distributed.messages import Pending, ReceiveBuffer
 from ...plan.ranks.sharding import Stretch
-from ...shapes import compute_dtype
 from .block import Partial
-from .call import ContextCall
+from .call import ContextCall, local_slices
 from .key_exchange import GradientSums, KVTensors, ReceivedKeys, Route, attended, queries_with_keys
+from .merge import Merged
 
 SPLIT = 1024
 """Keys that the native kernel sums separately if rows are few; cuts at multiples of it keep the sums equal."""
@@ -67,7 +67,7 @@ class Stages:
         if stage >= self.call.kv_heads:
             return []
         whole, keys = self.shards[0].new_empty((self.call.S, self.batch, sum(self.widths))), self.call.keys
-        for (a, b), at in self.call.local(keys[self.call.comm.rank]):
+        for (a, b), at in local_slices(keys[self.call.comm.rank]):
             for part, x in zip(whole[a:b].split(self.widths, dim=2), self.shards, strict=True):
                 part.copy_(x[:, stage, at].transpose(0, 1))
         pending: list[Pending] = []
@@ -85,7 +85,7 @@ class Stages:
         parts of two other ranks, not of all.
         """
         comm, me, N = self.call.comm, self.call.comm.rank, self.call.comm.world
-        own = self.call.local(self.call.keys[me])
+        own = local_slices(self.call.keys[me])
         to = [x[:, stage : stage + 1, at] for x in total for _, at in own]
         counts, step = [x.numel() for x in to], self.strips * self.call.kv_heads + stage
 
@@ -122,19 +122,13 @@ def _from(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _forward(call: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
-    B, H, T, _ = query.shape
-    out = query.new_zeros((B, T, H, call.value_dim)).transpose(1, 2)
-    lse = query.new_full((B, H, T), -torch.inf, dtype=compute_dtype(query))
-    ends = torch.stack([lse, torch.zeros_like(lse)])
-    stages, native = Stages(call, shards), True
+    merged = Merged(query, call.value_dim, query.dtype)  # each row has one part, with all its keys
+    stages = Stages(call, shards)
     for received in stages.receive_all():
         for heads, rows, part in attended(call, query, received, stages.spans, sinks):
-            out[:, heads, rows], lse[:, heads, rows] = part.out, part.lse
-            native = native and part.ends is not None
-            if part.ends is not None:
-                ends[:, :, heads, rows] = part.ends
+            merged.add(rows, part, heads)
         received.keys.clear()
-    return Partial(out, lse, ends if native else None)
+    return merged.result(query.dtype)
 
 
 def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ...plan.ranks.sharding import Stretch
 from ...shapes import compute_dtype
 from .block import Block, Partial, attend, gradient
-from .call import ContextCall
+from .call import ContextCall, local_slices
 from .merge import sink_gradient
 
 KVTensors = list[Tensor]
@@ -103,7 +103,7 @@ def _casting(device: str) -> Callable[[], torch.autocast]:
 
 def queries_with_keys(call: ContextCall, span_of: Callable[[Stretch], Stretch | None]) -> list[QueryBlock]:
     """Return this rank's queries, one stretch at a time, with the keys that they may attend to; most keys first."""
-    spans = [(rows, at, span_of(rows)) for rows, at in call.local(call.queries[call.comm.rank])]
+    spans = [(rows, at, span_of(rows)) for rows, at in local_slices(call.queries[call.comm.rank])]
     pairs = [QueryBlock(rows, at, span) for rows, at, span in spans if span is not None]
     return sorted(pairs, key=lambda one: one.span[0] - one.span[1])
 

@@ -49,17 +49,14 @@ def fastest_layout(call: ContextCall, query: Tensor) -> str:
     T, S = call.T, call.S
     if not 0 < T <= S:
         return "ring"
-    latent = None
-    head_dim = query.shape[3]
-    if call.expansion is not None:
-        latent = int(call.expansion.width)
+    latent = None if call.expansion is None else call.expansion.width
     mesh_call = mesh_call_of(
         call.mask,
         T,
         S,
         heads=call.heads,
         kv_heads=call.heads if latent else call.kv_heads,
-        head_dim=head_dim,
+        head_dim=query.shape[3],
         value_dim=call.value_dim,
         number_bytes=query.itemsize,
         batch=query.shape[0] or 1,

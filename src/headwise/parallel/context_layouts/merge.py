@@ -14,12 +14,12 @@ from .block import Partial
 
 
 class Merged:
-    """The running sum of partial results, in float32 (float64 for float64 queries)."""
+    """The running sum of partial results, in float32 (float64 for float64 queries), or the outputs in `out_dtype`."""
 
-    def __init__(self, query: Tensor, value_dim: int) -> None:
+    def __init__(self, query: Tensor, value_dim: int, out_dtype: torch.dtype | None = None) -> None:
         B, H, T, _ = query.shape
         dtype = compute_dtype(query)
-        self.out = query.new_zeros((B, T, H, value_dim), dtype=dtype).transpose(1, 2)
+        self.out = query.new_zeros((B, T, H, value_dim), dtype=out_dtype or dtype).transpose(1, 2)
         self.lse = query.new_full((B, H, T), -torch.inf, dtype=dtype)
         self.ends = torch.stack([self.lse, torch.zeros_like(self.lse)])
         self.native = True

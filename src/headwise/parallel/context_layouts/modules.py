@@ -80,8 +80,7 @@ class Context:
     def attend(self, query: Tensor, key: Any, value: Tensor | None, *, backend: str = "auto", **options: Any) -> Tensor:
         """Call `context_parallel` with the settings of this context; a cache is attended by this rank alone."""
         if not isinstance(key, Tensor):
-            out: Tensor = attention(query, key, value, backend=backend, **options)
-            return out
+            return attention(query, key, value, backend=backend, **options)
         return self._run(query, key, value, **options)
 
     def attend_expanded(
@@ -98,8 +97,7 @@ class Context:
         return self._run(query, vectors, None, expansion=expansion, **options)
 
     def _run(self, *tensors: Any, **options: Any) -> Tensor:
-        out: Tensor = context_parallel(*tensors, group=self.comm.group, layout=self.layout, order=self.order, **options)
-        return out
+        return context_parallel(*tensors, group=self.comm.group, layout=self.layout, order=self.order, **options)
 
 
 @contextmanager

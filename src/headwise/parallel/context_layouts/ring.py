@@ -35,14 +35,17 @@ class MessagePart(NamedTuple):
     heads: Stretch
 
 
+NO_KEYS = MessagePart((), (0, 0))
+
+
 class Exchange(NamedTuple):
-    """The pieces received and sent at the same time; None for no piece. `number` counts within a pair of ranks."""
+    """The pieces received and sent at the same time; `number` counts within a pair of ranks."""
 
     number: int
     source: int
     target: int
-    comes: MessagePart | None
-    goes: MessagePart | None
+    comes: MessagePart
+    goes: MessagePart
 
 
 class RingMessages:
@@ -60,7 +63,7 @@ class RingMessages:
         for step in range(1, N):
             source, target = (me - step) % N, (me + step) % N
             parts = self.pieces(call.needed(me, source)), self.pieces(call.needed(target, me))
-            both = zip_longest(*parts, [None] * least)
+            both = zip_longest(*parts, [NO_KEYS] * least, fillvalue=NO_KEYS)
             self.turns += [Exchange(n, source, target, comes, goes) for n, (comes, goes, *_) in enumerate(both)]
 
     def pieces(self, parts: list[Stretch]) -> list[MessagePart]:
@@ -79,7 +82,7 @@ class RingMessages:
         stretches = self.call.keys[self.call.comm.rank]
         return [[x[:, slice(*piece.heads), self.call.mine(stretches, part)] for x in tensors] for part in piece.parts]
 
-    def receive_all(self) -> Iterator[tuple[Exchange | None, MessagePart | None, list[KVTensors]]]:
+    def receive_all(self) -> Iterator[tuple[Exchange | None, MessagePart, list[KVTensors]]]:
         """Yield this rank's own keys, then those of other ranks, turn by turn, while the next ones are received.
 
         The caller must empty the list to release the keys before the turn after the next one starts.
@@ -99,26 +102,18 @@ class RingMessages:
         if number >= len(self.turns):
             return None
         turn = self.turns[number]
-        sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.shards))}
-        receives = (
-            {}
-            if turn.comes is None
-            else {turn.source: ReceiveBuffer((self.numbers(turn.comes),), self.dtype, self.device)}
-        )
+        sends = {turn.target: _row(self.own(turn.goes, self.shards))} if turn.goes.parts else {}
+        receives = {turn.source: ReceiveBuffer((self.numbers(turn.comes),), self.dtype, self.device)}
         return self.call.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
     def home(self, turn: Exchange, grads: list[KVTensors], wide: torch.dtype) -> Pending:
         """Start to send the gradients of a turn's keys to their owner and to receive those of own keys."""
-        sends = {} if turn.comes is None else {turn.source: _row(grads)}
-        receives = (
-            {} if turn.goes is None else {turn.target: ReceiveBuffer((self.numbers(turn.goes),), wide, self.device)}
-        )
+        sends = {turn.source: _row(grads)} if turn.comes.parts else {}
+        receives = {turn.target: ReceiveBuffer((self.numbers(turn.goes),), wide, self.device)}
         return self.call.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
-    def cut(self, heard: dict[int, Tensor], rank: int, piece: MessagePart | None) -> list[KVTensors]:
+    def cut(self, heard: dict[int, Tensor], rank: int, piece: MessagePart) -> list[KVTensors]:
         """Split a received message into the tensors of its piece."""
-        if piece is None:
-            return []
         heads = piece.heads[1] - piece.heads[0]
         shapes = [[(self.batch, heads, b - a, width) for width in self.widths] for a, b in piece.parts]
         flat = iter(heard[rank].split([math.prod(shape) for some in shapes for shape in some]))
@@ -130,15 +125,12 @@ def _row(parts: list[KVTensors]) -> Tensor:
 
 
 def _received(
-    call: ContextCall, piece: MessagePart | None, keys: list[KVTensors]
+    call: ContextCall, piece: MessagePart, keys: list[KVTensors]
 ) -> Iterator[tuple[ReceivedKeys, list[QueryBlock]]]:
     """Yield the received keys stretch by stretch with the queries that use them; used keys are released."""
-    if piece is not None:
-        for cols in piece.parts:
-            yield (
-                ReceivedKeys(keys.pop(0), piece.heads, cols[0]),
-                queries_with_keys(call, partial(call.reach, cols=cols)),
-            )
+    for cols in piece.parts:
+        spans = queries_with_keys(call, partial(call.reach, cols=cols))
+        yield ReceivedKeys(keys.pop(0), piece.heads, cols[0]), spans
 
 
 def _forward(call: ContextCall, query: Tensor, shards: KVTensors, sinks: Tensor | None) -> Partial:
@@ -170,7 +162,7 @@ def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     traffic = RingMessages(sums.call, shards)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     # Only the previous turn is pending; with more turns a rank would hold all sums in memory.
-    home: tuple[MessagePart | None, int, Pending] | None = None
+    home: tuple[MessagePart, int, Pending] | None = None
 
     def add(piece: MessagePart, grads: list[KVTensors]) -> None:
         for to, part in zip(traffic.own(piece, total), grads, strict=True):
@@ -180,9 +172,7 @@ def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
     def take_home() -> None:
         if home is not None:
             piece, source, pending = home
-            received = traffic.cut(pending.wait(), source, piece)
-            if piece is not None:
-                add(piece, received)
+            add(piece, traffic.cut(pending.wait(), source, piece))
 
     for turn, piece, keys in traffic.receive_all():
         grads: list[KVTensors] = []
@@ -190,7 +180,6 @@ def _backward(sums: GradientSums, shards: KVTensors) -> KVTensors:
             grads.append(_gradient_of(sums, received, spans))
             received.keys.clear()
         if turn is None:
-            assert piece is not None
             add(piece, grads)
             continue
         take_home()

@@ -15,6 +15,7 @@ from ...distributed.errors import RankMismatch
 from ...ops.masks.mask import Mask, as_mask
 from ...plan.ranks.sharding import Stretch, TokenOrder, places, shard_ranges
 from ...shapes.arguments import check_counts, check_tensor, shown
+from .call import local_slices
 
 ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
 STRIPS = 32  # the number of strips of a rank's queries for which work is estimated
@@ -157,10 +158,8 @@ class _Join(torch.autograd.Function):
         parts = comm.gather("join", x.contiguous(), [(n, *x.shape[1:]) for n in lengths])
         whole = x.new_empty((sum(lengths), *x.shape[1:]))
         for own, part in zip(stretches, parts, strict=True):
-            at = 0
-            for a, b in own:
-                whole[a:b] = part[at : at + b - a]
-                at += b - a
+            for (a, b), at in local_slices(own):
+                whole[a:b] = part[at]
         ctx.comm, ctx.stretches, ctx.name = comm, stretches, f"join_sequence, operation {comm.count}"
         return whole
 

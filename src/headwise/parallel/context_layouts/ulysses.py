@@ -19,7 +19,7 @@ from ...distributed.messages import Pending, ReceiveBuffer
 from ...plan.ranks.sharding import HeadShare, Stretch, head_shares
 from ...shapes import compute_dtype
 from .block import Block, merge_blocks, options_of
-from .call import ContextCall, leaves_of
+from .call import ContextCall, leaves_of, local_slices
 
 HeadRanges = tuple[Stretch, ...]
 """The heads of each rank."""
@@ -48,8 +48,9 @@ class HeadShares:
         shapes = [(x.shape[0], self.mine[1] - self.mine[0], n, x.shape[3]) for n in self.lengths]
         return Move(lambda: [x[:, a:b] for a, b in self.heads], shapes)
 
-    def to_tokens(self, x: Tensor, wide: torch.dtype) -> Move:
-        """Return the move of all tokens with own heads to the ranks that have these tokens, in dtype `wide`."""
+    def to_tokens(self, x: Tensor) -> Move:
+        """Return the move of all tokens with own heads to the ranks that have these tokens, wide if sums are made."""
+        wide = compute_dtype(x) if self.shared else x.dtype
         shapes = [(x.shape[0], b - a, self.own, x.shape[3]) for a, b in self.heads]
         return Move(
             lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.stretches], shapes
@@ -60,14 +61,14 @@ class HeadShares:
         B, h, _, width = parts[0].shape
         whole = parts[0].new_empty((B, h, sum(self.lengths), width))
         for own, part in zip(self.stretches, parts, strict=True):
-            for (a, b), at in self.call.local(own):
+            for (a, b), at in local_slices(own):
                 whole[:, :, a:b] = part[:, :, at]
         return whole
 
-    def all_heads(self, parts: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-        """Return all heads of own tokens, in dtype `wide`; a head that several ranks had is their sum."""
+    def all_heads(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return all heads of own tokens; a head that several ranks had is their sum."""
         B, _, n, width = parts[0].shape
-        whole = parts[0].new_zeros((B, self.total, n, width), dtype=wide)
+        whole = parts[0].new_zeros((B, self.total, n, width))
         for (a, b), part in zip(self.heads, parts, strict=True):
             whole[:, a:b] += part
         return whole
@@ -105,49 +106,36 @@ class Move(NamedTuple):
     shapes: Sequence[tuple[int, ...]]
 
 
-class ToHeads(torch.autograd.Function):
-    """The exchange from own tokens of all heads to own heads of all tokens, for each tensor by its `HeadShares`."""
+def exchanged(
+    call: ContextCall, kind: str, splits: Sequence[HeadShares], tensors: Sequence[Tensor], *, to_heads: bool
+) -> tuple[Tensor, ...]:
+    """Return each tensor after an all-to-all by its `HeadShares`."""
+    pairs = list(zip(splits, tensors, strict=True))
+    if to_heads:
+        received = swap(call, kind, 0, [split.to_heads(x) for split, x in pairs])
+        return tuple(split.all_tokens(parts) for split, parts in zip(splits, received, strict=True))
+    received = swap(call, kind, 1, [split.to_tokens(x) for split, x in pairs])
+    return tuple(split.all_heads(parts).to(x.dtype) for (split, x), parts in zip(pairs, received, strict=True))
+
+
+class HeadSwap(torch.autograd.Function):
+    """The exchange from own tokens of all heads to own heads of all tokens (`to_heads`), or back."""
 
     @staticmethod
-    def forward(ctx: Any, call: ContextCall, splits: Sequence[HeadShares], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: ContextCall, splits: Sequence[HeadShares], to_heads: bool, *tensors: Tensor) -> Any:
         """Return each tensor after the exchange."""
-        ctx.call, ctx.splits = call, splits
-        moves = [split.to_heads(x) for split, x in zip(splits, tensors, strict=True)]
-        received = swap(call, "ulysses", 0, moves)
-        return tuple(split.all_tokens(x) for split, x in zip(splits, received, strict=True))
+        ctx.call, ctx.splits, ctx.to_heads = call, splits, to_heads
+        return exchanged(call, "ulysses", splits, tensors, to_heads=to_heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients back."""
-        call, splits = ctx.call, ctx.splits
-        wide = [compute_dtype(x) if split.shared else x.dtype for split, x in zip(splits, grads, strict=True)]
-        moves = [split.to_tokens(x, w) for split, x, w in zip(splits, grads, wide, strict=True)]
-        received = swap(call, "ulysses backward", 2, moves)
-        back = [split.all_heads(x, w).to(g.dtype) for split, x, w, g in zip(splits, received, wide, grads, strict=True)]
-        return None, None, *back
-
-
-class ToTokens(torch.autograd.Function):
-    """The exchange from own heads of all tokens to own tokens of all heads."""
-
-    @staticmethod
-    def forward(ctx: Any, call: ContextCall, splits: Sequence[HeadShares], *tensors: Tensor) -> Any:
-        """Return each tensor after the exchange."""
-        ctx.call, ctx.splits = call, splits
-        moves = [split.to_tokens(x, x.dtype) for split, x in zip(splits, tensors, strict=True)]
-        received = swap(call, "ulysses", 1, moves)
-        return tuple(split.all_heads(x, x[0].dtype) for split, x in zip(splits, received, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Send the gradients back."""
-        call, splits = ctx.call, ctx.splits
-        call.comm.agree(f"backward of {call.name}", {})
-        moves = [split.to_heads(x) for split, x in zip(splits, grads, strict=True)]
-        received = swap(call, "ulysses backward", 1, moves)
-        return None, None, *(split.all_tokens(x) for split, x in zip(splits, received, strict=True))
+        call: ContextCall = ctx.call
+        if not ctx.to_heads:  # the first messages of a backward pass
+            call.comm.agree(f"backward of {call.name}", {})
+        back = exchanged(call, "ulysses backward", ctx.splits, grads, to_heads=not ctx.to_heads)
+        return None, None, None, *back
 
 
 def ulysses(
@@ -162,16 +150,17 @@ def ulysses(
         assert value is not None
         shared = world > call.kv_heads
         of_keys = HeadShares(call, call.keys, tuple(share.kv for share in shares), call.kv_heads, shared=shared)
-        q, k, v = ToHeads.apply(call, [of_queries, of_keys, of_keys], query, key, value)
+        q, k, v = HeadSwap.apply(call, [of_queries, of_keys, of_keys], True, query, key, value)
     else:  # The vectors of the expansion go to every rank that has a head.
         every: HeadRanges = tuple((0, 1 if share.heads else 0) for share in shares)
-        q, k = ToHeads.apply(call, [of_queries, HeadShares(call, call.keys, every, 1, shared=world > 1)], query, key)
+        of_vectors = HeadShares(call, call.keys, every, 1, shared=world > 1)
+        q, k = HeadSwap.apply(call, [of_queries, of_vectors], True, query, key)
         v = None
     with call.comm.telling():
         out, lse = _own_heads(call, shares[call.comm.rank], q, k, v, sinks)
     if not return_lse:
-        return ToTokens.apply(call, [of_queries], out)[0], None
-    out, lse = ToTokens.apply(call, [of_queries, of_queries], out, lse[..., None])
+        return HeadSwap.apply(call, [of_queries], False, out)[0], None
+    out, lse = HeadSwap.apply(call, [of_queries, of_queries], False, out, lse[..., None])
     return out, lse[..., 0]
 
 
@@ -191,5 +180,4 @@ def _own_heads(
     at = Block((0, call.T), (0, call.S), (first, last))
     call = call.with_leaves(query, [])
     options = options_of(call, at, None if sinks is None else sinks[first:last])
-    out, lse = merge_blocks(call, at, options, query, key, value)
-    return out, lse
+    return merge_blocks(call, at, options, query, key, value)

@@ -66,14 +66,10 @@ def as_replica(x: Any, dim: int) -> Tensor:
 
     places = [Replicate()] * len(x.placements)
     parts = [Partial() if at == dim else place for at, place in enumerate(places)]
-    local: Tensor = x.redistribute(placements=places).to_local(grad_placements=parts)
-    return local
+    return x.redistribute(placements=places).to_local(grad_placements=parts)
 
 
 def local_part(x: Tensor) -> Tensor:
     """Return the local part of a DTensor as a plain tensor; the gradient of a replicated one is not summed."""
     spread = as_dtensor(x)
-    if spread is None:
-        return x
-    local: Tensor = spread.to_local()
-    return local
+    return x if spread is None else spread.to_local()

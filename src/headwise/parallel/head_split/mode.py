@@ -57,8 +57,7 @@ class HeadsMode:
             return self.outer.attend(query, key, value, some=self.some, **options)
         if options.get("dropout"):
             return attention_of_part(query, key, value, seed=self.some.of_part(), **options)
-        out: Tensor = attention(query, key, value, **options)
-        return out
+        return attention(query, key, value, **options)
 
     def attend_expanded(
         self,

@@ -61,8 +61,7 @@ class SplitMultiHeadAttention(MultiHeadAttention):
     def _attend(self, query: Tensor, key: Any, value: Tensor | None, **options: Any) -> Tensor:
         """Call the inner part with the mask for the heads of this rank."""
         shards = self.shards
-        heads: Tensor = shards.call(self.inner, query, key, value, **options | {"mask": shards.mask(options["mask"])})
-        return heads
+        return shards.call(self.inner, query, key, value, **options | {"mask": shards.mask(options["mask"])})
 
 
 class SplitLatentAttention(LatentAttention):
@@ -88,8 +87,7 @@ class SplitLatentAttention(LatentAttention):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         """Call the inner part with its parameters for the heads of this rank."""
-        heads: Tensor = self.shards.call(self.inner, query, key, value, mask=mask)
-        return heads
+        return self.shards.call(self.inner, query, key, value, mask=mask)
 
     def _attend_latents(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
         """Attend with the heads of this rank, also if tokens are split."""

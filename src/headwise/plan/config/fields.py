@@ -45,8 +45,7 @@ def architectures() -> dict[str, dict[str, Any]]:
     - checks and notes: ``must``, ``must_in`` and ``must_equal`` (required values), ``neutral`` (fields that change no
       count), ``marks`` and ``note`` (printed with the counts).
     """
-    content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
-    return content
+    return json.loads((Path(__file__).parent / "architectures.json").read_bytes())
 
 
 @functools.cache
@@ -82,9 +81,7 @@ class Fields:
             if actual is not None and not any(type(actual) is type(value) and actual == value for value in allowed):
                 raise ValueError(f"{name} = {short(actual)} changes the model in a way that is not supported")
         for inside, fixed in self.architecture.get("must_in", {}).items():
-            part = self.config.get(inside) or {}
-            if not isinstance(part, Mapping):
-                raise ValueError(f"{inside} is an object; got {short(part)}")
+            part = self.section(inside)
             for name, value in fixed.items():
                 if part.get(name, value) != value:
                     raise ValueError(
@@ -99,6 +96,13 @@ class Fields:
             word = activation.split("-")[-1] if isinstance(activation, str) else ""
             if word in everywhere()["refused_activations"] and name not in must:
                 raise ValueError(f"{name} = {activation!r} has learned parameters, and that is not supported")
+
+    def section(self, name: str) -> Mapping[Any, Any]:
+        """Return the object in a field of the config; an empty one if the field is absent or null."""
+        value = self.config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} is an object; got {short(value)}")
+        return value
 
     def raw(self, name: str) -> tuple[str, Any]:
         """Return the name that the config uses and the unchecked value; the default if the field is absent."""

@@ -10,11 +10,6 @@ from .fields import FULL, Fields, everywhere
 SLIDING = "sliding_attention"
 
 
-def chunks(fields: Fields) -> bool:
-    """Return whether the windows are chunks with fixed ends."""
-    return bool(fields.architecture.get("windows", {}).get("chunked", False))
-
-
 def windows_of(fields: Fields, layers: int) -> list[int | None]:
     """Return the window of each layer, in keys including the query's own; None for a layer without a window.
 
@@ -59,10 +54,14 @@ def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
     return 2 * (window // 2) + 1 if fields.architecture.get("stack") == "encoder" else window
 
 
+def _is_on(fields: Fields, rule: dict[str, Any]) -> bool:
+    """Return whether the config sets a window, and has not switched it off."""
+    return fields.flag(rule.get("when", True)) and fields.optional("sliding_window") is not None
+
+
 def _all(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
-    """Return True for every layer if a window is set (and switched on)."""
-    on = fields.flag(rule["when"]) if "when" in rule else True
-    return [on and fields.optional("sliding_window") is not None] * layers
+    """Return True for every layer if a window is on."""
+    return [_is_on(fields, rule)] * layers
 
 
 def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
@@ -77,8 +76,7 @@ def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
 
 def _after(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
     """Return True for the layers from a given index on."""
-    on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
-    start = fields.size(rule["after"], least=0)
+    on, start = _is_on(fields, rule), fields.size(rule["after"], least=0)
     return [on and i >= start for i in range(layers)]
 
 
@@ -90,7 +88,7 @@ def _odd_before(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]
 
 def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
     """Return True for the layers without rotary positions, from a list or every n-th."""
-    on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
+    on = _is_on(fields, rule)
     listed = fields.numbers(rule["layers"], length=layers)
     every = fields.size(rule["every_field"])
     rope = listed if listed is not None else [int((i + 1) % every != 0) for i in range(layers)]

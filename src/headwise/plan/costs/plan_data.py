@@ -160,9 +160,14 @@ class PlanData:
                 for layer in self.model.layers
             ],
             "states": [
-                {"index": s.index, "kind": s.kind, "conv": s.conv, "state": s.state, "bytes": s.bytes(number)}
-                for number in [self.model.number_bytes]
-                for s in self.model.states
+                {
+                    "index": layer.index,
+                    "kind": layer.kind,
+                    "conv": layer.conv,
+                    "state": layer.state,
+                    "bytes": layer.bytes(self.model.weight_bytes),
+                }
+                for layer in self.model.states
             ],
             "towers": [tower.to_dict() for tower in self.model.towers],
             "further": self.further(),

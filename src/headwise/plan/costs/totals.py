@@ -79,7 +79,7 @@ def cache_bytes(
 
 def state_bytes(model: Model, *, batch: int = 1) -> int:
     """Return the bytes of the states of `batch` texts of any length: last convolution inputs and recurrent states."""
-    return batch * sum(layer.bytes(model.number_bytes) for layer in model.states)
+    return batch * sum(layer.bytes(model.weight_bytes) for layer in model.states)
 
 
 def bytes_per_token(model: Model, number_bytes: int, scale_bytes: int = 0) -> int:
@@ -97,7 +97,7 @@ def as_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
     """Return the model with `kv_heads` key-value heads (None: as many as query heads), or None if not divisible."""
     if any(kv_heads is not None and layer.num_heads % kv_heads for layer in model.layers):
         return None
-    return model.with_layers(tuple(with_kv_heads(layer, kv_heads or layer.num_heads) for layer in model.layers))
+    return replace(model, layers=tuple(with_kv_heads(layer, kv_heads or layer.num_heads) for layer in model.layers))
 
 
 def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
@@ -217,12 +217,6 @@ def weight_bytes_read(model: Model, batch: int = 1) -> int:
     return shared + sum(part.bytes_read(model.part_bytes(part), batch) for part in passed if part.parameters)
 
 
-def experts_read(model: Model, batch: int) -> float | None:
-    """Return the different experts that a step of `batch` tokens is expected to use in one mixture layer, or None."""
-    mixture = next((part for part in model.others if part.copies > 1), None)
-    return None if mixture is None else distinct_experts(mixture.copies, mixture.used, batch)
-
-
 def cache_bytes_read(model: Model, context: int, number_bytes: int, *, scale_bytes: int = 0) -> int:
     """Return the bytes of keys and values that a decode step reads for one text: of sparse attention the chosen ones.
 
@@ -249,11 +243,13 @@ def floors(
     if one is None:
         return ()
     cache = cache_bytes_read(model, context, number_bytes, scale_bytes=scale_bytes) + state_bytes(model)
+    mixture = next((part for part in model.others if part.copies > 1), None)
     floors = []
     for batch in BATCHES:
         weights = weight_bytes_read(model, batch)
         read, flops = weights + batch * cache, batch * one.total
-        floor = Floor(batch, read, flops, flops / read, experts=experts_read(model, batch))
+        experts = None if mixture is None else distinct_experts(mixture.copies, mixture.used, batch)
+        floor = Floor(batch, read, flops, flops / read, experts=experts)
         times = {"weights" if weights >= batch * cache else "cache": read / bandwidth} if bandwidth else {}
         times |= {"compute": flops / flop_rate} if flop_rate else {}
         if times:

@@ -53,7 +53,7 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
         raise ValueError(
             f"heads plan: all layers of this architecture share their weights, and so their heads; use {OTHERS!r}"
         )
-    return replace(model.with_layers(tuple(changed)), others=tuple(_others(model, changed)))
+    return replace(model, layers=tuple(changed), others=tuple(_others(model, changed)))
 
 
 def _others(model: Model, changed: Sequence[AttentionLayer]) -> Iterator[Part]:

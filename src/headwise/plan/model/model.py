@@ -36,7 +36,7 @@ class Model:
         packing: The quantisation of the checkpoint's matrices, or None.
         towers: Encoders of images or sound; all other attributes describe the text model.
         states: Layers with a state of fixed size; a layer that also has attention is in both.
-        weight_bytes: Bytes of a weight in the checkpoint, from the config's dtype; 2 by default.
+        weight_bytes: Bytes of an unpacked weight and of a number in computation, from the config's dtype; 2 by default.
         source: Tokens of the encoder if the config fixes them (audio); else None.
         positions: The number of learned positions; None if positions are computed.
         notes: Parts that the counts leave out and unknown config fields. If empty, every count is exact.
@@ -55,11 +55,6 @@ class Model:
     further: tuple[Part, ...] = ()
     further_layers: int = 0
     packing: Packing | None = None
-
-    @property
-    def number_bytes(self) -> int:
-        """Bytes of a number in computation: those of an unpacked weight."""
-        return self.weight_bytes
 
     @property
     def d_model(self) -> int:
@@ -86,9 +81,9 @@ class Model:
 
     def part_bytes(self, part: Part) -> int:
         """Return the bytes of a part's weights in the checkpoint."""
-        return (
-            part.parameters * self.weight_bytes if self.packing is None else self.packing.bytes(part, self.weight_bytes)
-        )
+        if self.packing is None:
+            return part.parameters * self.weight_bytes
+        return self.packing.bytes(part, self.weight_bytes)
 
     def stored_bytes(self) -> int:
         """Return the bytes of all weights in the checkpoint, with towers but without layers for further tokens.
@@ -119,10 +114,6 @@ class Model:
         beyond = [str(context) for context in contexts if limit is not None and context > limit]
         note = f"beyond the {limit} positions the model has learned: {', '.join(beyond)}"
         return (*self.notes, *([note] if beyond else []))
-
-    def with_layers(self, layers: tuple[AttentionLayer, ...]) -> Model:
-        """Return the same model with other attention layers."""
-        return replace(self, layers=layers)
 
 
 def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tuple[str, ...] = ()) -> Model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,21 +56,20 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[bool], list[bool]]:
     about: dict[str, Any] | None = fields.architecture.get("states")
     if about is None:
         return [True] * layers, [False] * layers
-    blocks = fields.blocks()
-    if blocks is not None:
-        if FULL not in blocks:
-            raise ValueError("no layer has attention; a model with only state layers is not supported")
-        return [kind == FULL for kind in blocks], [kind == about["word"] for kind in blocks]
-    listed = None if about.get("both") else fields.layer_types(layers, about.get("word", ""))
     if about.get("both"):
-        attention = [True] * layers
-    elif listed is not None:
-        attention = [not state for state in listed]
+        return [True] * layers, [True] * layers
+    blocks = fields.blocks()
+    states = fields.layer_types(layers, about.get("word", "")) if blocks is None else None
+    if blocks is not None:
+        attention, states = [kind == FULL for kind in blocks], [kind == about["word"] for kind in blocks]
+    elif states is not None:
+        attention = [not state for state in states]
     else:
         attention = _RULES[about["rule"]](fields, about, layers)
+        states = [not has for has in attention]
     if not any(attention):
         raise ValueError("no layer has attention; a model with only state layers is not supported")
-    return attention, [bool(about.get("both")) or not has for has in attention]
+    return attention, states
 
 
 def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
@@ -84,9 +83,7 @@ def _every(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
 
 def _listed_twice(fields: Fields, about: dict[str, Any], layers: int) -> list[bool]:
     """Return True for the layers with attention: those that a part of the config counts from 1, or every fourth."""
-    inside = fields.config.get(about["inside"]) or {}
-    if not isinstance(inside, Mapping):
-        raise ValueError(f"{about['inside']} is an object; got {short(inside)}")
+    inside = fields.section(about["inside"])
     full, state = (inside.get(about[key]) for key in ("full", "state"))
     if full is None or state is None:
         return [i > 0 and i % 4 == 0 for i in range(layers)]
@@ -171,9 +168,7 @@ def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
 
 def _kda(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """Return the sizes of a delta rule layer with a decay for each channel, from a narrow matrix pair."""
-    inside = fields.config.get(about["inside"]) or {}
-    if not isinstance(inside, Mapping):
-        raise ValueError(f"{about['inside']} is an object; got {short(inside)}")
+    inside = fields.section(about["inside"])
     own = Fields({name: inside[old] for old, name in about["fields"].items() if old in inside}, fields.architecture)
     width = fields.size("hidden_size")
     heads, dim, kernel = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ..config.fields import Fields, heads_of
-from ..config.windows import chunks, windows_of
+from ..config.windows import windows_of
 from ..shape import check_heads, short
 from .feed_forward import feed_forward_parts
 from .key_sharing import owners_of_keys
@@ -32,7 +32,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
             f"{about['causal_unless']} is on, and bidirectional attention is not supported for this architecture"
         )
     attends, _ = layer_kinds(fields, layers)
-    windows, chunked = windows_of(fields, layers), chunks(fields)
+    windows, chunked = windows_of(fields, layers), about.get("windows", {}).get("chunked", False)
     one = _latent_layer(fields) if about.get("latent") else plain_layer(fields, role)
     shared = about.get("one_layer_shared", False)
     full = _full_layer(fields, one) if "full_layers" in about else one
@@ -59,9 +59,7 @@ def _full_layer(fields: Fields, one: AttentionLayer) -> AttentionLayer:
     alone = fields.flag(about["keys_as_values"])
     kv_heads = fields.optional(about["kv_heads"]) if alone else None
     kv_heads, dim = one.num_kv_heads if kv_heads is None else kv_heads, fields.size(about["head_dim"])
-    overrides = fields.config.get("per_layer_config") or {}
-    if not isinstance(overrides, Mapping):
-        raise ValueError(f"per_layer_config is an object; got {short(overrides)}")
+    overrides = fields.section("per_layer_config")
     if overrides:
         windows = windows_of(fields, fields.layer_count())
         own = [overrides.get(str(i), overrides.get(i)) for i in range(len(windows))]

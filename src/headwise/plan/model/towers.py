@@ -81,8 +81,7 @@ def known_towers() -> dict[str, dict[str, Any]]:
     flag of an attention pooling head; ``merge``: how neighbouring patches are merged; ``adapter``; ``sound``:
     convolutions; ``rename``: a map from field names of this tower to the usual names.
     """
-    content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "towers.json").read_bytes())
-    return content
+    return json.loads((Path(__file__).parent / "towers.json").read_bytes())
 
 
 def tower_of(config: Mapping[str, Any], key: str, spec: Mapping[str, Any]) -> tuple[Tower, list[str], Fields]:

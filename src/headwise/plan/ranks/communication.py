@@ -68,7 +68,7 @@ class Link:
     latency: float = 0.0
 
     def seconds(self, count: float, messages: int) -> float:
-        """Return the time in seconds of `count` bytes in `message_count` messages, one after another.
+        """Return the time in seconds of `count` bytes in so many `messages`, one after another.
 
         Example:
             >>> Link(50e9, 2e-6).seconds(1e9, 3)

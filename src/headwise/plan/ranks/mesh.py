@@ -17,8 +17,7 @@ from ..model.parts import Part
 from . import communication as links
 from .communication import LayoutCost, Link
 from .sharding import MeshCall, heads_at_once, keys_by_rank, remote_keys, shares
-from .weight_shards import WHOLE, parts_of, rank_bytes
-from .weight_shards import local as local
+from .weight_shards import WHOLE, local, parts_of, rank_bytes
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 
 
 
 def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: int, batch: int) -> LayerCost:
-    mine, e, n = local(layer, grid.tensor), model.number_bytes, grid.context
+    mine, e, n = local(layer, grid.tensor), model.weight_bytes, grid.context
     call = call_of(mine, tokens, e, batch)
     costs = links.layout_costs(call, n, link=grid.link, flop_rate=grid.flop_rate)
     most = shares(tokens, n)[0] * batch
@@ -280,7 +279,7 @@ def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall,
     }[cost.layout]
     wide = max((_inside(part) for part in model.others if part.room == "mlp"), default=0) // grid.tensor
     numbers = 2 * tokens * width + max(tokens * (heads + call.kv_numbers) + extra, tokens * wide)
-    return call.batch * numbers * model.number_bytes
+    return call.batch * numbers * model.weight_bytes
 
 
 def _inside(part: Part) -> int:
@@ -336,11 +335,12 @@ def _decode(
     """Return the least time of a decoded token: each context rank computes all dense layers and scores of its keys."""
     macs = read = 0
     for part, whole in parts_of(model, grid.tensor):
-        if part.stream == "decoder" and whole.parameters:
-            macs += part.macs * batch
+        if part.stream != "decoder":
+            continue
+        macs += part.macs * batch
+        if whole.parameters:
             read += replace(whole, active=part.active).bytes_read(model.part_bytes(whole), batch)
-        elif part.stream == "decoder":
-            macs += part.macs * batch
+        else:
             read += part.active * model.weight_bytes
     for layer, count in kinds.items():
         mine, keys = local(layer, grid.tensor), _kept(layer, grid, tokens)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..costs.totals import check_kv_dtype
 from ..model.model import Model
 from ..shape import check_between
+from ..show.printed import Printed, number_table
 from ..sources import find_model
 from ..units import link as read_link
 from ..units import rate, show_bytes, show_seconds
@@ -16,7 +17,6 @@ from .communication import Link
 from .mesh import Grid, MeshCost, TimeEstimate, mesh_cost
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
 MOST_RANKS, FAR = 4096, 10_000_000
@@ -47,7 +47,7 @@ class ScalingRow:
 
 
 @dataclass(frozen=True)
-class ModelOverRanks:
+class ModelOverRanks(Printed):
     """A model over ranks. Created by `over`; prints as tables.
 
     Attributes:
@@ -67,13 +67,13 @@ class ModelOverRanks:
         rows = [asdict(row) for row in self.scaling]
         return {"name": self.name, **self.cost.to_dict(), "scaling": rows, "notes": list(self.notes)}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from _tables(self)
+    def _tables(self) -> Iterator[Any]:
+        from rich.text import Text
 
-    def __str__(self) -> str:
-        from ..show.printed import plain
-
-        return plain(self)
+        yield _rank(self)
+        yield _layouts(self.cost)
+        yield _scaling_table(self)
+        yield Text(_remarks(self))
 
 
 def over(
@@ -179,16 +179,6 @@ def _row(one: MeshCost, first: ScalingRow | None) -> ScalingRow:
 ABSENT = "-"
 
 
-def _tables(model: ModelOverRanks) -> Iterator[Any]:
-    """Yield the tables and notes, in order."""
-    from rich.text import Text
-
-    yield _rank(model)
-    yield _layouts(model.cost)
-    yield _scaling_table(model)
-    yield Text(_remarks(model))
-
-
 def _rank(model: ModelOverRanks) -> Table:
     from rich.table import Table
 
@@ -215,10 +205,8 @@ def _times(time: TimeEstimate) -> str:
 
 def _layouts(at: MeshCost) -> Table:
     """Return a table of the bytes and times of each layout for each kind of layer, the cheapest layout first."""
-    from ..show.tables import number_table
-
-    headers = ("layers", "layout", "sent, forward", "backward", "activations", "link", "at least")
-    table = number_table(*headers, title="One layer of a prefill, on the busiest rank", left=2)
+    columns = ("layers", "layout", "sent, forward", "backward", "activations", "link", "at least")
+    table = number_table("One layer of a prefill, on the busiest rank", columns, left=columns[:2])
     for layer in at.layers:
         table.add_section()
         table.add_row(
@@ -241,10 +229,8 @@ def _layouts(at: MeshCost) -> Table:
 
 
 def _scaling_table(model: ModelOverRanks) -> Table:
-    from ..show.tables import number_table
-
-    headers = ("ranks", "tokens", "memory per rank", "prefill", "efficiency", "link", "decoded token")
-    table = number_table(*headers, title="Scaling: the least times, by the link's bandwidth and latency", left=0)
+    columns = ("ranks", "tokens", "memory per rank", "prefill", "efficiency", "link", "decoded token")
+    table = number_table("Scaling: the least times, by the link's bandwidth and latency", columns)
     tokens = None
     for row in model.scaling:
         if tokens not in (None, row.tokens):

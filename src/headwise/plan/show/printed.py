@@ -5,14 +5,42 @@ Rich wraps the title of a table to the width of the table, so that the title of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 TITLE, CAPTION = "table.title", "table.caption"
+
+
+class Printed:
+    """A result that prints as its tables."""
+
+    @abstractmethod
+    def _tables(self) -> Iterable[RenderableType]: ...
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        yield from self._tables()
+
+    def __str__(self) -> str:
+        return plain(self)
+
+
+def number_table(
+    title: str, columns: Iterable[str], *, left: Collection[str] = (), caption: str | None = None
+) -> Table:
+    """Return a Rich table without rows; columns are aligned to the right, but those in `left`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title, TITLE), caption=caption)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 def plain(result: Any) -> str:

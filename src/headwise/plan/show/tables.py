@@ -10,6 +10,7 @@ from ..model.model import Model
 from ..shape import short
 from ..units import figures, show, show_bytes, show_seconds
 from .chart import bars, check_plans, labels
+from .printed import number_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,17 +57,12 @@ def side_by_side(plans: Sequence[PlanData]) -> Any:
     named = list(zip(labels(plans), plans, strict=True))
     own = []
     for name, plan in named:
-        for table in _beside_others(plan):
+        tables = [] if plan.planned is None else [savings(plan, plan.planned)]
+        tables += [_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None]
+        for table in tables:
             table.title = Text(f"{name}: {table.title}")
-            own.append(table)
+        own += tables
     return Group(overview(plans), *own, *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
-
-
-def _beside_others(plan: PlanData) -> Iterator[Table]:
-    """Yield the requested tables of one plan: savings of a heads plan; least times if a speed is known."""
-    if plan.planned is not None:
-        yield savings(plan, plan.planned)
-    yield from (_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None)
 
 
 def _check_alike(plans: Sequence[PlanData]) -> None:
@@ -169,7 +165,7 @@ def _state_facts(model: Model) -> dict[str, str]:
     if not model.states:
         return {}
     count, one = len(model.states), model.states[0]
-    size = show_bytes(one.bytes(model.number_bytes))
+    size = show_bytes(one.bytes(model.weight_bytes))
     return {"layers with a state": f"{count} {one.kind}, {size} each for a text of any length"}
 
 
@@ -243,19 +239,9 @@ def _spread(values: Any) -> str:
 # --- other tables -----------------------------------------------------------------------------------------------------
 
 
-def number_table(*headers: str, title: str, left: int = 1) -> Table:
-    """Return an empty table in which all columns but the first `left` are numbers, aligned to the right."""
-    from rich.table import Table
-
-    table = Table(*headers, title=title)
-    for column in table.columns[left:]:
-        column.justify = "right"
-    return table
-
-
 def projections(plan: PlanData) -> Table:
     """Return a table of the parameters of each projection, per layer and in total; biases count with their matrix."""
-    table = number_table("parameters", "per layer", "in all layers", title="Projections")
+    table = number_table("Projections", ("parameters", "per layer", "in all layers"), left=("parameters",))
     names = dict.fromkeys(name for layer in plan.model.layers for name in layer.parameter_counts())
     for name in names:
         counts = [layer.parameter_counts().get(name, 0) for layer in plan.model.layers]
@@ -268,9 +254,7 @@ def _floor_table(cost: ContextCost) -> Table:
     speeds, mixture = cost.floors[0].seconds is not None, cost.floors[0].experts is not None
     headers = ["batch", *(["experts read"] if mixture else []), "read per step", "computed per step", "FLOP per byte"]
     headers += ["least time", "most tokens/s", "limited by"] if speeds else []
-    table = number_table(*headers, title=f"One decoding step at {cost.context:,} tokens", left=0)
-    if speeds:
-        table.columns[-1].justify = "left"
+    table = number_table(f"One decoding step at {cost.context:,} tokens", headers, left=("limited by",))
     for floor in cost.floors:
         row = [str(floor.batch), *([] if floor.experts is None else [figures(floor.experts, 4)])]
         row += [show_bytes(floor.bytes), show(floor.flops, "FLOP"), figures(floor.intensity)]
@@ -282,7 +266,8 @@ def _floor_table(cost: ContextCost) -> Table:
 
 def savings(plan: PlanData, planned: PlanData) -> Table:
     """Return a table of the numbers before and after a heads plan."""
-    table = number_table("heads plan", "before", "after", "saved", title="What the heads plan saves")
+    columns = ("heads plan", "before", "after", "saved")
+    table = number_table("What the heads plan saves", columns, left=("heads plan",))
     whole, rest = plan.parameters(), planned.parameters()
     _saving(table, "attention parameters", whole["attention"], rest["attention"], "{:,}".format)
     _saving(table, "all parameters", whole["total"], rest["total"], "{:,}".format)

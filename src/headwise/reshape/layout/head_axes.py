@@ -68,6 +68,10 @@ class HeadRun:
         """Return the numbers per head in this section."""
         return sum(sizes.of(part) for part in self.parts)
 
+    def length(self, sizes: Sizes) -> int:
+        """Return the numbers of all heads in this section."""
+        return sizes.heads(self.kind) * self.width(sizes)
+
 
 AxisRuns = tuple[HeadRun, ...]
 
@@ -95,7 +99,7 @@ class TensorRuns:
         if self.whole:
             return True
         return len(shape) == len(self.axes) and all(
-            not axis or length == sum(sizes.heads(run.kind) * run.width(sizes) for run in axis)
+            not axis or length == sum(run.length(sizes) for run in axis)
             for axis, length in zip(self.axes, shape, strict=True)
         )
 
@@ -132,7 +136,7 @@ class TensorRuns:
                 width = run.width(sizes)
                 firsts = torch.tensor(kept.of(run.kind), dtype=torch.long, device="cpu") * width + start
                 places.append((firsts[:, None] + torch.arange(width, device="cpu")).flatten())
-                start += sizes.heads(run.kind) * width
+                start += run.length(sizes)
             yield n, torch.cat(places)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...plan.shape import short
 from .families import CheckpointLayout, Layer
-from .head_axes import TensorRuns
+from .head_axes import Sizes, TensorRuns
 from .head_weights import HeadWeights, Norm, RotaryLayout
 
 NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
@@ -42,7 +42,7 @@ def head_weights(family: CheckpointLayout, layer: Layer, read: Callable[[str], T
         elif any(run.kind == "H" and run.parts == ("",) for axis in form.axes for run in axis):
             per_head[name] = tensor.movedim(next(n for n, axis in enumerate(form.axes) if axis), 0)
         else:
-            for part, some in _cut(tensor, form, layer):
+            for part, some in parts_of(tensor, form, layer.sizes):
                 parts[f"{NAMES[part]}_bias" if tensor.ndim == 1 else NAMES[part]] = some
     norm: Norm = family.about.get("norm", "rms")
     return HeadWeights(**parts, norm=norm, rotary=rotary_layout(family, layer), per_head=per_head)
@@ -124,24 +124,23 @@ def _norm(tensor: Tensor, layer: Layer) -> Tensor:
     return tensor.unflatten(0, (-1, layer.sizes.D)) if tensor.ndim == 1 and len(tensor) > layer.sizes.D else tensor
 
 
-def _cut(tensor: Tensor, form: TensorRuns, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def parts_of(tensor: Tensor, form: TensorRuns, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
     """Yield (part, its numbers by head): (H, D, M); for o (M, H, V); for biases (H, D)."""
     for n, axis in enumerate(form.axes):
         start = 0
         for run in axis:
-            heads, width = layer.sizes.heads(run.kind), run.width(layer.sizes)
-            stretch = tensor.narrow(n, start, heads * width).unflatten(n, (heads, width))
-            start += heads * width
+            stretch = tensor.narrow(n, start, run.length(sizes)).unflatten(n, (-1, run.width(sizes)))
+            start += run.length(sizes)
             done = 0
             for part in run.parts:
-                size = layer.sizes.of(part)
+                size = sizes.of(part)
                 some = stretch.narrow(n + 1, done, size)
                 done += size
                 yield part, some.movedim((n, n + 1), (1, 2) if part == "o" else (0, 1))
 
 
 def _joined(form: TensorRuns, weights: HeadWeights, *, bias: bool) -> Tensor:
-    """Return the tensor from which `_cut` yields these parts."""
+    """Return the tensor from which `parts_of` yields these parts."""
     [n] = [n for n, axis in enumerate(form.axes) if axis]
     stretches = []
     for run in form.axes[n]:

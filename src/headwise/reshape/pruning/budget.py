@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 from ...plan.costs.totals import cache_bytes
 from ...plan.model.model import model_of
@@ -14,8 +15,9 @@ from ...plan.units import show_bytes
 from ...shapes.arguments import is_finite
 from ..layout.families import CheckpointLayout, Layer
 from ..layout.head_axes import KeptHeads
-from ..layout.protocol import Entry
-from ..layout.target_class import loads, target
+from ..layout.protocol import CheckpointSource, Entry
+from ..layout.target_class import Target, loads, target
+from ..write.verify import planned
 from ..write.writer import Planned
 from . import selection as choose
 from .selection import OR_ZERO, Count, HeadScores
@@ -185,6 +187,19 @@ def _completed(family: CheckpointLayout, gone: Mapping[str, set[int]], scores: H
 def bytes_of(tensors: Iterable[Entry | Planned]) -> int:
     """Return the bytes of all these tensors."""
     return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def size_facts(
+    source: CheckpointSource, family: CheckpointLayout, goal: Target, tensors: Iterable[Planned], context: int
+) -> dict[str, Any]:
+    """Return class, bytes and the counts of `headwise.plan` before and after a change, as plain data."""
+    configs = (family.whole(family.config), goal.config)
+    return {
+        "model_type": [family.model_type, goal.model_type],
+        "weight_bytes": [bytes_of(source.tensors.values()), bytes_of(tensors)],
+        "context": context,
+        "plan": [planned(config, context) for config in configs],
+    }
 
 
 def _steps(family: CheckpointLayout) -> list[dict[str, Count]]:

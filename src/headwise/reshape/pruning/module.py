@@ -90,7 +90,11 @@ def _prune_ours(modules: Mapping[str, MultiHeadAttention], heads: Mapping[Any, I
         _check_parts(name, mha)
         _check_projections(mha)
         layer = Layer(name or "of the module", "self", 0, "", sizes, {})
-        wanted.append((mha, sizes, _checked(layer, whole_numbers("heads", gone))))
+        gone = whole_numbers("heads", gone)
+        wrong = [head for head in gone if not 0 <= head < sizes.H]
+        if wrong:
+            raise ValueError(f"layer {layer.key} has the heads 0 to {sizes.H - 1}; got {wrong[0]}")
+        wanted.append((mha, sizes, choose.kept_exactly(layer, set(gone))))
     for mha, sizes, kept in wanted:
         for projection, text in OURS.items():
             _cut(getattr(mha, projection), form(f"{text} M").keep, form(text).keep, sizes, kept)
@@ -127,14 +131,6 @@ def _check_projections(mha: MultiHeadAttention) -> None:
             )
 
 
-def _checked(layer: Layer, gone: list[int]) -> KeptHeads:
-    """Return the heads of one layer that stay; raise ValueError for heads that cannot be removed."""
-    wrong = [head for head in gone if not 0 <= head < layer.sizes.H]
-    if wrong:
-        raise ValueError(f"layer {layer.key} has the heads 0 to {layer.sizes.H - 1}; got {wrong[0]}")
-    return choose.kept_exactly(layer, set(gone))
-
-
 def _cut(linear: nn.Linear, weight: Any, bias: Any, sizes: Sizes, kept: KeptHeads) -> None:
     """Keep only the rows or columns of a projection that belong to kept heads."""
     linear.weight = _parameter(weight(linear.weight.detach(), sizes, kept), linear.weight)
@@ -160,7 +156,7 @@ def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> No
     gone = choose.named(family, heads)
     if any(gone.values()) and "inexact" in family.about:
         raise ValueError(f"no head of {family.model_type} can go: {family.about['inexact']}")
-    kept = {layer.key: _checked(layer, sorted(gone[layer.key])) for layer in family.layers}
+    kept = {layer.key: choose.kept_exactly(layer, gone[layer.key]) for layer in family.layers}
     _check_together(family, kept)
     for layer in family.layers:
         _check_shapes(layer, state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from ..layout.protocol import ReshapableCheckpoint, check_source, check_unpruned
 from ..layout.target_class import Target, target
 from ..write.readme import BY_LAYER, PLAN, README, ZEROED, proved, readme
 from ..write.shards import as_json
-from ..write.verify import PLAIN, Proof, planned
+from ..write.verify import PLAIN, Proof
 from ..write.writer import Planned, kept, write
 from . import selection as choose
-from .budget import Budget, bytes_of, counts_of, loadable, select
+from .budget import Budget, counts_of, loadable, select, size_facts
 from .scores import Scorer, in_order
 from .selection import OR_ZERO, HeadScores
 
@@ -105,12 +105,7 @@ class Pruning:
             "gone": self.gone,
             "losses": dict(self.losses),
             "counts": {field: [before[field], after[field]] for field in before},
-            "model_type": [self.family.model_type, self.target.model_type],
-            "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
-            "context": context,
-            "plan": [
-                planned(config, context) for config in (self.family.whole(self.family.config), self.target.config)
-            ],
+            **size_facts(self.source, self.family, self.target, self.tensors(), context),
         }
 
     def _counts(self, *, pruned: bool) -> dict[str, int | list[int]]:
@@ -292,7 +287,6 @@ def write_pruned(
     check_kind(Pruning, "plan_prune", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()
-    prove = None if proof is None else partial(source.prove, request=proof.request(plan.gates(), same=not plan.solved))
     note = {README: readme("Zeroed heads", ZEROED)} if plan.zero else {PLAN: as_json(plan.heads_plan())}
     if not plan.zero and base_type(plan.target.model_type):
         note[README] = readme("Heads pruned", BY_LAYER)
@@ -302,7 +296,7 @@ def write_pruned(
         tensors=plan.tensors(),
         source=source,
         extra=note,
-        check=proved(facts, source, prove, remark),
+        check=proved(facts, source, proof, plan.gates(), same=not plan.solved, remark=remark),
         progress=progress,
     )
     return facts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from ..layout.head_weights import HeadWeights
 from ..layout.layer_weights import head_weights, layer_tensors
 from ..layout.protocol import ReshapableCheckpoint, check_source, check_unpruned
 from ..layout.target_class import Target, target
-from ..pruning.budget import bytes_of
+from ..pruning.budget import size_facts
 from ..pruning.pruned_checkpoint import as_stored
 from ..repair.calibration import family_in_memory, read_moments
 from ..repair.paired_models import batches_of
 from ..write.readme import PLAN, proved
 from ..write.shards import as_json
-from ..write.verify import PLAIN, Proof, planned
+from ..write.verify import PLAIN, Proof
 from ..write.writer import Planned, kept, write
 from .merge import METHODS, Merge, Method, check_method, merge
 
@@ -102,12 +101,7 @@ class Regrouping:
             "method": self.method,
             **self.measured,
             "counts": {field: [sizes.H, sizes.H], "num_key_value_heads": [sizes.K, self.num_kv_heads]},
-            "model_type": [self.family.model_type, self.target.model_type],
-            "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
-            "context": context,
-            "plan": [
-                planned(config, context) for config in (self.family.whole(self.family.config), self.target.config)
-            ],
+            **size_facts(self.source, self.family, self.target, self.tensors(), context),
         }
 
 
@@ -294,14 +288,13 @@ def write_regrouped(
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     facts = plan.facts()
-    prove = None if proof is None else partial(plan.source.prove, request=proof.request(None, same=False))
     write(
         destination,
         config=plan.target.config,
         tensors=plan.tensors(),
         source=plan.source,
         extra={PLAN: as_json(plan.heads_plan())},
-        check=proved(facts, plan.source, prove, remark),
+        check=proved(facts, plan.source, proof, remark=remark),
         progress=None if progress is None else lambda done, total: progress("writing", done, total),
     )
     return facts

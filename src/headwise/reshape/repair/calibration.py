@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...nn.hooks.eval_mode import in_eval_mode_without_grad
@@ -14,7 +16,7 @@ from ...shapes.arguments import shown
 from ..layout.families import CheckpointLayout, Layer, family_of
 from ..layout.head_axes import Sizes, TensorRuns
 from ..layout.head_weights import HeadWeights
-from ..layout.layer_weights import head_weights
+from ..layout.layer_weights import head_weights, parts_of
 from .moments import Moments
 from .paired_models import Projections
 
@@ -55,18 +57,10 @@ def projections_of(family: CheckpointLayout) -> dict[str, Projections]:
 
 def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
     """Return the indices of a part (q, k, v or o) on the axis of heads, head by head."""
-    places: list[int] = []
-    for axis in form.axes:
-        start = 0
-        for run in axis:
-            width, before = run.width(sizes), 0
-            for one in run.parts:
-                if one == part:
-                    firsts = [start + before + head * width for head in range(sizes.heads(run.kind))]
-                    places += [first + n for first in firsts for n in range(sizes.of(part))]
-                before += sizes.of(one)
-            start += sizes.heads(run.kind) * width
-    return tuple(places)
+    lengths = [sum(run.length(sizes) for run in axis) or 1 for axis in form.axes]
+    places = torch.arange(math.prod(lengths), device="cpu").reshape(lengths)
+    found = [some.flatten() for one, some in parts_of(places, form, sizes) if one == part]
+    return tuple(torch.cat(found).tolist())
 
 
 def read_moments(

@@ -118,14 +118,13 @@ def write_distilled(
         facts["notes"].append("there is no picture of the curve, which matplotlib draws: pip install 'headwise[look]'")
     else:
         extra[PICTURE] = picture
-    prove = None if proof is None else partial(source.prove, request=proof.request(None, same=False))
     write(
         destination,
         config=source.config,
         tensors=distilled_tensors(source, student),
         source=source,
         extra=extra,
-        check=proved(facts, source, prove),
+        check=proved(facts, source, proof),
         progress=progress,
     )
     return facts

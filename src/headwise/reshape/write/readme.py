@@ -9,8 +9,8 @@ from typing import Any
 
 from ...plan.model.heads_by_layer import CLASS_PREFIX, HOW
 from ...plan.units import figures, show, show_bytes
-from ..layout.protocol import CheckpointSource
-from .verify import require
+from ..layout.protocol import CheckpointSource, ReshapableCheckpoint
+from .verify import Proof, require
 
 README, RESHAPE, PLAN = "README.md", "RESHAPE.md", "heads-plan.json"
 ZEROED = (
@@ -31,19 +31,22 @@ def readme(title: str, *notes: str) -> bytes:
 
 def proved(
     facts: dict[str, Any],
-    source: CheckpointSource,
-    prove: Callable[[Path], dict[str, Any]] | None,
+    source: ReshapableCheckpoint,
+    proof: Proof | None,
+    gates: list[list[int]] | None = None,
+    *,
+    same: bool = False,
     remark: Callable[[Path], str] | None = None,
 ) -> Callable[[Path], dict[str, bytes]]:
     """Return the `check` for `write`: it proves the finished folder, adds the proof to `facts`, and makes RESHAPE.md.
 
-    `prove` returns the measurements of the proof; with None there is no proof. `remark` returns text for the end of
-    RESHAPE.md.
+    With `proof` None there is no proof; `gates` and `same` are those of `Proof.request`. `remark` returns text for the
+    end of RESHAPE.md.
     """
 
     def check(folder: Path) -> dict[str, bytes]:
-        if prove is not None:
-            answer = prove(folder)
+        if proof is not None:
+            answer = source.prove(folder, proof.request(gates, same=same))
             require(answer)
             facts["proof"] = answer
         return {RESHAPE: markdown(facts, source, "" if remark is None else remark(folder))}
@@ -87,7 +90,7 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "model_type", before, after
     for field, (one, other) in facts["counts"].items():
         yield field, str(one), str(other)
-    yield from _pair("weights", facts["weight_bytes"], _bytes)
+    yield from _pair("weights", facts["weight_bytes"], show_bytes)
     losses = facts.get("losses") or {}
     if "recovered" in losses:
         what = f"loss on {losses['tokens']} tokens that nothing was fitted to (nats/token)"
@@ -95,15 +98,15 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
         yield f"{what}: before recovery", f"{losses['original']:.4f}", f"{changed:.4f}"
         yield f"{what}: recovered", f"{losses['original']:.4f}", f"{losses['recovered']:.4f}"
     plans = [plan or {} for plan in facts["plan"]]
-    yield from _pair("parameters, planned", [plan.get("parameters") for plan in plans], _number)
+    yield from _pair("parameters, planned", [plan.get("parameters") for plan in plans], show)
     caches = [plan.get("cache_bytes") or None for plan in plans]
-    yield from _pair(f"cache of {facts['context']} tokens in float32, planned", caches, _bytes)
+    yield from _pair(f"cache of {facts['context']} tokens in float32, planned", caches, show_bytes)
 
 
 def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
     loss, seconds = proof.get("loss"), proof.get("seconds") or {}
     yield from _pair("parameters", proof.get("parameters"), "{:,}".format)
-    yield from _pair(f"cache of {proof.get('tokens')} tokens in float32", proof.get("cache_bytes"), _bytes)
+    yield from _pair(f"cache of {proof.get('tokens')} tokens in float32", proof.get("cache_bytes"), show_bytes)
     yield from _pair("loss (nats/token)", loss, "{:.4f}".format)
     yield from _pair("perplexity", loss and [x and math.exp(min(x, 700.0)) for x in loss], "{:.4g}".format)
     what = f"{seconds['tokens']} tokens" if "tokens" in seconds else "1 input"
@@ -128,14 +131,6 @@ def _proof(proof: Mapping[str, Any] | None) -> Iterator[str]:
             f"Its outputs on {what} (float32, up to {proof['largest']:.3g}) are those of the original with these heads "
             f"switched off, {same}."
         )
-
-
-def _bytes(count: int) -> str:
-    return show_bytes(float(count))
-
-
-def _number(count: int) -> str:
-    return show(float(count))
 
 
 def _milliseconds(seconds: float) -> str:
