@@ -85,6 +85,19 @@ def test_a_dry_run_shows_and_writes_nothing(folder: Path, tmp_path: Path) -> Non
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_text_alone_chooses_the_groups_and_reconstructs_nothing(folder: Path) -> None:
+    """The facts are those of the plan for this text; with --reconstruct, those of the reconstructed one."""
+    command = ["regroup", folder, "--kv-heads", 1, "--file", folder.parent / "text.txt", "--dry-run", "--json"]
+    plain, repaired = (json.loads(invoke(*command, *more).stdout) for more in ([], ["--reconstruct"]))
+    loaded = hf.load(folder)
+    ids = torch.tensor([loaded.tokenizer(TEXT).input_ids])
+    with hf.checkpoint(folder) as source:
+        planned = reshape.plan_regroup(source, 1, model=loaded.model, rows=ids.split(64, 1))
+        wanted = json.loads(json.dumps(planned.facts()))
+    assert plain["tables"] == wanted["tables"] and "recovered" not in str(plain)
+    assert "recovered" in str(repaired)
+
+
 def test_distilled_and_started_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is stopped on the way: its state is there; the next start goes on, writes the folder and cleans up."""
     invoke("regroup", folder, "--kv-heads", 1, "--method", "first", "--out", tmp_path / "small", "--no-verify")

@@ -280,3 +280,18 @@ def test_a_refused_append_writes_nothing() -> None:
 def test_opcheck(backend: str) -> None:
     result = torch.library.opcheck(torch.ops.headwise.append_codes.default, (*tokens(), *stores(), [0, 0, 1, 2, T]))
     assert set(result.values()) == {"SUCCESS"}, result
+
+
+def test_fakes_of_one_device_are_taken_and_of_two_are_refused() -> None:
+    """A real tensor beside a fake one of another device would not be written."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        key = torch.empty(B, K, T, D)
+        data, scale = torch.empty(B, K, T, D, dtype=torch.int8), torch.empty(B, K, T)
+        span = [0, 0, 0, 0, 3]
+        assert torch.ops.headwise.append_codes(key, None, data, scale, None, None, span) is None
+        for place in range(3):
+            mixed = [x.to("meta") if n == place else x for n, x in enumerate((key, data, scale))]
+            with pytest.raises(RuntimeError, match="append_codes takes tensors of one device, got cpu, meta"):
+                torch.ops.headwise.append_codes(mixed[0], None, *mixed[1:], None, None, span)

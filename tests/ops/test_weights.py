@@ -219,3 +219,23 @@ def test_nothing(sizes: tuple[int, ...]) -> None:
 def test_errors(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         headwise.weights(torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4), **options)
+
+
+@pytest.mark.parametrize("what", POISONS)
+def test_scores_before_the_mask_show_poison_with_a_gradient_as_without(what: float) -> None:
+    """Nothing is masked at those stages: numbers that are not finite stand where the product puts them."""
+    n = SHORT
+    q, k, _ = make_qkv(*n)
+    bad = k.clone()
+    bad[0, 1, 2], bad[1, 0, 4, 1] = what, what
+    for stage in STAGES[:2]:
+        for options in ({}, {"softcap": 1.3}, {"mask": headwise.causal()}):
+            plain = headwise.weights(q, bad, stage=stage, **options)
+            for leaf in (q, bad):
+                grad = leaf.clone().requires_grad_()
+                ours = headwise.weights(*((grad, bad) if leaf is q else (q, grad)), stage=stage, **options)
+                torch.testing.assert_close(ours, plain, equal_nan=True)
+                assert ours.requires_grad
+            wide = (q @ bad.repeat_interleave(n.H // n.K, 1).mT) * n.D**-0.5
+            wide = wide if stage == "raw" or "softcap" not in options else 1.3 * torch.tanh(wide / 1.3)
+            torch.testing.assert_close(plain, wide, rtol=1e-5, atol=1e-5, equal_nan=True)
