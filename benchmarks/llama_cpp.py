@@ -4,7 +4,7 @@ The model is a Llama of 155 M (8 layers, d_model 1024, 16 heads on 4) or 1.1 B p
 heads on 8) with random weights. Ways take turns, after a pause in which the threads of the one before come to rest:
 transformers with PyTorch's attention; with headwise's and its cache; the same with `fast_decode`; and llama.cpp through
 node-llama-cpp with the same weights in a GGUF file, if `make bench-peers` has installed it. With `--small-caches` it is
-`fast_decode` and llama.cpp alone, with caches of 16, 8 and 4 bits.
+`fast_decode` and llama.cpp alone, with caches of 16, 8, 4 and 3 bits.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def measured(of: LlamaConfig, cached: list[int], dtype: torch.dtype, turns: int,
         ways = {"fast_decode": transformers_way(model, count, "headwise", True)}
         theirs = {"llama.cpp": "F16"}
         if small:
-            ways |= {f"{bits} bits": transformers_way(model, count, "headwise", True, bits) for bits in (8, 4)}
+            ways |= {f"{bits} bits": transformers_way(model, count, "headwise", True, bits) for bits in (8, 4, 3)}
             theirs |= {"llama.cpp q8_0": "Q8_0", "llama.cpp q4_0": "Q4_0"}
         else:
             ways = {name: transformers_way(model, count, name, False) for name in ("sdpa", "headwise")} | ways

@@ -36,7 +36,7 @@ def test_without_a_card_one_line_and_code_2(tmp_path: Path) -> None:
 
 
 def test_every_case_runs(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "compiled_flex", lambda: lambda *x, **_: x)
+    monkeypatch.setattr(gpu.gpu_cases, "compiled_flex", lambda: lambda *x, **_: x)
 
     def clock(run: Callable[[], Any]) -> float:
         start = time.perf_counter()
@@ -57,9 +57,32 @@ def test_every_case_runs(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         "whole matrix",
         "headwise triton",
         "headwise, received",
+        "headwise, large maps",
+        "sdpa",
+        "sdpa forward",
+        "eager, whole matrices",
     }
     for row in rows:
         for name, way in row["ways"].items():
             assert name not in ours or way["median_ms"] > 0, (row["case"], name, way)
         gpu.show(json.loads(json.dumps(row, allow_nan=False)))
-    assert len(rows) == 11 and all("headwise" in row["ways"] for row in rows)
+    assert len(rows) == 14 and all("headwise" in row["ways"] for row in rows)
+
+
+def test_shapes_of_programs_are_timed_and_the_one_in_use_is_first(gpu: Any) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def clock(run: Callable[[], Any]) -> float:
+        run()
+        asked.append(gpu.gpu_cases.kernel_operators.shape_of("attend", 64, torch.device("cpu")))
+        return 1.0
+
+    with pretend_cuda():
+        rows = gpu.tuned(gpu.Sizes(4, 2, 16, divisor=256, dtype=torch.float32), 2, clock)
+    assert [row["case"] for row in rows[::3]] == [f"{name}, head dim 64" for name in ("attend", "statistics", "decode")]
+    for row in rows:
+        kernel, dim = row["case"].split(", head dim ")
+        used = gpu.launch.shape_of(kernel, int(dim), torch.device("cpu"))
+        assert next(iter(row["ways"])) == str(list(used)) and len(row["ways"]) >= 6
+        assert all(way["median_ms"] == 1.0 for way in row["ways"].values()), row
+    assert set(asked) == {gpu.launch.shape_of("attend", 64, torch.device("cpu"))}, "the shapes in use are back"
