@@ -217,6 +217,7 @@ def test_head_off_undo_reset_and_address(visit: Any) -> None:
     click(page, '#switches [data-item="2.1"]')
     until(page, "document.getElementById('bar-changes').textContent === 'head 2.1 off'")
     assert bar(page)[0] == "2.278" and page.locator("#bar-more").text_content() == "+0.616"
+    until(page, "location.hash.includes('off=2.1')")  # written when the figures are drawn
     address = page.evaluate("location.hash")
     page.keyboard.press("u")
     until(page, "document.getElementById('bar-loss').textContent === '1.663'")

@@ -122,9 +122,9 @@ class Model {
       past.length = start + T;
       [k, v] = [past.k, past.v];
     }
-    const seen = this.weigh(q, k, T, start + T, K, { ...options, start });
-    if (options.onePattern === true || options.onePattern?.[l]) seen.weights = onePattern(seen.weights, H, T, start + T);
-    return { q, k, v, K, ...seen, mixed: this.mix(seen.weights, v, T, start + T, K) };
+    let weights = this.weigh(q, k, T, start + T, K, { ...options, start });
+    if (options.onePattern === true || options.onePattern?.[l]) weights = onePattern(weights, H, T, start + T);
+    return { q, k, v, K, weights, mixed: this.mix(weights, v, T, start + T, K) };
   }
 
   // What a layer's attention adds, from what its heads have seen. `off`: heads that say nothing.
@@ -136,10 +136,10 @@ class Model {
     return { ...seen, concat, output: this.linear(joined, T, o) };
   }
 
-  // Scores and weights of every head: H maps of T queries by S keys.
+  // The weights of every head: H maps of T queries by S keys.
   weigh(q, k, T, S, K, { causal = true, scaled = true, start = 0 } = {}) {
     const { H, D } = this;
-    const [weights, scores] = [new Float32Array(H * T * S), new Float32Array(H * T * S).fill(-Infinity)];
+    const weights = new Float32Array(H * T * S);
     const scale = scaled ? 1 / Math.sqrt(D) : 1;
     const wide = up(S, 8);
     const [qh, kt] = [new Float32Array(T * D), new Float32Array(D * wide)];
@@ -148,14 +148,9 @@ class Model {
       for (let i = 0; i < T; i++) for (let d = 0; d < D; d++) qh[i * D + d] = scale * q[(i * H + h) * D + d];
       for (let j = 0; j < S; j++) for (let d = 0; d < D; d++) kt[d * wide + j] = k[(j * K + g) * D + d];
       const s = this.memory.product(qh, T, D, kt, wide);
-      for (let i = 0; i < T; i++) {
-        const end = causal ? start + i + 1 : S;
-        const to = (h * T + i) * S;
-        softmaxRow(s, i * wide, end, weights, to, S);
-        for (let j = 0; j < end; j++) scores[to + j] = s[i * wide + j];
-      }
+      for (let i = 0; i < T; i++) softmaxRow(s, i * wide, causal ? start + i + 1 : S, weights, (h * T + i) * S);
     }
-    return { weights, scores };
+    return weights;
   }
 
   // The values mixed by the weights, heads side by side.

@@ -43,13 +43,12 @@ function rotate(x, T, heads, D, turns, from = 0) {
   }
 }
 
-// The softmax of the first `end` scores of a row, into p; the rest of the row becomes 0.
-function softmaxRow(s, from, end, p, to, S) {
+// The softmax of the first `end` scores of a row, into p.
+function softmaxRow(s, from, end, p, to) {
   let [most, sum] = [-Infinity, 0];
   for (let j = 0; j < end; j++) if (s[from + j] > most) most = s[from + j];
   for (let j = 0; j < end; j++) sum += p[to + j] = Math.exp(s[from + j] - most);
   for (let j = 0; j < end; j++) p[to + j] /= sum;
-  for (let j = end; j < S; j++) p[to + j] = 0;
 }
 
 // Cross-entropy of each next token, in nats.

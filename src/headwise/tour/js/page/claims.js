@@ -86,6 +86,7 @@ function drawNext() {
 async function drawStale() {
   do await later(FIGURE);
   while (drawNext());
+  if (current) writeAddress(); // a browser takes some milliseconds for it
 }
 
 function waitFor(drawn) {

@@ -58,18 +58,25 @@ const tokenLabel = (place, limit) => `${place} \u201c${tokenName(place, limit)}\
 
 // The text as tokens; `tint(t)` gives { share, title } of token t.
 function tokenBoxes(box, tint, pick) {
-  const nodes = current.pieces.map(({ text, hex }, t) => {
+  if (box.pieces !== current.pieces) {
+    box.pieces = current.pieces;
+    box.replaceChildren(...box.pieces.map(({ text, hex }, t) => {
+      const node = el("span", { className: hex ? "token bytes" : "token", "data-item": t, role: "option" });
+      appendText(node, text);
+      return node;
+    }));
+  }
+  [...box.children].forEach((node, t) => {
     const { share, title, less } = tint(t);
-    const node = el("span", { className: hex ? "token bytes" : "token", title, "data-item": String(t), role: "option", "aria-selected": String(t === state.query) });
-    node.setAttribute("aria-label", `${t} ${plainText(text, 24)}: ${title}`);
-    appendText(node, text);
+    const chosen = t === state.query;
+    node.title = title;
+    node.setAttribute("aria-label", `${t} ${plainText(box.pieces[t].text, 24)}: ${title}`);
+    node.ariaSelected = chosen;
     node.style.setProperty("--weight", `${(100 * Math.min(Math.max(share, 0), 1)).toFixed(1)}%`);
-    if (less) node.classList.add("less");
-    if (t === state.query) node.classList.add("chosen");
-    node.tabIndex = t === state.query ? 0 : -1;
-    return node;
+    node.classList.toggle("less", Boolean(less));
+    node.classList.toggle("chosen", chosen);
+    node.tabIndex = chosen ? 0 : -1;
   });
-  box.replaceChildren(...nodes);
   box.onclick = (event) => {
     const node = event.target.closest?.("[data-item]");
     if (node) pick(Number(node.dataset.item));

@@ -37,7 +37,6 @@ function lookAt(patch) {
   Object.assign(state, patch);
   state.query = Math.min(Math.max(state.query, 0), Math.max((current?.ids.length ?? 1) - 1, 0));
   emit("look");
-  writeAddress();
 }
 
 function setOff(list, off = true) {
@@ -136,9 +135,8 @@ async function runNow() {
   const touched = plain && changes().length;
   const now = touched ? await session.run({ ids, options: optionsNow(), off: state.off }, plainSession) : plain;
   if (!plain || !now) return false; // a newer change has come
-  current = { ids, pieces: ids.map((id) => words.piece(id)), left: all.length - ids.length, plain, now };
+  current = { ids, pieces: plain === current?.plain ? current.pieces : ids.map((id) => words.piece(id)), left: all.length - ids.length, plain, now };
   state.query = Math.min(state.query, ids.length - 1);
   emit("run", current);
-  writeAddress();
   return true;
 }

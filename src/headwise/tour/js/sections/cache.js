@@ -114,7 +114,7 @@ function crossMap(run, other) {
   const { norm1 } = model.layers[state.layer];
   const { k, K } = model.project(state.layer, rmsNorm(x, S, model.width, norm1, model.eps), S, { ...plainOptions(), rotary: false });
   const { q } = model.project(state.layer, rmsNorm(run.layers[state.layer].before, T, model.width, norm1, model.eps), T, { ...plainOptions(), rotary: false });
-  return { T, S, ...model.weigh(q, k, T, S, K, { causal: false }) };
+  return { T, S, weights: model.weigh(q, k, T, S, K, { causal: false }) };
 }
 
 claim("kv-cache", () => thousands(cacheBytes(model.K)));

@@ -17,9 +17,8 @@ function onlineRow(scores, value, D) {
 
 function rowNow(run, layer, head, i) {
   const seen = run.layers[layer];
-  const T = run.ids.length;
-  const end = run.options.causal === false ? T : i + 1;
-  const scores = [...seen.scores.subarray((head * T + i) * T, (head * T + i) * T + end)];
+  const q = vectorOf(seen, "q", i, head);
+  const scores = range(i + 1, (j) => sumOf(vectorOf(seen, "k", j, head).map((value, d) => value * q[d])) / Math.sqrt(model.D));
   return onlineRow(scores, (j) => vectorOf(seen, "v", j, head), model.D);
 }
 
