@@ -62,7 +62,7 @@ def _colours() -> Any:
 
 def clip_figure() -> Figure:
     """Draw the largest logit of each head of a layer in training, with QK-clip and without."""
-    threshold, steps = 20.0, 400
+    threshold, steps = 10.0, 300
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     for axes, clipped in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
         rows, losses = trained(threshold if clipped else None, steps)
