@@ -62,7 +62,7 @@ def _colours() -> Any:
 
 def clip_figure() -> Figure:
     """Draw the largest logit of each head of a layer in training, with QK-clip and without."""
-    threshold, steps = 10.0, 200
+    threshold, steps = 10.0, 300
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     for axes, clipped in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
         rows, losses = trained(threshold if clipped else None, steps)
@@ -78,18 +78,17 @@ def clip_figure() -> Figure:
 
 
 def trained(threshold: float | None, steps: int) -> tuple[Tensor, list[float]]:
-    """Return the largest logits (steps, H) of a layer that learns to copy the word two places before, and the losses.
+    """Return the largest logits (steps, H) of a layer that learns `questions`, and its losses.
 
     After each step, heads above the threshold have their queries and keys scaled down, as in docs/module.md.
     """
-    torch.manual_seed(3)
-    H, M, T = 4, 32, 32
-    layer = MultiHeadAttention(M, H, inner=MaxLogitAttention(), rotary=headwise.nn.Rotary(M // H))
-    optimizer = torch.optim.Adam(layer.parameters(), lr=2e-2)
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(18, 4, head_dim=16, inner=MaxLogitAttention())
+    optimizer, source = torch.optim.Adam(layer.parameters(), lr=3e-2), torch.Generator().manual_seed(1)
     rows, losses = [], []
     for _ in range(steps):
-        x = torch.randn(8, T, M)
-        loss = (layer(x, mask=headwise.causal())[:, 2:] - x[:, :-2]).square().mean()
+        x, target, _ = questions(32, source)
+        loss = (layer(x, mask=headwise.causal()) - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         logits = layer.inner.max_logits
@@ -100,7 +99,7 @@ def trained(threshold: float | None, steps: int) -> tuple[Tensor, list[float]]:
             with torch.no_grad():
                 factor = (threshold / logits.clamp(min=threshold)).sqrt()
                 for proj in (layer.q_proj, layer.k_proj):
-                    proj.weight.unflatten(0, (H, -1)).mul_(factor[:, None, None])
+                    proj.weight.unflatten(0, (4, -1)).mul_(factor[:, None, None])
     return torch.stack(rows), losses
 
 

@@ -174,7 +174,7 @@ _SENT: dict[ContextLayout, Callable[[MeshCall, int, TokenOrder, bool], list[int]
 }
 
 
-def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everywhere: bool = True) -> tuple[int, ...]:
+def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None) -> tuple[int, ...]:
     """Return the bytes that each rank sends in a decode step on a cache with token n on rank n mod N.
 
     Rows (head, batch row, query) are split over the ranks, and each rank merges its own rows: the owners send it
@@ -185,13 +185,11 @@ def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everyw
         ranks: N.
         owners: the number of ranks (the first ones) with keys that the mask allows, fewer for a short window; all by
             default.
-        everywhere: True if all ranks have all heads and need all outputs. If False, rank r passes heads r H / N to
-            (r + 1) H / N and gets only their outputs: queries go to all ranks, new keys to the ranks of their tokens.
 
     Example:
         >>> call = MeshCall(queries=1, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
-        >>> decode_sent(call, 4), decode_sent(call, 4, everywhere=False)
-        ((600, 600, 600, 600), (664, 600, 664, 600))
+        >>> decode_sent(call, 4)
+        (600, 600, 600, 600)
     """
     check_size("ranks", ranks)
     owners = ranks if owners is None else owners
@@ -199,22 +197,8 @@ def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everyw
     if owners > ranks:
         raise ValueError(f"owners is at most ranks; got {owners} of {ranks}")
     rows, partial = call.batch * call.queries * call.heads, call.value_dim * call.partial_bytes + FLOAT32
-    if everywhere:
-        merged, e = shares(rows, ranks), call.value_dim * call.number_bytes
-        return tuple((rows - own) * partial * (r < owners) + (ranks - 1) * own * e for r, own in enumerate(merged))
-    if call.heads % ranks:
-        raise ValueError(
-            f"the number of ranks divides the {call.heads} heads if each rank passes its own; got {ranks} ranks"
-        )
-    own, group, per_rank = rows // ranks, call.heads // call.kv_heads, []
-    for r in range(ranks):
-        first, last = r * call.heads // ranks, (r + 1) * call.heads // ranks
-        keys = (last - 1) // group - (first - 1) // group  # key-value heads that no lower rank has
-        others = sum(place % ranks != r for place in range(call.cached, call.keys))
-        new = call.batch * others * keys * (call.head_dim + call.value_dim)
-        going = new + (ranks - 1) * own * call.head_dim
-        per_rank.append(going * call.number_bytes + (rows - own) * partial * (r < owners))
-    return tuple(per_rank)
+    merged, e = shares(rows, ranks), call.value_dim * call.number_bytes
+    return tuple((rows - own) * partial * (r < owners) + (ranks - 1) * own * e for r, own in enumerate(merged))
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
