@@ -163,8 +163,8 @@ def test_vocabulary_files_are_tried_as_well(tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How long the texts were that were cut into tokens."""
-    real, lengths = tokens._count, []
-    monkeypatch.setattr(tokens, "_count", lambda made, text: (lengths.append(len(text)), real(made, text))[1])
+    real, lengths = tokens._counts, []
+    monkeypatch.setattr(tokens, "_counts", lambda made, texts: (lengths.extend(map(len, texts)), real(made, texts))[1])
     return lengths
 
 
