@@ -142,3 +142,13 @@ def test_the_heads_records_have_the_factor_too() -> None:
     whole, quarter = ([head.logit for head in circuits(model, TEXT).heads] for model in (one, other))
     assert max(abs(logit) for logit in whole if logit is not None) > 1e-2
     assert quarter == pytest.approx([0.25 * (logit or 0.0) for logit in whole], abs=1e-6)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", ["answer", "wrong"])
+@pytest.mark.parametrize(("value", "error"), [(-3, ValueError), (2.5, TypeError), (True, TypeError)], ids=str)
+def test_either_token_is_checked(name: str, value: Any, error: type[Exception]) -> None:
+    """A negative id would be that of another token, counted from the end."""
+    arguments: dict[str, Any] = {"answer": ANSWER, "wrong": WRONG, name: value}
+    with pytest.raises(error, match=f"^{name} is "):
+        attribute(Small(), TEXT, **arguments)

@@ -11,6 +11,7 @@ import torch
 from hf_models import BY_NAME, token_ids
 
 from headwise import look
+from headwise.look.inputs.nonfinite import spoilt
 
 COMMANDS: dict[str, Callable[[Any, Any], Any]] = {
     "look": look.at,
@@ -42,3 +43,12 @@ def test_a_wider_dtype_is_named_where_the_weights_are_finite(name: str) -> None:
             part.weight.mul_(1e25)
     with pytest.raises(ValueError, match=r"; load the model in float64$"):
         COMMANDS[name](model, token_ids(9)[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_faulty_weight_of_any_float_dtype_is_named(dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).to(dtype)
+    assert spoilt(model) is None
+    with torch.no_grad():
+        model[1].weight[1, 3] = torch.inf
+    assert "'1.weight'" in str(spoilt(model))

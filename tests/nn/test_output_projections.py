@@ -84,3 +84,22 @@ def test_a_part_that_cannot_be_seen_to_add_is_no_projection(how: str) -> None:
     module.o_proj = Particular(how)  # type: ignore[assignment]
     found = output_projections(module, lambda model: model(torch.randn(2, 5, 12)))
     assert found == ({"": "o_proj"} if how == "linear" else {})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_adapter_that_adds_nothing_yet_is_a_projection(bias: bool) -> None:
+    """Many training runs begin with zeros there: twice the input is then twice the output, to the last bit."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.down = nn.Linear(14, 14, bias=bias), nn.Linear(14, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x)
+
+    mha = MultiHeadAttention(14, 2)
+    mha.o_proj = Adapted()  # type: ignore[assignment]
+    nn.init.zeros_(mha.o_proj.base.weight)
+    model, x = nn.Sequential(mha), torch.randn(1, 5, 14)
+    assert output_projections(model, lambda model: model(x)) == {"0": "0.o_proj"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from headwise import reshape
 from headwise.reshape.arguments import check_rows, check_writing
 from headwise.reshape.write.verify import Proof
 
@@ -48,3 +50,10 @@ def test_where_to_write_and_what_to_prove(arguments: Any, kind: type[Exception],
     check_writing("new", Proof(), progress=None, remark=print)
     with pytest.raises(TypeError, match="remark is a function; got 3"):
         check_writing("new", None, progress=None, remark=3)
+
+
+def test_what_is_no_plan_of_key_value_heads_is_not_written(tmp_path: Path) -> None:
+    for wrong in ("plan", {"counts": {}}, None):
+        with pytest.raises(TypeError, match=r"^plan is .*plan_regroup"):
+            reshape.write_regrouped(wrong, tmp_path / "new")
+    assert not list(tmp_path.iterdir())

@@ -308,3 +308,11 @@ def test_the_heads_of_a_system_are_those_that_the_output_projection_reads() -> N
     got = layer.heads(mha.v_proj.weight.detach().T, seen.calls[0], x)
     torch.testing.assert_close(got, read[0])
     assert not torch.allclose(got, layer.heads(mha.v_proj.weight.detach().T, seen.calls[0], x, bias=False), atol=1e-3)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", ["changed", "original"])
+def test_what_is_no_model_is_named(name: str) -> None:
+    models: dict[str, Any] = dict(zip(("changed", "original"), spoilt("o_proj"), strict=True))
+    with pytest.raises(TypeError, match=f"^{name} "):
+        reconstruct_modules(**(models | {name: "gpt2"}), batches=batches(), layers=LAYERS)
