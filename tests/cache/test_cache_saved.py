@@ -48,6 +48,7 @@ def caches(dtype: torch.dtype) -> dict[str, Any]:
     return made | {"paged other": pair.fork()}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_saved_cache_goes_on_in_a_fresh_process(dtype: torch.dtype, tmp_path: Path) -> None:

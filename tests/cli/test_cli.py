@@ -211,6 +211,7 @@ def test_the_example_in_each_help_runs(looked: Any, tiny: Path, here: Path) -> N
         assert runner.invoke(cli.app, shlex.split(line)).exit_code == 0, line
 
 
+@pytest.mark.slow
 def test_the_default_text_is_cut_to_the_model_and_a_user_s_own_is_not(
     tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

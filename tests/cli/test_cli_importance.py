@@ -58,6 +58,7 @@ def test_importance_is_what_the_function_gives(tiny: Any, tmp_path: Path) -> Non
     assert len(rows) == 32 and [float(row[2]) for row in rows] == sorted((float(row[2]) for row in rows), reverse=True)
 
 
+@pytest.mark.slow
 def test_circuits_are_what_the_function_gives(tiny: Any, tmp_path: Path) -> None:
     ids, _ = tiny.encode(TEXT)
     expected = circuits(tiny.model, ids, name="headwise tiny")
@@ -96,6 +97,7 @@ def test_circuits_name_heads_by_the_roles_of_a_look(tiny: Any, tmp_path: Path) -
     assert "circuits.html" in done.stdout and "open it in a browser" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [[], ["--positions"]])
 def test_patching_is_what_the_function_gives(positions: list[str], tiny: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -32,6 +32,7 @@ def refused(*arguments: str) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_a_corpus_with_sentences_and_needles(here: Path) -> None:
     (here / "texts").mkdir()
     (here / "texts" / "a.txt").write_text("def f(x):\n    return x\n" * 40, "utf8")

@@ -98,6 +98,7 @@ def test_a_text_alone_chooses_the_groups_and_reconstructs_nothing(folder: Path) 
     assert "recovered" in str(repaired)
 
 
+@pytest.mark.slow
 def test_distilled_and_started_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is stopped on the way: its state is there; the next start goes on, writes the folder and cleans up."""
     invoke("regroup", folder, "--kv-heads", 1, "--method", "first", "--out", tmp_path / "small", "--no-verify")

@@ -113,6 +113,7 @@ def test_random_heads_are_the_seeds(tiny: str) -> None:
     assert gone[0] == gone[1] != gone[2]
 
 
+@pytest.mark.slow
 def test_a_corpus_is_read_in_rows_to_a_limit(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "The cat sat."}\n' + json.dumps("So did the dog. " * 90) + "\n")
     (tmp_path / "b.txt").write_text("a")

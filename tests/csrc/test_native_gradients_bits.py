@@ -193,6 +193,7 @@ def used(what: str) -> int:
     return int(ran.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("backend", BEST)
 @pytest.mark.parametrize("what", ["biases", "dropout"])

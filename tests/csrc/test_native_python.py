@@ -204,6 +204,7 @@ module.LIBRARY = pathlib.Path({str(broken)!r})
     assert output.startswith("the native library does not load: ") and "\n" not in output
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
     "trace", ["torch.compile(f, fullgraph=True, backend='eager')(q)", "torch.export.export(M(), (q,))"]

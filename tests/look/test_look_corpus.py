@@ -129,6 +129,7 @@ def test_means_are_over_all_queries_of_all_texts() -> None:
         assert head.entropy == pytest.approx(sum(one.heads[n].entropy * one.length for one in alone) / rows, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_order_and_batches_change_no_bit() -> None:
     texts = drawn(31)
     whole = look.over(model(), texts, words=WORDS, repeats=None)

@@ -253,6 +253,7 @@ def test_every_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 skipped" in why["return 7"] and why["os.abort()"] == "SIGABRT"
 
 
+@pytest.mark.slow
 def test_all_killed_is_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = project(tmp_path, [mutant(*fate) for fate in FATES["killed"]])
     assert runner.main(["--root", str(root), "--jobs", "1", "--sample", "2"]) == 0

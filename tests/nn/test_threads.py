@@ -176,6 +176,7 @@ def test_another_thread_may_run_the_model_in_the_middle(kind: str, other: Any) -
         assert job() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "Llama GQA"])
 def test_what_is_measured_is_not_changed_by_what_runs_beside_it(kind: str) -> None:
     """Importance and ablation, look and circuits in two threads, with plain forwards in a third."""

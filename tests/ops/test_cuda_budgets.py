@@ -159,6 +159,7 @@ def test_statistics_are_linear(T: int) -> None:
     assert cost.bytes.total() <= 5 * 2 * (q.nbytes + k.nbytes) and cost.largest <= H * T * D
 
 
+@pytest.mark.slow
 def test_statistics_come_in_blocks_where_the_kernels_do_not_serve() -> None:
     with fake_cuda() as counted:
         q, k, v = qkv(2048, 2048)
@@ -229,6 +230,7 @@ def test_a_padding_mask_of_groups_comes_in_strips() -> None:
 # --- FlexAttention: the limit of torch.compile, and kept tiles --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_beyond_the_limit_of_compiling_flex_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its uncompiled version, which builds T x S, never stands in for it."""
     import torch._dynamo

@@ -86,6 +86,7 @@ def test_inputs_like_real_ones(kind: str) -> None:
     check(WIDE, "causal", "plain", torch.float32, kind)
 
 
+@pytest.mark.slow
 def test_any_strides_and_groups() -> None:
     n = Sizes(2, 4, 2, 9, 20, 20, 12)
     q, k, v = make_qkv(*n)

@@ -28,6 +28,7 @@ def alike(answers: list[Any]) -> Any:
     return answers[0]
 
 
+@pytest.mark.slow
 @every_world
 def test_split_modules_are_the_whole_ones(world: int) -> None:
     """More key-value heads than ranks, as many, fewer, and numbers that part groups."""

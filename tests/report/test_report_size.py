@@ -61,6 +61,7 @@ def test_many_heads_with_their_scores_keep_to_the_budget(played: int, monkeypatc
             assert numbers["values"][own + i][h] == pytest.approx(heads[h].scores[shown[i]].value, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_twelve_by_twelve_keeps_its_cells_at_the_worst() -> None:
     data = Elements(report.render(random_look())).data
     assert data["maps"]["rows"] == data["maps"]["columns"] == [128] * 144

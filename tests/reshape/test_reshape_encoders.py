@@ -118,6 +118,7 @@ def _same_gradient(model: Any, original: Any, name: str) -> None:
         assert kept.abs().max() > 1e-3 and (ours - kept).abs().max() < 1e-4 * kept.abs().max(), (name, index)
 
 
+@pytest.mark.slow
 def test_a_new_process_loads_it_with_headwise_hf_and_without_it_names_what_is_missing(
     folder: Any, tmp_path: Path
 ) -> None:

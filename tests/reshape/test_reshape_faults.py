@@ -56,6 +56,7 @@ def test_every_fault_leaves_a_whole_checkpoint_or_none(sweep: dict[str, Any]) ->
     assert ends["Ctrl-C", "KeyboardInterrupt", True] == ends["SIGTERM", "SystemExit", True] == 1, "at the rename"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_all_is_synced_before_it_is_renamed(sweep: dict[str, Any]) -> None:
     """A power cut after the rename finds every byte: each file is synced behind its last byte, then the folder."""

@@ -269,6 +269,7 @@ def test_the_error_before_is_that_of_the_model_as_it_came() -> None:
         assert one.before == pytest.approx(apart / all_of_it, rel=1e-4) and one.after < one.before / 10 and one.values
 
 
+@pytest.mark.slow
 def test_of_the_steps_for_the_values_the_best_is_taken_not_the_last_that_helps() -> None:
     """Fitted to few tokens, the steps go past the best on other text: each number of steps is tried by itself."""
     torch.manual_seed(2)
