@@ -111,6 +111,12 @@ def each_loss(logits: Tensor, ids: Sequence[int]) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:]), reduction="none")
 
 
+@functools.cache
+def logits(ids: tuple[int, ...], switches: Switches = Switches(), dtype: torch.dtype = torch.float64) -> Tensor:
+    """Of each token; computed once, because many claims are measured against the same few runs."""
+    return reference(dtype)(ids, switches).logits
+
+
 def loss(switches: Switches = Switches(), ids: Sequence[int] | None = None) -> float:
     ids = default_ids() if ids is None else ids
-    return float(each_loss(reference()(ids, switches).logits, ids).mean())
+    return float(each_loss(logits(tuple(ids), switches), ids).mean())

@@ -348,7 +348,7 @@ def test_every_control_has_a_name_and_ids_are_one_each(visit: Any) -> None:
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light"), (360, "dark")])
 def test_no_width_scrolls_sideways(visit: Any, width: int, scheme: str) -> None:
     page = visit(viewport={"width": width, "height": 780}, color_scheme=scheme, reduced_motion="reduce")
-    page.evaluate("window.headwise.drawAll()")
+    page.evaluate("window.headwise.drawAll(false)")  # the claims already show the numbers of this text
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from browsers import MARKS, Page, launched
-from tour_claims import Reference, Switches, default_ids, each_loss, loss, reference, tokenizer
+from tour_claims import Reference, Switches, default_ids, each_loss, logits, loss, reference, tokenizer
 from transformers import AutoModelForCausalLM
 
 from headwise import hf, look, models, nn, plan, reshape, tour
@@ -70,7 +70,7 @@ def two_strongest(role: str) -> list[float]:
 def copies(page: Any, off: tuple[tuple[int, int], ...]) -> float:
     """Loss of the second copy of the page's random tokens, but for its first token."""
     ids = page.evaluate("window.headwise.randomTwice(40)")
-    return float(each_loss(reference()(ids, Switches(off=off)).logits, ids)[41:].mean())
+    return float(each_loss(logits(tuple(ids), Switches(off=off)), ids)[41:].mean())
 
 
 def sentence(page: Any, name: str) -> str:
@@ -153,7 +153,7 @@ def all_but_the_dearest() -> tuple[tuple[int, int], ...]:
 
 def first_copy(page: Any) -> float:
     ids = page.evaluate("window.headwise.randomTwice(40)")
-    return float(each_loss(reference()(ids).logits, ids)[:40].mean())
+    return float(each_loss(logits(tuple(ids)), ids)[:40].mean())
 
 
 def swept() -> dict[int, list[float]]:
@@ -278,8 +278,7 @@ def test_roles_are_those_of_look(page: Any) -> None:
     ids = torch.tensor([default_ids()])
     seen = look.at(loaded.model, ids, tokens=names, delimiters=loaded.delimiters, repeats=None)  # as `headwise look`
     for role in ("previous-token", "first-token sink", "self", "delimiter"):
-        page.locator("#grid-role").select_option(role)
-        page.wait_for_timeout(300)
+        page.locator("#grid-role").select_option(role)  # the grid is drawn before this returns
         got = page.eval_on_selector_all(
             "#maps .says", "(nodes) => nodes.map((n) => Number(n.textContent.split(' ')[1]))"
         )
@@ -364,8 +363,8 @@ def test_the_plain_mean_is_that_of_regroup(tmp_path: Path) -> None:
 
 def test_the_reference_is_the_model(model: Any) -> None:
     with torch.no_grad():
-        logits = model(torch.tensor([default_ids()]), use_cache=False).logits[0]
-    assert (logits - reference()(default_ids()).logits).abs().max() < 1e-4
+        wanted = model(torch.tensor([default_ids()]), use_cache=False).logits[0]
+    assert (wanted - logits(tuple(default_ids()))).abs().max() < 1e-4
 
 
 def test_losses_beside_the_live_curve_are_those_of_the_results() -> None:
@@ -378,14 +377,17 @@ def test_losses_beside_the_live_curve_are_those_of_the_results() -> None:
 
 def test_costs_are_those_of_plan_and_trace(page: Any) -> None:
     """The sliders' formulas on the shapes of all cards: parameters and cache as `headwise plan` has them."""
-    for row in cards():
-        if row["group"] is None:
-            continue
-        index = [r["name"] for r in cards() if r["group"] is not None].index(row["name"])
-        page.locator("#cost-cards").select_option(str(index))
-        table = page.eval_on_selector_all(
-            "#cost-numbers tbody tr", "(rows) => rows.map((r) => r.children[1].textContent)"
-        )
+    shapes = [row for row in cards() if row["group"] is not None]
+    tables = page.evaluate(
+        """(count) => Array.from({ length: count }, (_, n) => {
+          const list = document.getElementById('cost-cards');
+          list.value = String(n);
+          list.dispatchEvent(new Event('change'));
+          return [...document.querySelectorAll('#cost-numbers tbody tr')].map((row) => row.children[1].textContent);
+        })""",
+        len(shapes),
+    )
+    for row, table in zip(shapes, tables, strict=True):
         parameters, cache = (int(table[n].replace(",", "")) for n in (0, 5))
         d, h, kv, dk = row["d_model"], row["heads"], row["kv"], row["d_k"]
         assert parameters == 2 * d * dk * (h + kv) and abs(row["attention_layer"] - parameters) <= 4 * h * dk + 2 * d
