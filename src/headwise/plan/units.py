@@ -99,7 +99,7 @@ def figures(number: float, digits: int = 3) -> str:
     return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"
 
 
-def show_bytes(count: int | float) -> str:
+def show_bytes(count: float | int) -> str:
     """Return bytes as text in the largest binary unit that gives a number of at least 1.
 
     Example:
@@ -113,7 +113,7 @@ def show_bytes(count: int | float) -> str:
     return f"{figures(scaled)} {'KMGTPE'[power - 1]}iB" if power else f"{scaled:,.0f} B"
 
 
-def show(count: int | float, unit: str = "") -> str:
+def show(count: float | int, unit: str = "") -> str:
     """Return a number as text with a decimal prefix.
 
     Example:
