@@ -353,13 +353,17 @@ def test_the_short_way_serves_what_the_kernel_can(dtype: torch.dtype) -> None:
     "error", [RuntimeError("a defect"), MemoryError("no room"), IndexError("list index out of range")]
 )
 def test_a_defect_is_no_slow_way(option: dict[str, float], error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
     def fails(*args: Any) -> None:
+        calls.append(args)
         raise error
 
     monkeypatch.setattr(native_library, "attend", fails)
     monkeypatch.setattr(native_library, "attend_full", fails)
     with pytest.raises(type(error), match=str(error)):
         headwise.attention(*make_qkv(*SHORT), **option)
+    assert len(calls) == 1
 
 
 LONG_WAY: dict[str, Callable[[], Any]] = {
