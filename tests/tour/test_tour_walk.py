@@ -137,7 +137,7 @@ def test_prices_of_another_setting_are_called_old(visit: Any) -> None:
     page.locator('#switches [data-item="2.1"]').click()
     old.wait_for()
     price_all(page)
-    assert not old.is_visible()
+    old.wait_for(state="hidden")
 
 
 def price_all(page: Any) -> None:
