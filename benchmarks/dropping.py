@@ -8,6 +8,8 @@ that were gathered beforehand, as kvpress leaves them. `keep` itself is timed ap
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import headwise
 from headwise.cache import StaticCache
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 
 class Case(NamedTuple):

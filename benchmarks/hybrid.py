@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +33,9 @@ from transformers.cache_utils import LinearAttentionLayer
 import headwise.hf
 from headwise.hf.models.architectures import CACHE
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 PROMPT, STEPS = 64, 8
 VOCAB = 32768

@@ -10,7 +10,9 @@ layer in plain PyTorch, as users write it: SDPA, and for the largest logits the 
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +25,9 @@ from headwise import MultiHeadAttention
 from headwise.cache import StaticCache
 from headwise.nn import GatedMultiHeadAttention, MaxLogitAttention, headwise_gate
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 SIZES = {"d_model": 1024, "num_heads": 16, "num_kv_heads": 4}
 T, S = 1024, 4096

@@ -25,11 +25,9 @@ from rich.table import Table
 
 from headwise import models, tour
 
-try:
-    from benchmarks import clock, table
-except ImportError:  # run as a script: this folder is on the path, its parent is not
-    import clock  # type: ignore[import-not-found,no-redef]
-    import table  # type: ignore[import-not-found,no-redef]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
+
+from benchmarks import clock, table
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
