@@ -25,6 +25,7 @@ from headwise.hf.models.architectures import CACHE
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
 
 from benchmarks import clock, table
+from benchmarks.steps import random_model
 
 ATTENTIONS = ("headwise", "sdpa", "eager")
 PREFILL = (2048,)
@@ -54,13 +55,7 @@ def config(
 
 def model_of(config: LlamaConfig) -> LlamaForCausalLM:
     """Random weights, in bfloat16, of a size at which all numbers stay ordinary."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        torch.manual_seed(0)
-        return LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-    finally:
-        torch.set_default_dtype(before)
+    return random_model(LlamaForCausalLM, config, torch.bfloat16, "eager")
 
 
 def prefill_run(model: LlamaForCausalLM, length: int) -> Callable[[], Tensor]:

@@ -10,10 +10,7 @@ as users run these models; headwise's attention with `make_cache`, in the model'
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,7 @@ from headwise.hf.models.architectures import CACHE
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
 
 from benchmarks import clock, table
+from benchmarks.steps import in_turns, random_model, timed
 
 PROMPT, STEPS = 64, 8
 VOCAB = 32768
@@ -85,8 +83,7 @@ class Way:
         self, model: PreTrainedModel, cached: int, attention: str, bits: int | None = None, fast: bool = False
     ) -> None:
         self.model, self.attention, self.fast = model, attention, fast
-        self.ids = torch.randint(VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-        self.ids %= model.config.vocab_size
+        self.ids = torch.randint(model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(1))
         if attention == "headwise":
             model.set_attn_implementation("headwise")
             self.cache: Any = headwise.hf.make_cache(model, max_length=cached + 512, bits=bits)  # type: ignore[arg-type]
@@ -113,13 +110,7 @@ class Way:
     def times(self) -> list[float]:
         """Milliseconds of the next steps."""
         self.model.set_attn_implementation(self.attention)
-        times = []
-        with headwise.hf.fast_decode(self.model) if self.fast else nullcontext(), torch.inference_mode():
-            for _ in range(STEPS):
-                start = time.perf_counter()
-                self.model(self.ids[:, :1], **{CACHE: self.cache})
-                times.append(1e3 * (time.perf_counter() - start))
-        return times
+        return timed(self.model, self.ids[:, :1], self.cache, STEPS, fast=self.fast)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes of the keys and values, and of the states, of the tokens that are there now."""
@@ -141,13 +132,7 @@ class Way:
 
 def built(name: str, dtype: torch.dtype) -> PreTrainedModel:
     kind, config = FAMILIES[name]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    torch.manual_seed(0)
-    try:
-        return kind._from_config(config, attn_implementation="sdpa").eval()
-    finally:
-        torch.set_default_dtype(before)
+    return random_model(kind, config, dtype)
 
 
 def measured(name: str, cached: int, dtype: torch.dtype, turns: int) -> dict[str, Any]:
@@ -155,18 +140,12 @@ def measured(name: str, cached: int, dtype: torch.dtype, turns: int) -> dict[str
     model = built(name, dtype)
     ways = {way: Way(model, cached, **how) for way, how in WAYS.items()}
     bytes_of = {way: one.nbytes() for way, one in ways.items()}
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(turns + 1):
-        for way, one in ways.items():
-            time.sleep(0.05)
-            taken = one.times()
-            times[way] += taken if turn else []  # the first turn warms up
     return {
         "model": name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(dtype).removeprefix("torch."),
         "cached": cached,
-        "ms": {way: statistics.median(of_way) for way, of_way in times.items()},
+        "ms": in_turns({way: one.times for way, one in ways.items()}, turns),
         "bytes": bytes_of,
     }
 

@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,11 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import headwise.hf
-from headwise.hf.models.architectures import CACHE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: this folder is on the path, its parent is not
 
 from benchmarks import clock, table
+from benchmarks.steps import Steps, in_turns, random_model, timed
 
 HERE = Path(__file__).resolve().parent
 NODE = HERE.parent / "build" / "peers" / "node" / "node_modules" / "node-llama-cpp" / "dist" / "index.js"
@@ -41,7 +39,6 @@ SIZES = {
     "155M": {},
     "1B": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8},
 }
-Steps = Callable[[], list[float]]  # milliseconds of STEPS steps
 
 
 def config(layers: int = 8, hidden: int = 1024, heads: int = 16, kv_heads: int = 4, vocab: int = 32768) -> LlamaConfig:
@@ -74,13 +71,7 @@ def transformers_way(model: Any, cached: int, attention: str, fast: bool, bits: 
 
     def steps() -> list[float]:
         of._attn_implementation = attention
-        times = []
-        with headwise.hf.fast_decode(model) if fast else nullcontext(), torch.inference_mode():
-            for _ in range(STEPS):
-                start = time.perf_counter()
-                model(ids, **{CACHE: cache})
-                times.append(1e3 * (time.perf_counter() - start))
-        return times
+        return timed(model, ids, cache, STEPS, fast=fast)
 
     return steps
 
@@ -178,13 +169,7 @@ def write_gguf(model: Any, file: Path) -> None:
 
 def measured(of: LlamaConfig, cached: list[int], dtype: torch.dtype, turns: int, small: bool = False) -> dict[str, Any]:
     """The machine, and for each number of cached tokens the median milliseconds of a step by way."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    torch.manual_seed(0)
-    try:
-        model = LlamaForCausalLM._from_config(of, attn_implementation="sdpa").eval()
-    finally:
-        torch.set_default_dtype(before)
+    model = random_model(LlamaForCausalLM, of, dtype)
     rows = []
     for count in cached:
         ways = {"fast_decode": transformers_way(model, count, "headwise", True)}
@@ -201,20 +186,10 @@ def measured(of: LlamaConfig, cached: list[int], dtype: torch.dtype, turns: int,
                     ways[name] = processes.enter_context(llama_cpp_way(model, count, kind))
                 except LookupError as reason:
                     absent[name] = str(reason)
-            times = _in_turns(ways, turns)
+            times = in_turns(ways, turns)
         rows.append({"case": f"decode at {count}", "ms": times, "absent": absent})
     of_model = {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype).removeprefix("torch.")}
     return {"machine": clock.machine(), "model": of_model, "results": rows}
-
-
-def _in_turns(ways: dict[str, Steps], turns: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(turns + 1):
-        for name, steps in ways.items():
-            time.sleep(0.1)
-            taken = steps()
-            times[name] += taken if turn else []  # the first turn warms up
-    return {name: statistics.median(of_way) for name, of_way in times.items()}
 
 
 def print_table(report: dict[str, Any]) -> None:
