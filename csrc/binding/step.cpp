@@ -25,7 +25,7 @@ struct Arguments {
   const std::vector<int64_t> places;
   const int64_t value_dim;
   const Rules rules;
-  const Handle key_rotation, value_rotation, output_rotation;
+  const Handle gate, key_rotation, value_rotation, output_rotation;
 
   explicit Arguments(const StableIValue* stack)
       : query(stack[0]),
@@ -44,9 +44,10 @@ struct Arguments {
         places(take_integers(stack[13])),
         value_dim(static_cast<int64_t>(stack[14])),
         rules(stack + 15),
-        key_rotation(optional(stack[15 + kRuleCount])),
-        value_rotation(optional(stack[16 + kRuleCount])),
-        output_rotation(optional(stack[17 + kRuleCount])) {}
+        gate(optional(stack[15 + kRuleCount])),
+        key_rotation(optional(stack[16 + kRuleCount])),
+        value_rotation(optional(stack[17 + kRuleCount])),
+        output_rotation(optional(stack[18 + kRuleCount])) {}
 };
 
 // Reads angles of the shape (n), (B|1, n) or (B|1, 1, n), where n is size or size / 2.
@@ -173,6 +174,7 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   }
   p.V = call.value_dim;
   call.rules.fill(p);
+  take_gate(p, call.gate);
   Step step;
   step.query = tensor4(query);
   step.places = places.data();
@@ -212,12 +214,14 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   if (!packed) {
     attend(p);
   } else {
-    const Tensor4 result = p.out;
+    const Tensor4 result = p.out, gate = p.gate;
     const int64_t pitch = back.rotation.pitch;
     const std::unique_ptr<float[]> rows(new float[static_cast<size_t>(multiply(multiply(B, p.H), pitch))]);
     p.out = {rows.get(), {p.H * pitch, pitch, pitch, 1}, Dtype::f32};
+    p.gate.data = nullptr;  // it multiplies the output as it is rotated back
     attend(p);
     p.out = result;
+    p.gate = gate;
     back.rows = rows.get();
     rotate_output(p, back);
   }
@@ -231,7 +235,8 @@ const Operator kStep = {
     "decode_step(Tensor query, Tensor key, Tensor? value, Tensor? cos, Tensor? sin, int first, int turned, "
     "bool interleaved, Tensor(a!) keys, Tensor(b!)? values, Tensor(c!)? key_scale, Tensor(d!)? value_scale, "
     "Tensor? table, SymInt[] places, SymInt value_dim, " HEADWISE_RULES
-    ", Tensor? key_rotation=None, Tensor? value_rotation=None, Tensor? output_rotation=None) -> Tensor",
+    ", Tensor? gate=None, Tensor? key_rotation=None, Tensor? value_rotation=None, Tensor? output_rotation=None) -> "
+    "Tensor",
     "CPU", decode_step_boxed};
 
 }  // namespace headwise

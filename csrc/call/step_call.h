@@ -38,7 +38,7 @@ struct RotatedOutput {
 // `step.rotated`. A cache of codes gets them quantised; see kernels/cache/quantize-inl.h.
 void place_step(const Call& cache, const Step& step);
 
-// Rotates the results of a step into packed codes, and rounds them into `call.out`.
+// Rotates the results of a step into packed codes, multiplies them by the gate, and rounds them into `call.out`.
 void rotate_output(const Call& call, const RotatedOutput& rotated);
 
 }  // namespace headwise

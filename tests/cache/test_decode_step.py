@@ -21,7 +21,15 @@ from torch import Tensor, nn
 import headwise
 from headwise.cache import PagedCache, PagePool, Quantized, RollingCache, StaticCache
 from headwise.cache.base import KVCache
-from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary, yarn_frequencies
+from headwise.nn import (
+    GatedMultiHeadAttention,
+    InnerAttention,
+    LatentAttention,
+    MultiHeadAttention,
+    Rotary,
+    headwise_gate,
+    yarn_frequencies,
+)
 from headwise.nn.decode import fused_step
 from headwise.ops.native.library import error_for
 from headwise.ops.storage.paged import Paged
@@ -112,6 +120,27 @@ def test_steps_of_multihead_attention(kind: str, dtype: torch.dtype, monkeypatch
     with torch.no_grad(), collected() as attempt:
         for case in drawn(CASES, kind):
             attempt(case, check, *case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_with_gates(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates of the module, of the call and of both multiply the output before it is rounded."""
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 13, "value_dim": 11}
+    modules = {
+        "none": MultiHeadAttention(31, 6, **sizes),
+        "of each number": GatedMultiHeadAttention(31, 6, **sizes),
+        "of each head": GatedMultiHeadAttention(31, 6, gate=headwise_gate, **sizes),
+    }
+    gates = {
+        "none": None, "(H,)": torch.rand(6), "(B, H)": torch.rand(1, 6).to(dtype), "(B, H, T)": torch.rand(1, 6, 1),
+        "(B, H, T, V)": torch.rand(1, 6, 1, 11).to(dtype),
+    }  # fmt: skip
+    with torch.no_grad(), collected() as attempt:
+        for (own, module), (name, gate) in itertools.product(modules.items(), gates.items()):
+            cache = fill(a_cache(kind, 1, 2, 13, 11, dtype), [126], dtype)
+            x = torch.randn(1, 3, 31).to(dtype)
+            attempt((own, name), same_steps, monkeypatch, module.to(dtype).eval(), cache, x, gate=gate)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,7 +269,6 @@ def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert steps(plain, fill(Own(1, 2, 14, capacity=20), [17], torch.float32)) == []
         half = Half(31, 6, num_kv_heads=2, head_dim=14)
         assert steps(lambda cache: half(token, cache=cache)) == []
-        assert steps(lambda cache: module(token, cache=cache, gate=torch.ones(6))) == []
         assert steps(lambda cache: module(token, cache=cache, positions=torch.tensor([3]))) == []
         module.inner.dropout = 0.5
         assert steps(plain) == [True]
@@ -258,6 +286,9 @@ def test_a_refused_step_changes_nothing() -> None:
         cache = cache.truncate(5)
         assert cache.takes_steps()
         assert cache.step(query, key[..., :13], value) is None
+        for gate in (torch.ones(5), torch.ones(6, dtype=torch.int64), 0.5):
+            with pytest.raises((TypeError, ValueError), match="gate"):
+                cache.step(query, key, value, gate=gate)  # type: ignore[arg-type]
         assert cache.step(query, key) is None
         assert cache.step(query.bfloat16(), key.bfloat16(), value.bfloat16()) is None
         assert cache.step(query[:, :5], key, value) is None

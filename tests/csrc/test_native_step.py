@@ -45,7 +45,7 @@ def call(
         "value_scale": scales[1], "table": table, "places": [127, 0, 200], "value_dim": V, "scale": 0.25,
         "softcap": 5.0, "sinks": torch.randn(H), "low": -FAR, "high": FAR,
         "bounds": torch.tensor([[-FAR, FAR, 0, 128], [-FAR, FAR, 0, 1], [60, FAR, 0, 201]]), "segments": None,
-        "dense": None, "alibi": None, "maps": None, "relative": None,
+        "dense": None, "alibi": None, "maps": None, "relative": None, "gate": torch.rand(B, H, 1, V),
     }  # fmt: skip
     assert set(changes) <= set(arguments)
     return arguments | changes
@@ -73,7 +73,7 @@ def of_parts(arguments: dict[str, Any]) -> Tensor:
         a |= {name: a[name] if a[name] is None else a[name][:, :, :length] for name in WRITTEN}
     rules = list(a.values())[list(a).index("scale") :]
     cache = (turned[0], *(a[name] for name in names), length)
-    out: Tensor = torch.ops.headwise.attend_held(*cache, *rules, None, 0.0, None)[0]
+    out: Tensor = torch.ops.headwise.attend_held(*cache, *rules, 0.0, None)[0]
     return out
 
 
@@ -128,9 +128,7 @@ def test_a_step_into_int8() -> None:
             assert_same_bits(ours[name], theirs[name], what=name)
         rules = list(inputs.values())[list(inputs).index("scale") :]
         views = [x[:, :, :201] for x in stores]
-        assert_same_bits(
-            out, torch.ops.headwise.attend_held(theirs["query"], *views, None, 0, *rules, None, 0.0, None)[0]
-        )
+        assert_same_bits(out, torch.ops.headwise.attend_held(theirs["query"], *views, None, 0, *rules, 0.0, None)[0])
 
 
 @pytest.mark.parametrize("kind", ["plain", "paged int8"])
@@ -191,7 +189,7 @@ def test_numbers_that_may_not_be() -> None:
     step(paged | {"table": same, "places": [130, 129, 0]})  # a page that both read
     step(arguments | none | {"turned": -7, "first": huge})  # not read where nothing turns
     step(arguments | {"places": [5], "bounds": None})
-    step(arguments | {"value": None, "values": None, "value_dim": D - 1})
+    step(arguments | {"value": None, "values": None, "value_dim": D - 1, "gate": None})
 
 
 def refused_for(why: str, arguments: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.cache import PagedCache, PagePool, RollingCache, StaticCache
 from headwise.nn import GatedMultiHeadAttention, OutputGate, Rotary, headwise_gate, probe, to_torch, trace
+from headwise.nn.decode import fused_step
 from headwise.reshape import prune_module
 from headwise.testing import assert_same_bits
 
@@ -74,6 +75,7 @@ def test_decoding_gives_the_whole_pass_and_the_step_the_bits_of_the_general_path
 ) -> None:
     module = make(gate, rotary=Rotary(D)).to(dtype).requires_grad_(False)
     x = torch.randn(B, T, M).to(dtype)
+    monkeypatch.setattr(fused_step, "few_rows", lambda *inputs: None)  # its sums have another order
 
     @torch.no_grad()  # with gradients, no step is taken
     def decoded() -> Tensor:
@@ -88,7 +90,7 @@ def test_decoding_gives_the_whole_pass_and_the_step_the_bits_of_the_general_path
     with monkeypatch.context() as patch:
         taken = taken_steps(patch, headwise.nn.multihead, "multihead_step")
         steps = decoded()
-    assert taken == [bool(ISAS) and dtype == torch.float32] * T
+    assert taken == [bool(ISAS)] * T
     with monkeypatch.context() as patch:
         patch.setattr("headwise.nn.multihead.multihead_step", lambda *rest: None)
         assert_same_bits(steps, decoded())

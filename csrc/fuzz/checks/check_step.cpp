@@ -51,6 +51,7 @@ struct Expected {
     c.low = drawn.low;
     c.high = drawn.high;
     if (drawn.sinks != nullptr) c.sinks = numbers(drawn.sinks);
+    for (int64_t n = 0; drawn.gate != nullptr && n < c.B * c.H * c.V; ++n) c.gate.push_back(drawn.factor(n));
     for (int64_t n = 0; drawn.bounds != nullptr && n < c.B * 5; ++n)
       c.bounds.push_back(n % 5 == 4 ? INT64_MIN : static_cast<int64_t>(read(*drawn.bounds, n / 5 * 4 + n % 5)));
     k.query.dtype = drawn.dtype;
@@ -142,13 +143,14 @@ std::string compare_packed(const DrawnStep& drawn, const DrawnStep& fresh, bool 
   return kept ? "" : "a step writes elsewhere";
 }
 
-// The outputs of a step into packed codes are those in the basis of the codes, rotated back.
+// The outputs of a step into packed codes are those in the basis of the codes, rotated back and then gated.
 std::string compare_rotated(uint64_t seed, const std::vector<double>& out) {
   DrawnStep plain(seed);
   for (int64_t i = 0; i < plain.V; ++i) {
     for (int64_t j = 0; j < plain.V; ++j)
       write(*plain.output_rotation, i * plain.output_rotation->sizes[1] + j, i == j);
   }
+  plain.gate = nullptr;
   const DrawnStep drawn(seed);
   if (!plain.run().empty()) return "a step with another rotation of outputs is refused";
   const std::vector<double> x = numbers(plain.out);
@@ -162,6 +164,8 @@ std::string compare_rotated(uint64_t seed, const std::vector<double>& out) {
       sum += term;
       total += fabs(term);
     }
+    sum *= drawn.factor(n);
+    total *= drawn.factor(n);
     const double got = out[static_cast<size_t>(n)];
     const bool near =
         fabs(got - sum) <= (2 * unit.out + 1e-5) * total + static_cast<double>(plain.V + 2) * unit.smallest;
@@ -215,21 +219,10 @@ std::string check_step(uint64_t seed) {
 std::string corrupt_step(uint64_t seed) {
   Draw draw(seed + 79);
   DrawnStep drawn(seed);
-  fake::Tensor* const all[] = {&drawn.query,
-                               &drawn.key,
-                               &drawn.value,
-                               &drawn.cos,
-                               &drawn.sin,
-                               &drawn.keys,
-                               &drawn.values,
-                               &drawn.key_scale,
-                               &drawn.value_scale,
-                               &drawn.table,
-                               &drawn.sinks,
-                               &drawn.bounds,
-                               &drawn.key_rotation,
-                               &drawn.value_rotation,
-                               &drawn.output_rotation};
+  fake::Tensor* const all[] = {&drawn.query,       &drawn.key,          &drawn.value,          &drawn.cos,
+                               &drawn.sin,         &drawn.keys,         &drawn.values,         &drawn.key_scale,
+                               &drawn.value_scale, &drawn.table,        &drawn.sinks,          &drawn.bounds,
+                               &drawn.gate,        &drawn.key_rotation, &drawn.value_rotation, &drawn.output_rotation};
   const auto odd = [&](int64_t n) {
     const auto plus = [&](uint64_t more) { return static_cast<int64_t>(static_cast<uint64_t>(n) + more); };  // may wrap
     return draw.one_of<int64_t>({-1, 0, plus(1), plus(UINT64_MAX), plus(100), INT64_MAX, INT64_MIN, int64_t{1} << 62});
@@ -239,10 +232,10 @@ std::string corrupt_step(uint64_t seed) {
     write(*drawn.table, draw.below(drawn.table->numel()), page);
   }
   for (int64_t times = draw.between(1, 2); times > 0; --times) {
-    fake::Tensor& one = *all[draw.below(15)];
+    fake::Tensor& one = *all[draw.below(16)];
     if (draw.once_in(12)) one = nullptr;
     if (one != nullptr && draw.once_in(2)) corrupt(draw, *one);
-    if (draw.once_in(10)) one = *all[draw.below(15)];
+    if (draw.once_in(10)) one = *all[draw.below(16)];
     if (draw.once_in(4)) drawn.places[draw.below(static_cast<int64_t>(drawn.places.size()))] = odd(drawn.room);
     if (draw.once_in(6)) drawn.first = odd(drawn.first);
     if (draw.once_in(6)) drawn.rotated = odd(drawn.rotated);

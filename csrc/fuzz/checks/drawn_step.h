@@ -19,7 +19,7 @@ struct DrawnStep {
   int32_t dtype;
   bool interleaved, bytes, shared;
   double scale, softcap = 0;
-  fake::Tensor query, key, value, cos, sin, keys, values, key_scale, value_scale, table, sinks, bounds;
+  fake::Tensor query, key, value, cos, sin, keys, values, key_scale, value_scale, table, sinks, bounds, gate;
   fake::Tensor key_rotation, value_rotation, output_rotation, out;
   int bits = 8;
   std::vector<int64_t> places;
@@ -60,6 +60,13 @@ struct DrawnStep {
 
   int64_t longest() const { return *std::max_element(places.begin(), places.end()) + 1; }
   int64_t place(int64_t b) const { return places[places.size() == 1 ? 0 : static_cast<size_t>(b)]; }
+  // The factor of output n of (B, H, V).
+  double factor(int64_t n) const {
+    if (gate == nullptr) return 1;
+    const std::vector<int64_t>& sizes = gate->sizes;
+    const int64_t b = n / V / H % sizes[0], h = n / V % H % sizes[1];
+    return read(*gate, (b * sizes[1] + h) * sizes[3] + n % V % sizes[3]);
+  }
   int64_t begin(int64_t b) const { return bounds == nullptr ? 0 : static_cast<int64_t>(read(*bounds, b * 4 + 2)); }
 
   // The row of `keys`, in logical order, that has key j.
@@ -145,6 +152,10 @@ struct DrawnStep {
       sinks = fake::make(kFloat, {H}, {1}, 0, 0);
       for (int64_t h = 0; h < H; ++h) write(*sinks, h, draw.normal() * 3);
     }
+    if (!draw.once_in(3)) return;
+    const auto axis = [&](int64_t size) { return draw.once_in(2) ? size : 1; };
+    gate = draw_laid(draw, draw.once_in(2) ? kFloat : dtype, {axis(B), axis(H), 1, axis(V)}, false);
+    for (int64_t n = 0; n < gate->numel(); ++n) write(*gate, n, draw.unit() * 2);
   }
 
   // Writes NaN to what may not be attended: places after the new key, and places before the first key of a row.
@@ -185,6 +196,7 @@ inline std::string DrawnStep::run() {
                                      static_cast<StableIValue>(high),
                                      give_optional(bounds)};
   for (int list = 0; list < 5; ++list) stack.push_back(give_list(nullptr));
+  stack.push_back(give_optional(gate));
   stack.push_back(give_optional(key_rotation));
   stack.push_back(give_optional(value_rotation));
   stack.push_back(give_optional(output_rotation));

@@ -126,9 +126,7 @@ static void rotate_output_row(const Call& call, const RotatedOutput& rotated, in
     const int64_t count = min(int64_t{kRotatedRows}, call.H - first);
     rotate_rows(rotated.rows + (b * call.H + first) * rotation.pitch, count, rotation.pitch, rotation, call.V,
                 s.rotated);
-    for (int64_t n = 0; n < count; ++n)
-      write_floats(const_cast<char*>(at(call.out, b, first + n, 0)), call.out.dtype, s.rotated + n * rotation.pitch,
-                   call.V);
+    for (int64_t n = 0; n < count; ++n) write_row(call, b, first + n, 0, s.rotated + n * rotation.pitch);
   }
 }
 

@@ -21,6 +21,7 @@ from ..ops.storage.layout import in_one_piece
 from ..ops.storage.packed import BITS
 from ..ops.storage.paged import Paged
 from ..ops.storage.quantized import Quantized
+from ..shapes import check_gate
 from ..shapes.arguments import FAR, check_tensor
 from .checks import check_append
 from .compiled import append_in_graph, attend_in_graph, handle_of, in_graph
@@ -258,6 +259,7 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        gate: Tensor | None = None,
     ) -> Tensor | None:
         """Append one token to each row and attend in one native kernel call, equal to `append` and then `attend`.
 
@@ -272,19 +274,25 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
             scale: as for `attend`.
             softcap: as for `attend`.
             sinks: as for `attend`.
+            gate: as for `attend`.
 
         Returns:
             (B, H, 1, V) in the memory order (B, 1, H, V), bit for bit as from `append` and `attend`; with 4 and 3 bits
             within the rounding of the rotations. None if the kernel does not support the sizes, dtypes or mask. Then
             nothing was added; call `append` and `attend`, which also raise the errors.
+
+        Raises:
+            TypeError, ValueError: a gate that does not fit; the cache is unchanged.
         """
         mask = EVERYTHING if mask is None else mask
         if not self._fits(query, key, value, sinks):
             return None
+        if gate is not None:
+            gate = check_gate(gate, (*query.shape[:3], self.value_dim), self.device)
         storage = self._reserve_step()
         seen = self._in_sight(storage.places, mask)
         scale = self.head_dim**-0.5 if scale is None else float(scale)
-        options = ScoreOptions(self._rule(None) & mask if seen is None else mask, scale, softcap, sinks)
+        options = ScoreOptions(self._rule(None) & mask if seen is None else mask, scale, softcap, sinks, 0.0, gate)
         out = decode_step(query, key, value, turn, storage, options, seen)
         if out is not None:
             self._lengths = [n + 1 for n in self._lengths]

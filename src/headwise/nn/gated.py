@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..ops.native.decode_step import runs_plain
 from ..shapes import check_gate
 from ..shapes.arguments import check_counts, check_flags, shown
 from .checks import check_input
+from .decode.fused_step import projected
 from .head_views import split_heads
 from .multihead import MultiHeadAttention
 
@@ -52,7 +54,7 @@ class OutputGate(nn.Module):
     def forward(self, x: Float[Tensor, "B T M"]) -> Tensor:
         """Return the gate of `x` (B, T, M): (B, H, T, V), or (B, H, T) for the headwise gate."""
         check_input(x, self.d_model, self.proj)
-        gate = torch.sigmoid(self.proj(x))
+        gate = torch.sigmoid(projected(self.proj, x) if runs_plain() else self.proj(x))
         # The heads are counted from the result: with heads split over ranks, this rank has fewer than the module.
         size = self.value_dim or 1
         gate = split_heads(gate, gate.shape[-1] // size, size)

@@ -140,9 +140,9 @@ class MultiHeadAttention(nn.Module):
         """
         if more or others:
             refuse_inputs(more, others)
-        plain = all(option is None for option in (memory, positions, gate, lengths))
+        plain = all(option is None for option in (memory, positions, lengths))
         if cache is not None and plain and "takes_steps" in type(self).__dict__:
-            heads = multihead_step(self, x, cache, mask)
+            heads = multihead_step(self, x, cache, mask, gate)
             if heads is not None:
                 return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.q_proj)

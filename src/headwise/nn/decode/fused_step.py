@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.masks.mask import Mask
-from ...shapes import check_gate
 from ..attention_mode import current_mode
 from ..hooks.projections import is_unmodified, plain_weight
 from ..inner_attention import InnerAttention
@@ -64,15 +63,13 @@ def projected(part: nn.Module, x: Tensor) -> Any:
     return torch._C._nn.linear(x, weight, own.get("bias")) if out is None else out
 
 
-def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) -> Tensor | None:
+def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, gate: Tensor | None) -> Tensor | None:
     """Compute the concatenated heads (B, 1, H * V) of `MultiHeadAttention`; None if the general path must be used."""
     parts = mha._modules
     if not is_step(mha, x, cache, mask, parts["q_proj"]) or mha.memory_dim is not None:
         return None
     if mha.rotary is not None and mha.rotary.head_dim != mha.head_dim:
         return None
-    if parts.get("gate") is not None and x.dtype != torch.float32:
-        return None  # the kernel's own gate multiplies before the result is rounded to 16 bits
     key = heads_of(projected(parts["k_proj"], x), mha.num_kv_heads, mha.head_dim)
     value = heads_of(projected(parts["v_proj"], x), mha.num_kv_heads, mha.value_dim)
     query = heads_of(projected(parts["q_proj"], x), mha.num_heads, mha.head_dim)
@@ -81,15 +78,11 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
     if mha.q_norm is not None:
         query, key = mha._normalize(query, key)
     turn = None if mha.rotary is None else mha.rotary.turn(cache.lengths)
-    inner = parts["inner"]
+    inner, gate = parts["inner"], mha._gate(x, gate)
     options = {"mask": mask, "scale": inner.scale, "softcap": inner.softcap, "sinks": inner.sinks}
-    out = cache.step(query, key, value, turn=turn, **options)
-    if out is None:
-        return None
-    gate = mha._gate(x, None)
-    if gate is not None:
-        out = out * check_gate(gate, out.shape, out.device).to(out.dtype)
-    return out.view(x.shape[0], 1, -1)
+    gated = {} if gate is None else {"gate": gate}
+    out = cache.step(query, key, value, turn=turn, **options, **gated)
+    return None if out is None else out.view(x.shape[0], 1, -1)
 
 
 def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, form: str) -> Tensor | None:

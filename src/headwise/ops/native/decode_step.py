@@ -91,9 +91,8 @@ def decode_step(
     """
     rules: tuple[Any, ...]
     if seen is not None:
-        _, scale, softcap, sinks, *_ = options
-        sinks = None if sinks is None else sinks.float().contiguous()
-        rules = (scale, float(softcap or 0.0), sinks, *seen, None, None, None, None, None)
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        rules = (options.scale, float(options.softcap or 0.0), sinks, *seen, None, None, None, None, None)
     else:
         options = options._replace(mask=options.mask.sized(query.shape[0], query.shape[1]))
         try:
@@ -103,8 +102,9 @@ def decode_step(
     turned = (
         (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)
     )
+    rules = (*rules, options.gate, *storage.rotations)
     try:
-        out = native_library.decode_step(query, key, value, *turned, *storage[:7], *rules, *storage.rotations)
+        out = native_library.decode_step(query, key, value, *turned, *storage[:7], *rules)
     except RuntimeError as error:
         raise_unless_refused(error)
         return None
