@@ -237,12 +237,12 @@ def test_a_step_in_one_call_is_append_and_attend(bits: int, backend: str, kind: 
     with instructions(backend), torch.no_grad():
         for cache in (step, whole):
             cache.append(*prompt)
-        for _ in range(3):
-            out = step.step(query, *token)
+        for gate in (None, torch.rand(2, 6), torch.rand(2, 6, 1, 40)):
+            out = step.step(query, *token, gate=gate)
             whole.append(*token)
             assert out is not None, "the kernel takes the step"
-            true = whole.attend(query)
-            assert_same_bits(step.attend(query), true)  # what both caches hold
+            true = whole.attend(query, gate=gate)
+            assert_same_bits(step.attend(query, gate=gate), true)  # what both caches hold
             torch.testing.assert_close(out, true, rtol=1e-5, atol=1e-6)
 
 
