@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
-from headwise.cache.huge_pages import HUGE, on_huge_pages, reserve
+from headwise.cache.huge_pages import HUGE, collapse, huge_parts, on_huge_pages, reserve
 from headwise.testing import assert_same_bits
 
 SMAPS, SWITCH = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -137,6 +137,25 @@ def refused(*args: object) -> mmap.mmap:
     raise OSError(12, "Cannot allocate memory")
 
 
+def test_parts_are_the_whole_huge_pages_of_neighbours() -> None:
+    x = reserve((40 * HUGE,), torch.int8)
+    at = x.data_ptr()
+    pieces = [x[2 * HUGE + 100 : 4 * HUGE + 7], x[: 2 * HUGE + 1], x[4 * HUGE + HUGE // 2 : 40 * HUGE], x[5:9]]
+    parts = huge_parts(pieces) if hasattr(mmap, "MADV_HUGEPAGE") else None
+    assert parts in (None, [(at, at + 4 * HUGE), (at + 5 * HUGE, at + 37 * HUGE), (at + 37 * HUGE, at + 40 * HUGE)])
+    assert huge_parts([]) == huge_parts([x[1:HUGE]]) == huge_parts([torch.ones(3), torch.ones(5, 7)]) == []
+
+
+@needs_huge
+def test_memory_that_is_collapsed_keeps_its_place_and_numbers() -> None:
+    x = reserve((3 * HUGE // 4,), torch.float32).normal_()
+    before, at = x.clone(), x.data_ptr()
+    if not all(collapse(*part) for part in huge_parts([x])):
+        pytest.skip("a kernel before Linux 6.1")
+    assert int(section(x, "AnonHugePages").split()[1]) * 1024 >= 3 * HUGE
+    assert x.data_ptr() == at and torch.equal(x, before)
+
+
 def test_small_tensors_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", never)
     on_huge_pages(reserve((HUGE // 2 - 1,), torch.float32))
@@ -159,3 +178,4 @@ def test_where_there_are_none_memory_is_plain(monkeypatch: pytest.MonkeyPatch) -
         on_huge_pages(reserve(shape, torch.int8))
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     on_huge_pages(reserve(shape, torch.int8))
+    assert huge_parts([torch.empty(shape)]) == []

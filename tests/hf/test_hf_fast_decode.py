@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import headwise.hf
+from headwise.cache import huge_pages
+from headwise.hf.decode import fast_decode
 from headwise.nn.decode import fast_linear
 from headwise.testing import assert_same_bits
 
@@ -157,3 +160,23 @@ def test_without_the_kernel_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.ops.native.library._trouble", "it is not built")
     with pytest.raises(headwise.hf.ModelError, match="it is not built"):
         headwise.hf.fast_decode(llama())
+
+
+def test_weights_are_moved_to_huge_pages_until_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, moved = nn.Sequential(nn.Linear(1024, 3 * 1024), nn.Linear(2048, 2048), nn.ReLU()), []
+
+    def collapse(start: int, end: int) -> bool:
+        moved.append((start, end))
+        return len(moved) > 1
+
+    monkeypatch.setattr(fast_decode, "collapse", collapse)
+    monkeypatch.setattr(huge_pages, "_PART", huge_pages.HUGE)
+    x = torch.randn(1, 1024)
+    with torch.inference_mode():
+        for _ in range(2):  # the first is refused
+            with headwise.hf.fast_decode(module) as fast:
+                assert len(fast.taken) == 2
+                module[0](x)
+    parts = huge_pages.huge_parts([layer.weight for layer in module[:2]])
+    assert len(parts) > 2 or not hasattr(mmap, "MADV_HUGEPAGE")
+    assert moved == [*parts[:1], *parts]

@@ -1,14 +1,14 @@
-"""Memory of caches on pages of 2 MiB, if Linux provides them on request.
+"""Memory of caches and weights on pages of 2 MiB, if Linux provides them on request.
 
-A decode step reads all keys and values. With pages of 4 KiB it waits for address translation, and hardware prefetching
-stops at the end of each page.
+A decode step reads all keys, values and weights. With pages of 4 KiB it waits for address translation, and hardware
+prefetching stops at the end of each page.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
 
@@ -19,6 +19,9 @@ HUGE = 2 << 20
 """Bytes of a huge page."""
 
 _LEAST = 2 * HUGE
+_PART = 32 * HUGE
+_NEIGHBOURS = 2 * mmap.PAGESIZE  # an allocator's header and its alignment are shorter
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1 and newer; Python has no name for it
 
 
 def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
@@ -49,8 +52,34 @@ def on_huge_pages(x: Tensor) -> None:
     if x.nbytes < _LEAST or not hasattr(mmap, "MADV_HUGEPAGE") or not _is_plain(x) or not x.is_contiguous():
         return
     start, end = -(-x.data_ptr() // HUGE) * HUGE, (x.data_ptr() + x.nbytes) // HUGE * HUGE
+    _advise(start, end, mmap.MADV_HUGEPAGE)
+
+
+def huge_parts(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return the addresses (start, end) of the huge pages that tensors fill, in parts of at most 64 MiB.
+
+    Memory of neighbours counts together. The list is empty where the system has no huge pages on request.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return []
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors):
+        if joined and start - joined[-1][1] < _NEIGHBOURS:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    whole = [(-(-start // HUGE) * HUGE, end // HUGE * HUGE) for start, end in joined]
+    return [(at, min(at + _PART, end)) for start, end in whole for at in range(start, end, _PART)]
+
+
+def collapse(start: int, end: int) -> bool:
+    """Move a part of the memory to huge pages now, at the same addresses; return False if the system refuses."""
+    return _advise(start, end, _COLLAPSE)
+
+
+def _advise(start: int, end: int, advice: int) -> bool:
     madvise = ctypes.CDLL(None).madvise
-    madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(mmap.MADV_HUGEPAGE))  # may fail
+    return madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice)) == 0
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -6,7 +6,9 @@ from types import TracebackType
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import tqdm
 
+from ...cache.huge_pages import collapse, huge_parts
 from ...nn.decode.fast_linear import DTYPES, FastLinear
 from ...ops.native import library as native_library
 from ..errors import ModelError
@@ -19,6 +21,9 @@ def fast_decode(model: nn.Module) -> FastDecode:
     matrix products with one row, and with two to eight rows several times as fast. Everything else stays as it is:
     prompts, training, autocast and compiled calls use `torch.nn.Linear`; forward hooks and LoRA adapters run; weights,
     state dict and saved files do not change. Quantized layers, parametrizations and other subclasses are left alone.
+
+    Linux (6.1 or newer) moves the weights to pages of 2 MiB, in place; that takes half a second per GB, once, and makes
+    reading them faster. It stays so afterwards.
 
     Args:
         model: any module on the CPU, for instance a transformers model or `headwise.MultiHeadAttention`.
@@ -44,6 +49,7 @@ def fast_decode(model: nn.Module) -> FastDecode:
     if not found:
         why = f"; {_first(left)}" if left else ""
         raise ModelError(f"fast_decode found no torch.nn.Linear on the CPU in float32, bfloat16 or float16{why}")
+    _move_to_huge_pages([layer.weight for layer in found.values()])
     for layer in found.values():
         layer.__class__ = FastLinear
     return FastDecode(found, left)
@@ -95,6 +101,13 @@ def _sort(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
         elif isinstance(layer, nn.Linear | Conv1D):
             left[name] = f"its class is {type(layer).__name__}, not torch.nn.Linear"
     return found, left
+
+
+def _move_to_huge_pages(weights: list[nn.Parameter]) -> None:
+    """Move the memory of weights to huge pages, until the system refuses; a bar is shown from two seconds on."""
+    for start, end in tqdm(huge_parts(weights), desc="Moving weights to huge pages", delay=2, leave=False):
+        if not collapse(start, end):
+            return
 
 
 def _reason(layer: nn.Linear) -> str | None:
