@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import tqdm
 
@@ -103,7 +103,7 @@ def _sort(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     return found, left
 
 
-def _move_to_huge_pages(weights: list[nn.Parameter]) -> None:
+def _move_to_huge_pages(weights: list[Tensor]) -> None:
     """Move the memory of weights to huge pages, until the system refuses; a bar is shown from two seconds on."""
     for start, end in tqdm(huge_parts(weights), desc="Moving weights to huge pages", delay=2, leave=False):
         if not collapse(start, end):
