@@ -269,6 +269,10 @@ void fill_cache_problem(Call& p, const View& query, const CacheTensor& key, cons
   value_view = unpacked(value_view, "value", packed);
   if (table && length < 1) fail("pages hold at least one key, got a length of " + std::to_string(length));
   fill_sizes(p, query, key_view, value_view, table ? length : 0);
+  if (!table && length > p.S) {
+    fail("a length of " + std::to_string(length) + " is more than there are keys, " + std::to_string(p.S));
+  }
+  if (!table && length > 0) p.S = length;
   if (!is_supported(query)) fail("the query must be float32, bfloat16 or float16");
   const bool bytes = !key_view.int64 && is_code(key_view.dtype);
   if (value_view.torch_dtype != key_view.torch_dtype || (!bytes && key_view.torch_dtype != query.torch_dtype)) {

@@ -1,5 +1,7 @@
 // torch.ops.headwise.linear: a linear layer for few rows, as decoding has them.
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "binding/operators.h"
 #include "binding/tensors.h"
@@ -8,33 +10,46 @@
 namespace headwise {
 namespace {
 
-// Reads a matrix with contiguous rows.
-View matrix(const Handle& tensor, const char* name) {
+// Reads rows (..., n), which are contiguous.
+View read_rows(const Handle& tensor, const char* name) {
   const View view = read_view(tensor, name);
-  require_axes(view, name, 2);
+  if (view.axes < 1) fail(std::string(name) + " must have an axis");
   if (view.int64 || view.dtype == Dtype::boolean || view.dtype == Dtype::f64) {
     fail(std::string(name) + " must be float32, bfloat16 or float16");
   }
-  if (view.strides[1] != 1 && view.sizes[1] > 1) fail(std::string(name) + ": its rows must be contiguous");
+  const int last = view.axes - 1;
+  if (view.strides[last] != 1 && view.sizes[last] > 1) fail(std::string(name) + ": its rows must be contiguous");
   return view;
+}
+
+// Counts the rows of x, (..., n), and the elements from one to the next, which must be the same everywhere.
+void take_input(Linear& layer, const View& x) {
+  layer.R = 1;
+  for (int axis = x.axes - 2; axis >= 0; --axis) {
+    if (x.sizes[axis] == 1) continue;
+    if (layer.R == 1) layer.x_stride = x.strides[axis];
+    if (x.strides[axis] != multiply(layer.R, layer.x_stride))
+      fail("input must have evenly spaced rows, got " + shape(x));
+    layer.R = multiply(layer.R, x.sizes[axis]);
+  }
+  if (layer.R > kLinearRows) {
+    fail("input has at most " + std::to_string(kLinearRows) + " rows, got " + shape(x));
+  }
+  layer.width = x.sizes[x.axes - 1];
+  layer.x = static_cast<const char*>(x.data);
 }
 
 void linear_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Handle input(stack[0]), weight(stack[1]), bias(optional(stack[2]));
-  const View x = matrix(input, "input"), w = matrix(weight, "weight");
+  const View x = read_rows(input, "input"), w = read_rows(weight, "weight");
+  require_axes(w, "weight", 2);
   if (x.torch_dtype != w.torch_dtype) fail("input and weight must have one dtype");
-  if (x.sizes[0] > kLinearRows) {
-    fail("input has at most " + std::to_string(kLinearRows) + " rows, got " + shape(x));
-  }
-  if (x.sizes[1] != w.sizes[1]) fail("input (R, n) and weight (m, n) do not fit: " + shape(x) + ", " + shape(w));
   Linear layer;
+  take_input(layer, x);
+  if (layer.width != w.sizes[1]) fail("input (..., n) and weight (m, n) do not fit: " + shape(x) + ", " + shape(w));
   layer.dtype = x.dtype;
-  layer.R = x.sizes[0];
-  layer.width = x.sizes[1];
   layer.count = w.sizes[0];
-  layer.x = static_cast<const char*>(x.data);
   layer.weight = static_cast<const char*>(w.data);
-  layer.x_stride = x.strides[0];
   layer.weight_stride = w.strides[0];
   if (bias) {
     const View b = read_view(bias, "bias");
@@ -44,9 +59,12 @@ void linear_boxed(StableIValue* stack, uint64_t, uint64_t) {
     }
     layer.bias = static_cast<const char*>(b.data);
   }
-  const int64_t sizes[2] = {layer.R, layer.count}, strides[2] = {layer.count, 1};
+  std::vector<int64_t> sizes(x.sizes, x.sizes + x.axes), strides(sizes.size(), 1);
+  sizes.back() = layer.count;
+  for (size_t axis = sizes.size() - 1; axis > 0; --axis)
+    strides[axis - 1] = strides[axis] * std::max(sizes[axis], int64_t{1});
   void* data = nullptr;
-  Handle out = empty(2, sizes, strides, x.torch_dtype, &data);
+  Handle out = empty(x.axes, sizes.data(), strides.data(), x.torch_dtype, &data);
   layer.out = static_cast<char*>(data);
   if (layer.R > 0 && layer.count > 0) linear(layer);
   stack[0] = out.release();

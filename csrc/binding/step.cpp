@@ -167,7 +167,6 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Handle &values = call.values ? call.values : call.keys,
                &scale = call.values ? call.value_scale : call.key_scale;
   fill_cache_problem(p, query, {call.keys, call.key_scale}, {values, scale}, call.table, length);
-  p.S = length;
   if (call.values ? call.value_dim != p.V : call.value_dim < 1 || call.value_dim > p.D) {
     fail("value_dim must be that of the values, or of the keys' columns that are values; got " +
          std::to_string(call.value_dim));

@@ -101,7 +101,9 @@ def test_nothing_in_nothing_out() -> None:
         ((torch.ones(2, 5).double(), torch.ones(3, 5).double(), None), ("float32",)),
         ((torch.ones(2, 5), torch.ones(5, 3).T, None), ("contiguous",)),
         ((torch.ones(2, 5), torch.ones(3, 5), torch.ones(4)), ("bias", "(4)")),
-        ((torch.ones(5), torch.ones(3, 5), None), ("input",)),
+        ((torch.ones(1, 1, 1, 1, 5), torch.ones(3, 5), None), ("input",)),
+        ((torch.ones(3, 2, 5).transpose(0, 1), torch.ones(3, 5), None), ("evenly",)),
+        ((torch.tensor(1.0), torch.ones(3, 5), None), ("axis",)),
     ],
 )
 def test_refusals(arguments: tuple[Tensor, Tensor, Tensor | None], words: tuple[str, ...]) -> None:

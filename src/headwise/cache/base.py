@@ -15,7 +15,7 @@ from ..ops.attention import attention
 from ..ops.compiled_calls import methods_outside_graphs
 from ..ops.masks.constructors import causal, lengths
 from ..ops.masks.mask import EVERYTHING, Mask, as_mask
-from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, decode_step, runs_plain
+from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, attend_stored, decode_step, runs_plain
 from ..ops.options import ScoreOptions
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.packed import BITS
@@ -31,6 +31,7 @@ from .row_numbers import RowNumbers
 from .saved import Saved
 
 CacheT = TypeVar("CacheT", bound="KVCache")
+CAUSAL = causal()  # one object, because a mask keeps what was found out about it
 STEP_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 """The dtypes that queries of a decode step may have."""
 Stored: TypeAlias = Tensor | Quantized | Paged
@@ -148,7 +149,7 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
 
     def _rule(self, offset: Tensor | None) -> Mask:
         """Return the cache's rule; `offset` (B,) is the column of the first query, None if all rows end together."""
-        return causal(offset=offset) if self.causal else EVERYTHING
+        return EVERYTHING if not self.causal else CAUSAL if offset is None else causal(offset=offset)
 
     # -- shared methods ------------------------------------------------------------------------------------------------
 
@@ -245,8 +246,33 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
 
     def _attend(self, query: Tensor, mask: Mask | Tensor | None, options: dict[str, Any]) -> Any:
         T, further = self.check_query(query), as_mask(mask)
+        if T == 1 and (out := self._attend_newest(query, further, options)) is not None:
+            return out
         key, value = self.view()
         return attention(query, key, value, mask=self._rules_at_columns(query, T, further), **options)
+
+    def _attend_newest(self, query: Tensor, further: Mask, options: dict[str, Any]) -> Tensor | None:
+        """Attend with the query of each row's last token in one native call, without views of the store.
+
+        Returns None for rows of different lengths, padding, other options than a scale, or masks that are no bands.
+        """
+        columns, last, scale = self.columns, self._last, options.get("scale")
+        if (
+            "_reserve_step" not in vars(type(self))
+            or not (type(query) is Tensor and query.is_cpu and self.device.type == "cpu" and runs_plain())
+            or min(columns) != max(columns)
+            or (last.tokens == 1 and not all(last.counts))
+            or (self._gone and further.parts)
+            or not all(_is_plain(name, option) for name, option in options.items())
+        ):
+            return None
+        band, storage, length = (self._rule(None) & further).simple_band, self._storage(), columns[0]
+        if band is None or storage.rotations:
+            return None
+        low, high, at_end = band
+        shift = length - 1 if at_end else 0
+        ends = -FAR if low is None else low + shift, FAR if high is None else high + shift
+        return attend_stored(query, storage, length, self.head_dim**-0.5 if scale is None else scale, *ends)
 
     def step(
         self,
@@ -337,6 +363,10 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
         """Reserve room for one more token of each row, and return its place."""
         raise NotImplementedError
 
+    def _storage(self) -> CacheStep:
+        """Return the tensors of the store, and the columns behind the last tokens: one number if rows are equally long."""
+        raise NotImplementedError
+
     def _has_room(self) -> bool:
         """Return True if each row has room for one more token; False also if `append` is to raise the error."""
         return False
@@ -380,7 +410,7 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
             offset = self._numbers_on("first columns", first, device)
             rules, mask = [lengths(self._numbers_on("columns", columns, device))], mask.placed(offset)
         rules.append(self._rule(offset))
-        if any(n != T for n in counts):
+        if counts != [T] * len(counts):
             rules.append(real_queries(T, self._numbers_on("counts", counts, device), side))
         return reduce(and_, [*rules, mask if device.type == "cpu" else mask.to(device)])
 
@@ -402,6 +432,13 @@ class KVCache(Dropping, RowNumbers, Saved, ABC):
             f"{type(self).__name__}(batch={self.batch}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"value_dim={self.value_dim}, dtype={self.dtype}, lengths={self.lengths})"
         )
+
+
+def _is_plain(name: str, option: Any) -> bool:
+    """Return whether an option of `attend` has its default; the scale may be any float, the backend also the native."""
+    if name in ("scale", "backend"):
+        return option is None or type(option) is float if name == "scale" else option in ("auto", "native")
+    return option is None or option is False or (type(option) is float and option == 0.0)
 
 
 methods_outside_graphs(KVCache, IN_GRAPHS)

@@ -66,31 +66,30 @@ def check_append(
     cache: Any, key: Tensor, value: Tensor | None, lengths: Sequence[int] | Tensor | None, side: str
 ) -> tuple[int, list[int]]:
     """Check an append, and return (T, real tokens of each row)."""
-    B, K = cache.batch, cache.num_kv_heads
+    B, K, device, stored = cache.batch, cache.num_kv_heads, cache.device, cache.dtype
     if (value is None) != cache.shared:
         rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"
         raise ValueError(f"this cache {rule}; got {'no value' if value is None else 'a value'}")
     T = -1
-    keys: list[tuple[str, Any, int]] = [("key", key, cache.head_dim)]
-    for name, x, width in keys if value is None else [*keys, ("value", value, cache.value_dim)]:
-        check_tensor(name, x, f"a tensor (B, K, T, n) of {cache.dtype}")
-        refuse_dtensors("a cache stores plain tensors", OWN_HEADS, **{name: x})
+    for name, x, width in (("key", key, cache.head_dim), ("value", value, cache.value_dim)):
+        if x is None and name == "value":
+            break
+        check_tensor(name, x, "a tensor (B, K, T, n)")
+        if type(x) is not Tensor:
+            refuse_dtensors("a cache stores plain tensors", OWN_HEADS, **{name: x})
         T = x.shape[2] if x.ndim == 4 and name == "key" else T
-        if tuple(x.shape) != (B, K, T, width):
+        if x.shape != (B, K, T, width):
             raise ValueError(
                 f"this cache takes {name} (B, K, T, {'D' if name == 'key' else 'V'}) = ({B}, {K}, T, {width}); got "
                 f"{tuple(x.shape)}"
             )
-        if x.dtype not in (DTYPES if cache.dtype in BITS else (cache.dtype,)):
+        if x.dtype != stored and not (stored in BITS and x.dtype in DTYPES):
             raise TypeError(
-                f"this cache stores {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
-                "dtype"
+                f"this cache stores {stored}; got a {name} of {x.dtype}; convert it, or make the cache with that dtype"
             )
-        if x.device != cache.device:
-            raise ValueError(
-                f"this cache is on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
-            )
-        if cache.dtype in BITS:
+        if x.device != device:
+            raise ValueError(f"this cache is on {device}; got a {name} {describe(x)}; move it with .to(cache.device)")
+        if stored in BITS:
             check_learns_nothing(f"a {name}", x, NO_GRADIENT_IN_INT8)
     if not isinstance(side, str) or side not in ("right", "left"):
         raise ValueError(f'side is "right" or "left", the side of the padding; got {shown(side)}')

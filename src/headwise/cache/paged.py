@@ -158,6 +158,10 @@ class PagedCache(KVCache):
     def _reserve_step(self) -> CacheStep:
         for b in range(self.batch):
             self._prepare(b, 1)
+        return self._storage()
+
+    @override
+    def _storage(self) -> CacheStep:
         columns = self.columns
         return self.pool.store.storage(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
 

@@ -145,12 +145,14 @@ class StaticCache(KVCache):
 
     @override
     def _reserve_step(self) -> CacheStep:
-        columns = self.columns
-        longest = max(columns)
-        self._widen(longest + 1)
+        self._widen(max(self.columns) + 1)
         self._spare_saved()
-        places = [longest] if min(columns) == longest else columns
-        return self._store.storage(None, places)
+        return self._storage()
+
+    @override
+    def _storage(self) -> CacheStep:
+        columns = self.columns
+        return self._store.storage(None, columns[:1] if min(columns) == max(columns) else columns)
 
     @override
     def view(self) -> tuple[Stored, Stored]:

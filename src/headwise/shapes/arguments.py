@@ -49,7 +49,11 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} is a dense tensor; got a {kind} one; make it dense with {way}")
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not tensor.numel():
         return
-    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        last = tensor.storage_offset() + tensor.numel() - 1
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((n - 1) * step for n, step in steps)
     try:
         there, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.element_size()
     except NotImplementedError:  # inside torch.func a tensor has no storage of its own

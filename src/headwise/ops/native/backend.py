@@ -27,7 +27,7 @@ from ..storage.packed import rotated
 from ..tracing import in_onnx_export
 from . import library as native_library
 from .library import error_for, raise_unless_refused
-from .mask_arguments import UnsupportedMask, lowered, trouble_with
+from .mask_arguments import ONLY_BANDS, UnsupportedMask, lowered, trouble_with
 from .picked_keys import attend_picked, is_picked
 
 PLAIN = (Tensor, Parameter)
@@ -146,15 +146,20 @@ def fast_path(
         return None
     if type(T) is not int:  # torch.jit.trace uses tensors as sizes and would record their values
         return None
+    learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if layout is not None:
         if type(layout.length) is not int or layout.length > MOST:
             return None
-        if not all(x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]):
-            return None  # with a tensor on meta the call is traced, and its numbers have no meaning
+        for x in layout[:3]:
+            if x is not None and not (isinstance(x, Tensor) and x.is_cpu):
+                return None  # with a tensor on meta the call is traced, and its numbers have no meaning
+            learning |= x is not None and x.requires_grad and torch.is_grad_enabled()
+        if learning:
+            return None
         S = S if layout.table is None else layout.length
     scale = (D or 1) ** -0.5 if scale is None else scale
-    learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if layout is None and gate is None and sinks is None and softcap is None and return_lse is False:
+    packed = layout is not None and layout.bits < 8
+    if gate is None and sinks is None and softcap is None and return_lse is False and not packed:
         band = _NO_BAND if mask is None else mask.simple_band if type(mask) is Mask else None
         if band is not None:
             low, high, at_end = band
@@ -163,13 +168,14 @@ def fast_path(
             try:
                 if learning:
                     return native_library.attend_band(query, key, value, scale, *ends)
-                return native_library.attend(query, key, value, scale, *ends)
+                if layout is None:
+                    return native_library.attend(query, key, value, scale, *ends)
+                return _forward(query, key, value, layout, (scale, 0.0, None, *ends, *ONLY_BANDS))[0]
             except RuntimeError as error:
                 raise_unless_refused(error)
                 return None
     if learning:
         return None
-    packed = layout is not None and layout.bits < 8
     if packed and gate is not None:  # the gate multiplies the output as it is rotated back
         return None
     q = rotated(query) if packed else query
@@ -205,8 +211,7 @@ def _with_rules(
         return None
     B, H, T, _ = query.shape
     options = ScoreOptions(mask.sized(B, H) if mask.parts else mask, scale, softcap, sinks, 0.0, gate)
-    scales = (layout or ())[:2]
-    if options.learns or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in scales)):
+    if options.learns:
         return None
     if sinks is not None:
         check_sinks(sinks, H, query.device)

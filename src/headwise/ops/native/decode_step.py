@@ -18,7 +18,7 @@ from ...shapes.arguments import FAR
 from ..options import ScoreOptions
 from . import library as native_library
 from .library import raise_unless_refused
-from .mask_arguments import UnsupportedMask, lowered
+from .mask_arguments import ONLY_BANDS, UnsupportedMask, lowered
 
 
 class RotaryStep(NamedTuple):
@@ -109,4 +109,22 @@ def decode_step(
         raise_unless_refused(error)
         return None
     increment_version([x for x in storage[:4] if x is not None])
+    return out
+
+
+def attend_stored(query: Tensor, storage: CacheStep, length: int, scale: float, low: int, high: int) -> Tensor | None:
+    """Attend with query (B, H, T, D) to the first `length` tokens of a store, in one native call.
+
+    Query i may attend to keys i + low <= j < i + high. Returns (B, H, T, V), or None if the kernel does not support the
+    call.
+    """
+    key, value, key_scale, value_scale, table, *_ = storage
+    if value is None:
+        value, value_scale = key[..., : storage.value_dim], key_scale
+    rules = (scale, 0.0, None, low, high, *ONLY_BANDS)
+    try:
+        out: Tensor = native_library.attend_held(query, key, key_scale, value, value_scale, table, length, *rules)[0]
+    except RuntimeError as error:
+        raise_unless_refused(error)
+        return None
     return out

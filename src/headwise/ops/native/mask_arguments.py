@@ -88,7 +88,8 @@ class _Terms:
         )
 
 
-_NOTHING = (-FAR, FAR, None, None, None, None, None, None)  # the arguments of a mask without parts
+ONLY_BANDS = (None, None, None, None, None, None, None, 0.0, None)
+"""The arguments behind `high` of a call that has no other rule than bands, no gate and no dropout."""
 
 
 class UnsupportedMask(TypeError):
@@ -104,8 +105,12 @@ def lowered(options: ScoreOptions, T: int, S: int) -> LoweredOptions:
     parts = options.mask.parts
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     softcap = options.softcap or 0.0
-    if not parts:
-        return LoweredOptions(options.scale, softcap, sinks, *_NOTHING)
+    traced = torch.compiler.is_compiling() or not (type(T) is type(S) is int)
+    if not traced and (band := options.mask.simple_band) is not None:  # most calls
+        low, high, at_end = band
+        shift = S - T if at_end else 0
+        ends = -FAR if low is None else low + shift, FAR if high is None else high + shift
+        return LoweredOptions(options.scale, softcap, sinks, *ends, None, None, None, None, None, None)
     terms = _Terms(T, S)
     if len(parts) > 1 and len(_firsts(options.mask)) > 1:
         raise UnsupportedMask(FIRSTS)
