@@ -44,10 +44,8 @@ def _rows(
         seen = unpacked(TileMap(tiles[2].long(), tiles[3]), T, S)
     else:
         lows, highs, start, stop = (None if x is None else x.view(-1, 1, 1, 1) for x in ends)
-        seen = (j >= i + low) & (j < i + high)
-        seen = (seen if lows is None else seen & (j >= i + lows)) | (j < always)
-        seen = seen if highs is None else seen & (j < i + highs)
-        seen = seen & (j < i + high)
+        seen = (j >= i + low + (0 if lows is None else lows)) | (j < always)
+        seen = seen & (j < i + high + (0 if highs is None else highs))
         seen = seen if start is None else seen & (j >= start)
         seen = seen if stop is None else seen & (j < stop)
     seen = seen.expand(B, H, T, S)

@@ -74,10 +74,10 @@ ROLLING: Make = lambda B, dtype: RollingCache(  # noqa: E731
 )
 STEPS: dict[str, tuple[Make, int, torch.dtype, Budget]] = {
     "static": (STATIC, 1, torch.bfloat16, Budget(3, 1.04)),
-    "static, ragged": (STATIC, 8, torch.bfloat16, Budget(7, 1.05)),
+    "static, ragged": (STATIC, 8, torch.bfloat16, Budget(4, 1.05)),
     "static int8": (STATIC, 1, torch.int8, Budget(3, 1.11)),
     "paged": (PAGED, 1, torch.bfloat16, Budget(3, 1.07)),
-    "paged, ragged": (PAGED, 8, torch.bfloat16, Budget(7, 1.08)),
+    "paged, ragged": (PAGED, 8, torch.bfloat16, Budget(4, 1.08)),
     "paged int8": (PAGED, 1, torch.int8, Budget(3, 1.14)),
     "rolling": (ROLLING, 1, torch.bfloat16, Budget(3, 1.2)),
 }
