@@ -299,10 +299,14 @@ def test_tiles_of_numbers_are_listed_once(make: Callable[[], Mask], monkeypatch:
     assert len(asked) == 1
     headwise.attention(q[:, :, 1:], k, v, mask=make(), backend="flex")
     assert len(asked) == 2, "another size"
+
+
+def test_few_sizes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "_kept", {})
     monkeypatch.setattr(reads, "KEPT", 3)
     for S in range(200, 205):
-        headwise.attention(q[:, :, :1], k[:, :, :S], v[:, :, :S], mask=make() & headwise.dilated(2), backend="flex")
-    assert len(reads._kept) <= reads.KEPT
+        reads.kept_for_rules(headwise.dilated(2).parts, 1, S, torch.device("cpu"), lambda rules, T, S, device: S)
+    assert len(reads._kept) == 3
 
 
 def test_tiles_of_tensors_are_listed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
