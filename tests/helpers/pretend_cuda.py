@@ -36,10 +36,10 @@ NO_LAUNCH = {
     "view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "t",
     "as_strided", "alias", "detach", "unbind", "split", "reshape", "_reshape_alias", "lift_fresh", "unfold",
     "split_with_sizes", "empty", "empty_like", "new_empty", "empty_strided", "diagonal", "unflatten", "chunk",
-    "movedim", "narrow", "view_as", "broadcast_tensors", "unsafe_split",
+    "movedim", "narrow", "view_as", "broadcast_tensors", "unsafe_split", "is_set_to",
 }
 # fmt: on
-"""Operators that launch no kernel: views, and memory that is not written."""
+"""Operators that launch no kernel: views, memory that is not written, and questions about memory."""
 COPIES = {"_to_copy", "copy_", "copy", "_copy_from", "to"}
 INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 NUMBERS = {"_local_scalar_dense", "item", "equal", "is_nonzero"}

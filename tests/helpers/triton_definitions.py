@@ -44,10 +44,8 @@ def _rows(
         seen = unpacked(TileMap(tiles[2].long(), tiles[3]), T, S)
     else:
         lows, highs, start, stop = (None if x is None else x.view(-1, 1, 1, 1) for x in ends)
-        seen = (j >= i + low) & (j < i + high)
-        seen = (seen if lows is None else seen & (j >= i + lows)) | (j < always)
-        seen = seen if highs is None else seen & (j < i + highs)
-        seen = seen & (j < i + high)
+        seen = (j >= i + low + (0 if lows is None else lows)) | (j < always)
+        seen = seen & (j < i + high + (0 if highs is None else highs))
         seen = seen if start is None else seen & (j >= start)
         seen = seen if stop is None else seen & (j < stop)
     seen = seen.expand(B, H, T, S)
@@ -86,7 +84,7 @@ def attend(
     out = query.new_empty(B, H, T, 0)
     if value is not None:
         out = p @ value.double().nan_to_num(0, 0, 0).repeat_interleave(G, 1)
-        out = out.masked_fill(rows.bad[..., None], math.nan).to(query.dtype)
+        out = _side_by_side(out.masked_fill(rows.bad[..., None], math.nan).to(query.dtype))
     empty = out.new_empty(0)
     if not statistics:
         return out, lse.float(), empty, empty.int(), empty
@@ -116,7 +114,12 @@ def decode(
     rows = _rows(query, k, ~(k.isfinite().all(-1) & v.isfinite().all(-1)), scale, softcap, sinks, *mask, always)
     p, lse = _softmax(rows, sinks)
     out = p @ v.double().nan_to_num(0, 0, 0).repeat_interleave(query.shape[1] // k.shape[1], 1)
-    return out.masked_fill(rows.bad[..., None], math.nan).to(query.dtype), lse.float()
+    return _side_by_side(out.masked_fill(rows.bad[..., None], math.nan).to(query.dtype)), lse.float()
+
+
+def _side_by_side(out: Tensor) -> Tensor:
+    """The same in memory where the heads of a token are side by side."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def append(

@@ -97,6 +97,14 @@ def test_where_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert look.at(Reader(), TEXT).moved == ()
 
 
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_move_nothing_that_is_known(what: float) -> None:
+    model = Reader()
+    model.attend.v_proj.weight.data[0, 0] = what
+    seen = look.at(model, TEXT)
+    assert seen.maps and seen.moved == () and seen.heads[0].first_moved is None
+
+
 def test_a_model_of_which_some_layers_are_known() -> None:
     class Both(Reader):
         def __init__(self) -> None:

@@ -81,6 +81,17 @@ def test_masks_across_tiles(mask: str | None) -> None:
     check(TILED, mask, "plain", torch.float32)
 
 
+def test_bands_that_count_from_several_places() -> None:
+    """The tightest of numbers and of different tensors is found before the kernel runs."""
+    q, k, v = make_qkv(2, 1, 1, 5, 20, 16, 16)
+    one, other = torch.tensor([9, 3]), torch.tensor([11, 2])
+    mask = headwise.causal(offset=one) & headwise.window(6, 1, offset=other) & headwise.window(12, 3)
+    out, lse = attend(q, k, v, mask=mask, return_lse=True)
+    expected, expected_lse = headwise.attention(q, k, v, mask=mask, return_lse=True, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["outlier", "sink", "duplicates"])
 def test_inputs_like_real_ones(kind: str) -> None:
     check(WIDE, "causal", "plain", torch.float32, kind)

@@ -99,8 +99,8 @@ def test_values_among_the_keys_are_read_once() -> None:
 
 
 def test_bits_do_not_depend_on_the_batch() -> None:
-    q, k, v = make_qkv(3, 2, 1, 2, 700, 16, 16)
-    lengths = [700, 260, 30]
+    q, k, v = make_qkv(3, 2, 1, 2, 330, 16, 16)
+    lengths = [330, 260, 30]
 
     def mask(rows: list[int]) -> headwise.Mask:
         ends = torch.tensor([lengths[r] for r in rows])

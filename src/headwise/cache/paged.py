@@ -118,7 +118,7 @@ class PagedCache(KVCache):
         if self.device.type == "cuda" and self._append_on_device(key, value, counts, starts):
             return
         if self.batch > 1 and key.shape[2] == 1 and all(n == 1 for n in counts):
-            at = self._numbers_on("columns", columns, self.device)
+            at = self._numbers_on("first columns", columns, self.device)
             pages = self._table_of_rows().gather(1, (at // size)[:, None])[:, 0]
             where = pages, slice(None), at % size
             store.put(where, key[:, :, 0], None if value is None else value[:, :, 0])

@@ -38,4 +38,4 @@ class RowNumbers:
         """Return the column of each row's next token: a number where rows are even, else a tensor on the device."""
         if len(set(columns)) == 1:
             return {"column": columns[0]}
-        return {"columns": self._numbers_on("columns", columns, device)}
+        return {"columns": self._numbers_on("first columns", columns, device)}

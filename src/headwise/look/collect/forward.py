@@ -20,7 +20,7 @@ from ..inputs.repeated_tokens import Repeated, Repeats, draw
 from ..records import axes
 from ..records.axes import MIXED, NOWHERE, Axis
 from ..records.head import HeadMap
-from ..records.vectors import Neurons, vectors_of
+from ..records.vectors import Neurons, neurons_of, numbers_of
 from ..roles.call_tokens import CallTokens, NameSigns, Passage, Vocabulary
 from ..roles.catalog import TEXT
 from ..roles.role import Role
@@ -97,16 +97,18 @@ class Reader:
             tally, first = self._tally(call, view, part, reads)
             if mixed:
                 self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
-            out, got = measure(call, scene, here, pool)
+            kept = bool(reads == TEXT and large and first)
+            vectors = numbers_of(call) if kept and call.query.shape[2] <= SHORT else None
+            out, got = measure(call, scene, here, pool, vectors)
             check_finite(got, self.model)
             add_roles(got, here, tally)
             if reads == TEXT:
                 add_numbers(got, tally, small)
-                if large and first:
+                if kept:
                     self.maps += quantised(got.rows.pooled[0])
                     moving.add(call, tally)
-                    if call.query.shape[2] <= SHORT:
-                        self.neurons.append(vectors_of(call))
+                if got.vectors is not None:
+                    self.neurons.append(neurons_of(call, got.vectors))
             self.done += 1
             if self.tell is not None:
                 self.tell(self.done, max(total, self.done))  # shared layers make more calls than modules

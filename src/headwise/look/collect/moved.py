@@ -17,7 +17,7 @@ from ...nn.hooks.probe import AttentionCall
 from ...nn.hooks.projections import plain_weight
 from ...nn.hooks.unwrap import split_over
 from ...ops.masks import bias
-from ...ops.statistics.api import RowStatistics, row_statistics
+from ...ops.statistics.api import RowStatistics, row_sums
 from ..records.head import HeadMap
 from ..weights.head_matrices import written_by
 from .reduce import on_host, quantised
@@ -37,7 +37,8 @@ class MovedByLayer:
 
     def search(self) -> AbstractContextManager[ProjectionSearch | None]:
         """Return the context in which the model runs; heads split over ranks are not measured, as no W_O is whole."""
-        return ProjectionSearch(self.model, self._found) if split_over(self.model) == 1 else nullcontext()
+        whole = split_over(self.model) == 1
+        return ProjectionSearch(self.model, self._found, by_place=True) if whole else nullcontext()
 
     def add(self, call: AttentionCall, tally: LayerTally) -> None:
         """Take a call; it is measured if its heads are not gated and it is short, because it takes a second pass."""
@@ -51,7 +52,9 @@ class MovedByLayer:
         if last is None or last[0].module != attention:
             return
         call, tally, at = last
-        rows = on_host(moved(call, self.model.get_submodule(projection), self.pool))
+        rows = moved(call, self.model.get_submodule(projection), self.pool)
+        if not bool(rows.entropy.isfinite().all()):  # the values are not
+            return
         count = (rows.keys[:, :, 1:] > 0).sum(-1)
         for share, number in zip(rows.targets["first"] * count, count, strict=True):  # text by text
             tally.add({"first moved": share, "first moved, rows": number})
@@ -77,14 +80,14 @@ def lengths(call: AttentionCall, projection: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def moved(call: AttentionCall, projection: nn.Module, pool: int) -> RowStatistics:
-    """Return the statistics of a call's weights by what they move.
+    """Return the statistics of a call's weights by what they move, on the CPU.
 
     The target ``"first"`` is the first key, of the queries after the first, which alone may have no choice.
     """
     by_key = bias(lengths(call, projection).log()[:, :, None, :])
-    first = torch.zeros(call.query.shape[2], 1, dtype=torch.long, device=call.query.device)
+    first = torch.zeros(call.query.shape[2], 1, dtype=torch.long, device="cpu")
     first[0] = -1
-    return row_statistics(
+    measured = row_sums(
         call.query,
         call.key,
         mask=by_key if call.mask is None else call.mask & by_key,
@@ -94,3 +97,4 @@ def moved(call: AttentionCall, projection: nn.Module, pool: int) -> RowStatistic
         targets={"first": first},
         pool=pool,
     )
+    return measured.statistics(on_host(measured.sums))

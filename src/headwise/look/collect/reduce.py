@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...nn.hooks.probe import AttentionCall
-from ...ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
+from ...ops.statistics.api import RowStatistics, StatisticsOptions, attention_sums, row_sums
 from ...shapes import check_gate
 from ..inputs.nonfinite import remedy
 from ..records.head import HeadMap
@@ -29,7 +29,8 @@ def uniform(call: AttentionCall, scene: CallTokens, asks: StatisticsRequest) -> 
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
         options: StatisticsOptions = {"mask": mask, "offsets": OFFSETS, "pool": 1}
         options |= {"features": asks.features, "targets": asks.targets}
-        return on_host(row_statistics(zero[:, :, :T], zero[:, :, :S], **options))
+        measured = row_sums(zero[:, :, :T], zero[:, :, :S], **options)
+        return measured.statistics(on_host(measured.sums))
 
     constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
     return scene.once(("uniform", repr(mask), B, T, S), make) if constant else make()
@@ -50,29 +51,40 @@ def looks_ahead(call: AttentionCall) -> bool | None:
 
 
 def measure(
-    call: AttentionCall, scene: CallTokens, roles: Sequence[Role], pool: int
+    call: AttentionCall,
+    scene: CallTokens,
+    roles: Sequence[Role],
+    pool: int,
+    vectors: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor | None, CallStatistics]:
-    """Return the attention output, if the call has values, and the row statistics for the roles, from one pass."""
+    """Return the attention output, if the call has values, and the row statistics for the roles, from one pass.
+
+    The statistics are on the CPU; one copy takes them and `vectors` there.
+    """
     asks = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
     options: StatisticsOptions = {**call.scoring, "offsets": OFFSETS, "pool": pool}
     options |= {"features": asks.features, "targets": asks.targets}
     out: Tensor | None = None
     if call.value is None:
-        rows = row_statistics(call.query, call.key, **options)
+        measured = row_sums(call.query, call.key, **options)
     else:
-        out, rows = attention_statistics(call.query, call.key, call.value, **options)
+        out, measured = attention_sums(call.query, call.key, call.value, **options)
         out = out if call.gate is None else out * check_gate(call.gate, out.shape, out.device).to(out.dtype)
-    return out, CallStatistics(call, scene, on_host(rows), uniform(call, scene, asks))
+    sums, vectors = on_host((measured.sums, vectors))
+    return out, CallStatistics(call, scene, measured.statistics(sums), uniform(call, scene, asks), vectors)
 
 
-def on_host(rows: RowStatistics) -> RowStatistics:
-    """Return the statistics on the CPU, where the roles read them one by one; all are copied at once."""
-    if rows.entropy.device.type == "cpu":
-        return rows
-    leaves, names = pytree.tree_flatten({field.name: getattr(rows, field.name) for field in fields(rows)})
-    numbers = torch.cat([x.double().flatten() for x in leaves]).cpu().split([x.numel() for x in leaves])
-    copies = [copy.view(x.shape).to(x.dtype) for copy, x in zip(numbers, leaves, strict=True)]
-    return type(rows)(**pytree.tree_unflatten(copies, names))
+def on_host(tree: Any) -> Any:
+    """Return the tensors in tuples and dicts on the CPU; those of a GPU are copied at once, so that it waits once."""
+    leaves, shape = pytree.tree_flatten(tree)
+    away = [x for x in leaves if isinstance(x, Tensor) and x.device.type != "cpu"]
+    if not away:
+        return tree
+    away.sort(key=lambda x: -x.itemsize)  # so that each begins at a multiple of its item's size
+    memory = torch.cat([x.contiguous().flatten().view(torch.uint8) for x in away]).cpu()
+    parts = memory.split([x.nbytes for x in away])
+    copies = {id(x): part.view(x.dtype).view(x.shape) for x, part in zip(away, parts, strict=True)}
+    return pytree.tree_unflatten([copies.get(id(x), x) for x in leaves], shape)
 
 
 def check_finite(got: CallStatistics, model: nn.Module) -> None:

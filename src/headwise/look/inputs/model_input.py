@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,11 @@ class Source:
         call = {} if like is None or like.image_id() is not None else like.beside()
         return cls(model, inputs.rows(model, ids, facts), passages, call)
 
+    @cached_property
+    def ids(self) -> tuple[Tensor | None, ...]:
+        """The texts on the CPU, copied once for all layers."""
+        return tuple(None if ids is None else ids.cpu() for ids in self.texts)
+
     def beside(self) -> dict[str, Any]:
         """Return the inputs that are not text: pictures and sound."""
         return {name: self.call[name] for name in (PIXELS, GRIDS, *SOUNDS) if name in self.call}
@@ -105,9 +111,9 @@ class Source:
                 "look reads models that keep a text in one row"
             )
         before = text if keys is None else 0
-        sizes = ((self.texts[text], T), (self.texts[before], S))
+        sizes = ((self.ids[text], T), (self.ids[before], S))
         known = all(row is not None and row.shape == (B, n) for row, n in sizes)
-        ids = [row.cpu() if known and row is not None else torch.full((B, n), -1, device="cpu") for row, n in sizes]
+        ids = [row if known and row is not None else torch.full((B, n), -1, device="cpu") for row, n in sizes]
         over = (queries, queries if keys is None else keys)
         moved = (0, 0) if self.own else (text, before)
         there = (self.axes[over[0]], self.axes[over[1]])
@@ -161,7 +167,7 @@ class Source:
 
     def _text(self, which: int, T: int) -> int:
         """Return the number of the axis of a text; if the call has another length, its positions have no tokens."""
-        ids, names = self.texts[which], self.names[which]
+        ids, names = self.ids[which], self.names[which]
         if ids is None or ids.shape[1] != T:
             return self._number((axes.TEXT, which, T), Axis(axes.TEXT, T))
         row = ids[0].tolist() if self.call or names else []

@@ -6,6 +6,7 @@ at 64 dimensions; the rounding errors (half of 1/127 of a row's largest number) 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,7 +82,7 @@ def rows(vectors: Tensor) -> ByteVectors:
     >>> rows(torch.tensor([[[1.0, -0.5], [0.0, 0.0]]])).array().round(2).tolist()
     [[[1.0, -0.5], [0.0, 0.0]]]
     """
-    x = vectors.detach().float().cpu().nan_to_num(0.0)
+    x = vectors.detach().cpu().float().nan_to_num(0.0)
     steps = x.abs().amax(-1, keepdim=True) / 127
     codes = (x / torch.where(steps > 0, steps, 1.0)).round().to(torch.int8)
     heads, tokens, dims = x.shape
@@ -89,31 +90,44 @@ def rows(vectors: Tensor) -> ByteVectors:
 
 
 def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
-    """Return the first tokens of a call's first text: at most `tokens` queries and keys.
+    """Return the first tokens of a call's first text: at most `tokens` queries and keys."""
+    return neurons_of(call, numbers_of(call, tokens))
+
+
+def numbers_of(call: AttentionCall, tokens: int = TOKENS) -> dict[str, Tensor]:
+    """Return the tensors of which `neurons_of` makes the record, on the device of the call.
 
     The weights are computed over whole rows: the mass on later keys is missing from them.
     """
     T, S = call.query.shape[2], call.key.shape[2]
-    H, first = call.query.shape[1], range(min(T, tokens))
-    some = max(1, SCORES // max(len(first) * S, 1))  # heads per step: limits memory for texts of 128k tokens
+    H, first = call.query.shape[1], slice(0, min(T, tokens))
+    some = max(1, SCORES // max(first.stop * S, 1))  # heads per step: limits memory for texts of 128k tokens
     with torch.no_grad():
         parts = [
-            weights(call.query[:1], call.key[:1], rows=list(first), heads=heads, **call.scoring)[0, :, :, :tokens]
-            for heads in (range(H)[i : i + some] for i in range(0, H, some))
+            weights(call.query[:1], call.key[:1], rows=first, heads=slice(i, i + some), **call.scoring)[0, ..., :tokens]
+            for i in range(0, H, some)
         ]
-        got = torch.cat(parts)
+        numbers = {"query": call.query, "key": call.key} | ({} if call.value is None else {"value": call.value})
+        numbers = {name: x[0, :, :tokens] for name, x in numbers.items()}
+        numbers["weights"] = torch.cat(parts)
         added = None if call.mask is None else call.mask.added(T, S, rows=slice(0, tokens), device=call.query.device)
-    biased = added is not None and bool((added.isfinite() & (added != 0)).any())
-    codes = (255 * got.clamp(0, 1).sqrt()).round().to(torch.uint8)
+        if added is not None:
+            numbers["biased"] = (added.isfinite() & (added != 0)).any()
+    return numbers
+
+
+def neurons_of(call: AttentionCall, numbers: Mapping[str, Tensor]) -> Neurons:
+    """Return the record of a call from `numbers_of`, which may have been moved to the CPU."""
+    codes = (255 * numbers["weights"].clamp(0, 1).sqrt()).round().to(torch.uint8)
     return Neurons(
         layer=call.order,
         scale=float(call.query.shape[-1] ** -0.5 if call.scale is None else call.scale),
         softcap=call.softcap,
-        biased=biased,
+        biased=bool(numbers.get("biased", False)),
         gated=call.gate is not None,
         sunk=call.sinks is not None,
-        query=rows(call.query[0, :, :tokens]),
-        key=rows(call.key[0, :, :tokens]),
-        value=None if call.value is None else rows(call.value[0, :, :tokens]),
+        query=rows(numbers["query"]),
+        key=rows(numbers["key"]),
+        value=rows(numbers["value"]) if "value" in numbers else None,
         weights=codes.cpu().numpy().tobytes(),
     )

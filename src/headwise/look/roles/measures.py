@@ -64,6 +64,7 @@ class CallStatistics(Kept):
     scene: CallTokens
     rows: RowStatistics  # (B, H)
     uniform: RowStatistics  # (B, 1): of uniform attention on the same tokens under the same mask
+    vectors: Mapping[str, Tensor] | None = None  # the numbers of the first tokens, where they are kept
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property

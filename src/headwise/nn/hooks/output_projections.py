@@ -64,14 +64,16 @@ class ProjectionSearch:
         model: The model, without wrappers.
         found: Called as ``found(attention, projection)`` with two names, once for each attention module, right before
             the projection runs.
+        by_place: Whether an input in the heads' memory is the heads. Otherwise it is compared, which makes the host
+            wait for a GPU, and heads with a NaN, which equals nothing, have no projection.
 
     Raises:
         ValueError: the heads are split over several ranks.
     """
 
-    def __init__(self, model: nn.Module, found: Callable[[str, str], None]) -> None:
+    def __init__(self, model: nn.Module, found: Callable[[str, str], None], *, by_place: bool = False) -> None:
         require_whole(model, "what reads its heads")
-        self.model, self.found, self._undo = model, found, ExitStack()
+        self.model, self.found, self.by_place, self._undo = model, found, by_place, ExitStack()
         self._running: list[tuple[str, Tensor]] = []  # name and concatenated heads of the attention that ran last
         self._done: set[str] = set()
 
@@ -96,7 +98,8 @@ class ProjectionSearch:
             x = args[0] if args else None
             if not isinstance(x, Tensor) or x.numel() != side_by_side.numel() or attention in self._done:
                 continue
-            same = torch.equal(x.reshape(side_by_side.shape), side_by_side)
+            heads = x.reshape(side_by_side.shape)
+            same = (self.by_place and heads.is_set_to(side_by_side)) or torch.equal(heads, side_by_side)
             if same and (plain or (len(args) == 1 and _is_additive(part, x, self._running))):
                 self._done.add(attention)
                 self.found(attention, name)

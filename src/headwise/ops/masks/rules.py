@@ -61,9 +61,9 @@ class Band(Rule):
 
     @override
     def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
-        shift = self.shift(T, S)
-        if isinstance(shift, Tensor):
+        if isinstance(self.offset, Tensor):
             return 0, S
+        shift = S - T if self.offset is None else self.offset
         k0 = 0 if self.left is None or self.kept else first + shift - self.left + 1
         return k0, S if self.right is None else last + shift + self.right
 
@@ -101,9 +101,9 @@ class Band(Rule):
     @override
     def trimmed(self, T: int, S: int) -> Band | None:
         """Return the rule without the sides that forbid nothing; None if it forbids nothing."""
-        shift = self.shift(T, S)
-        if isinstance(shift, Tensor) or T == 0 or S == 0:
+        if isinstance(self.offset, Tensor) or T == 0 or S == 0:
             return self
+        shift = S - T if self.offset is None else self.offset
         left = None if self.left is None or statically_true(T - 1 + shift - self.left < 0) else self.left
         right = None if self.right is None or statically_true(shift + self.right >= S - 1) else self.right
         return None if left is None and right is None else Band(left, right, shift, self.first)

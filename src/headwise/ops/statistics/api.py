@@ -13,9 +13,10 @@ all statistics:
 Position: query i has position i + S - T among the keys (bottom-right, as in `causal()`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack
+from functools import partial
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -129,22 +130,37 @@ def statistics(
     """
     sums: StatisticsSums = {"offsets": offsets, "features": features, "targets": targets, "pool": pool}
     request = checked(query, key, mask=mask, scale=scale, softcap=softcap, sinks=sinks, **sums)
-    return HeadStatistics(**_measured(request, received=True)[1])
+    measured = _measured(request, received=True)[1]
+    return HeadStatistics(**measured.fields_of(measured.sums))
+
+
+class RowSums(NamedTuple):
+    """What one pass has summed, on the device of the call, before it is divided into statistics."""
+
+    sums: Any  # tensors, in dicts and tuples
+    fields_of: Callable[[Any], dict[str, Any]]  # takes the sums, also after they were moved to another device
+
+    def statistics(self, sums: Any) -> RowStatistics:
+        """Return the statistics, on the device of the sums."""
+        return RowStatistics(**self.fields_of(sums))
 
 
 def _measured(
     request: Request, value: Tensor | None = None, *, received: bool = False
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return the fields of `RowStatistics`, plus `received` if requested, and the output if the kernel computes it."""
+) -> tuple[Tensor | None, RowSums]:
+    """Return the sums, with `received` if it is requested, and the output if the kernel computes it."""
+    out: Tensor | None
     with torch.no_grad():
         if native.serves(request, value):
-            return native.measure_natively(request, value, received=received)
+            out, fields = native.measure_natively(request, value, received=received)
+            return out, RowSums(fields, dict)
         if triton.serves(request, value):
-            return triton.measure_by_triton(request, value, received=received)
+            out, sums = triton.sums_by_triton(request, value, received=received)
+            return out, RowSums(sums, partial(triton.fields_of, request))
         fields = blocks.measure_in_blocks(request)
     if not received:
         del fields["received"]
-    return None, fields
+    return None, RowSums(fields, dict)
 
 
 class StatisticsOptions(ScoreKeywords, StatisticsSums, total=False):
@@ -180,14 +196,8 @@ def attention_statistics(
         ([2.0, 3.0], [1.0, 0.5])
     """
     _check_names("attention_statistics", options)
-    query, key, value = of_one_dtype(query, key, value)
-    check_attention(query, key, value)
-    request = checked(query, key, **options)
-    learns = request.options.learns or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
-    out, fields = _measured(request, None if learns else value)
-    if learns or out is None:
-        out = attention(query, key, value, **request.options._asdict())
-    return out, RowStatistics(**fields)
+    out, measured = attention_sums(query, key, value, **options)
+    return out, measured.statistics(measured.sums)
 
 
 def row_statistics(
@@ -195,4 +205,24 @@ def row_statistics(
 ) -> RowStatistics:
     """Compute `statistics`, with the same keywords, without `received`, which saves the second pass."""
     _check_names("row_statistics", options)
-    return RowStatistics(**_measured(checked(query, key, **options))[1])
+    measured = row_sums(query, key, **options)
+    return measured.statistics(measured.sums)
+
+
+def attention_sums(
+    query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StatisticsOptions]
+) -> tuple[Tensor, RowSums]:
+    """Return what `attention_statistics` does, but the statistics not yet divided."""
+    query, key, value = of_one_dtype(query, key, value)
+    check_attention(query, key, value)
+    request = checked(query, key, **options)
+    learns = request.options.learns or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
+    out, measured = _measured(request, None if learns else value)
+    if learns or out is None:
+        out = attention(query, key, value, **request.options._asdict())
+    return out, measured
+
+
+def row_sums(query: Tensor, key: Tensor, **options: Unpack[StatisticsOptions]) -> RowSums:
+    """Return what `row_statistics` does, not yet divided."""
+    return _measured(checked(query, key, **options))[1]

@@ -75,7 +75,8 @@ def top_keys(
     options = ScoreOptions.checked(query, key, mask, scale, softcap, sinks)
     check_counts(1, k=k)
     (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
-    row_index, head_index = chosen("rows", rows, T, query.device), chosen("heads", heads, H, query.device)
+    row_index = chosen("rows", rows, T).to(query.device)
+    head_index = chosen("heads", heads, H).to(query.device)
     q_BhTD, k_BhSD = query[:, head_index], key[:, head_index // (H // K)]
     sinks = None if sinks is None else sinks[head_index]
     pieces: list[tuple[Tensor, Tensor]] = []

@@ -62,11 +62,10 @@ def weights(
     if not isinstance(stage, str) or stage not in STAGES:
         raise ValueError(f"stage is one of {', '.join(STAGES)}; got {shown(stage)}")
     (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
-    row_index = chosen("rows", rows, T, query.device)
-    head_index = chosen("heads", heads, H, query.device)
-
+    row_index, head_index = chosen("rows", rows, T), chosen("heads", heads, H)
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     seen = whole_axis(S) if learns or stage != "probabilities" else _reach(options.mask, row_index, T, S)
+    row_index, head_index = row_index.to(query.device), head_index.to(query.device)
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, :, seen][:, head_index // (H // K)]
@@ -138,10 +137,14 @@ def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
     return rule if rule is None or rule.shape[1] == 1 else rule[:, head_index]
 
 
-def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
-    """Return the chosen indices of an axis, counted from the start."""
+def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int) -> Tensor:
+    """Return the chosen indices of an axis, counted from the start: where `pick` is, or else on the CPU.
+
+    A check of numbers on another device would wait for it.
+    """
     rule = f"{name} are integer positions: an int, several, a slice, or an integer tensor"
     whole = pick is None or isinstance(pick, slice)
+    device = pick.device if isinstance(pick, Tensor) else "cpu"
     try:
         if whole:
             pick = torch.arange(length, device=device)[pick or slice(None)]

@@ -6,6 +6,7 @@ map of a mask of numbers alone is kept with its rule.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ..tracing import without_numbers
 
 FARTHEST = 1 << 30
 """Greater than every key position that a kernel takes, whose positions are int32."""
-LOW, HIGH, START, STOP = range(4)
+LOW, HIGH = range(2)
 
 
 class TileLists(NamedTuple):
@@ -36,11 +37,14 @@ class TileLists(NamedTuple):
 
 
 class KernelMask(NamedTuple):
-    """Row i attends the keys max(i + low, start) <= j < min(i + high, stop), of those the ones that a map allows."""
+    """Row i attends the keys max(i + low, start) <= j < min(i + high, stop), of those the ones that a map allows.
+
+    `low` and `high` are each a number, plus a number for each row of the batch if the tensor is there.
+    """
 
     low: int
     high: int
-    ends: list[Tensor | None]  # low, high, start, stop: integers (B|1,)
+    ends: list[Tensor | None]  # of low, high, start, stop: integers (B|1,)
     tiles: list[Tensor]  # a `TileLists`, or nothing; then the interval is not used
     dense: Tensor | None  # added to the scores, (B|1, H|1, T|1, S|1)
     diagonals: Tensor | None  # added to the scores: float32 (B|1, H, T + S - 1), of query i and key j at T - 1 + j - i
@@ -83,29 +87,45 @@ def lowered(mask: Mask, T: int, S: int, device: torch.device, *, kept: bool = Fa
 
 
 def _interval(rules: list[Any], T: int, S: int, device: torch.device) -> tuple[int, int, list[Tensor | None]]:
-    numbers: tuple[list[Any], ...] = ([-FARTHEST], [FARTHEST])
-    tensors: list[list[Tensor]] = [[], [], [], []]
+    bands: tuple[list[tuple[Any, int]], ...] = ([], [])  # the limits on each side: the row's place, and steps from it
+    starts: list[Tensor] = []
+    stops: list[Tensor] = []
     for rule in rules:
         if isinstance(rule, Lengths):
-            tensors[STOP].append(
-                rule.stop if isinstance(rule.stop, Tensor) else torch.full((1,), rule.stop, device=device)
-            )
-            if rule.start is not None:
-                tensors[START].append(rule.start)
+            stops.append(rule.stop if isinstance(rule.stop, Tensor) else torch.full((1,), rule.stop, device=device))
+            starts += [] if rule.start is None else [rule.start]
             continue
         shift = S - T if rule.offset is None else rule.offset
-        for side, end in ((LOW, rule.left), (HIGH, rule.right)):
-            if end is None:
-                continue
-            step = 1 - end if side == LOW else 1 + end
-            if isinstance(shift, Tensor):
-                tensors[side].append(shift.long() + step)
-            else:
-                numbers[side].append(shift + step)
-    low = torch.sym_min(reduce(torch.sym_max, numbers[LOW]), FARTHEST)
-    high = torch.sym_max(reduce(torch.sym_min, numbers[HIGH]), -FARTHEST)
-    joins = (torch.maximum, torch.minimum, torch.maximum, torch.minimum)
-    return low, high, [reduce(join, x) if x else None for join, x in zip(joins, tensors, strict=True)]
+        bands[LOW].extend([] if rule.left is None else [(shift, 1 - rule.left)])
+        bands[HIGH].extend([] if rule.right is None else [(shift, 1 + rule.right)])
+    low, lows = _tightest(bands[LOW], -FARTHEST, torch.sym_max, torch.maximum, device)
+    high, highs = _tightest(bands[HIGH], FARTHEST, torch.sym_min, torch.minimum, device)
+    start, stop = (reduce(join, x) if x else None for join, x in ((torch.maximum, starts), (torch.minimum, stops)))
+    return low, high, [lows, highs, start, stop]
+
+
+def _tightest(
+    limits: list[tuple[Any, int]],
+    none: int,
+    of_numbers: Callable[..., int],
+    of_tensors: Callable[..., Tensor],
+    device: torch.device,
+) -> tuple[int, Tensor | None]:
+    """Return the tightest of some limits as a number and, if they need one, a tensor (B|1,); the kernels add both.
+
+    If all limits are steps from one tensor, as in a step of a cache, nothing is computed here.
+    """
+    if not any(isinstance(shift, Tensor) for shift, _ in limits):
+        number, tensor = reduce(of_numbers, [shift + step for shift, step in limits], none), None
+    elif len({id(shift) for shift, _ in limits}) == 1:
+        number, tensor = reduce(of_numbers, [step for _, step in limits]), limits[0][0]
+    else:
+        sums = [
+            shift.long() + step if isinstance(shift, Tensor) else torch.full((1,), shift + step, device=device)
+            for shift, step in limits
+        ]
+        number, tensor = 0, reduce(of_tensors, sums)
+    return torch.sym_max(torch.sym_min(number, FARTHEST), -FARTHEST), tensor
 
 
 def _diagonals(rule: Alibi | Relative, T: int, S: int, device: torch.device) -> Tensor:

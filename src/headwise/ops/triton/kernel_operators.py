@@ -108,12 +108,18 @@ def _made(
     V = 0 if value is None else value.shape[3]
     of_rows = (B, H, T) if statistics else (0, 0, 0)
     return (
-        query.new_empty(B, H, T, V),
+        _heads(query, V),
         query.new_empty((B, H, T), dtype=torch.float32),
         query.new_empty((5, *of_rows), dtype=torch.float32),
         query.new_empty((2, *of_rows), dtype=torch.int32),
         query.new_empty((T, B, H, used) if statistics else (0, 0, 0, 0), dtype=torch.float32),
     )
+
+
+def _heads(query: Tensor, V: int) -> Tensor:
+    """Return memory for out (B, H, T, V) in which the heads of a token are side by side, as projections read them."""
+    B, H, T, _ = query.shape
+    return query.new_empty(B, T, H, V).transpose(1, 2)
 
 
 def decode(
@@ -184,8 +190,7 @@ def _is_shared(key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale
 
 
 def _of_rows(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = query.shape[:3]
-    return query.new_empty(*shape, value.shape[3]), query.new_empty(shape, dtype=torch.float32)
+    return _heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def append(

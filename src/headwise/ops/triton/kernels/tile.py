@@ -13,22 +13,23 @@ SIDE = tl.constexpr(64)  # keys of a tile, and rows of a tile of a map
 
 
 @triton.jit
+def _near(x):
+    """Return a place as int32, no farther away than `FARTHEST`."""
+    return tl.minimum(tl.maximum(x.to(tl.int64), -FARTHEST), FARTHEST).to(tl.int32)
+
+
+@triton.jit
 def interval(rows, b, S, low, high, Low, High, Start, Stop, s_low, s_high, s_start, s_stop, WHICH: tl.constexpr):
     """Return the keys lo <= j < hi of each row, int32, from numbers and tensors with a number a row of the batch."""
-    lo = tl.maximum(rows + low, 0)
-    hi = tl.minimum(rows + high, S)
     if WHICH & 1:
-        at = tl.load(Low + b * s_low).to(tl.int64)
-        lo = tl.maximum(lo, rows + tl.minimum(tl.maximum(at, -FARTHEST), FARTHEST).to(tl.int32))
+        low = _near(_near(tl.load(Low + b * s_low)).to(tl.int64) + low)
     if WHICH & 2:
-        at = tl.load(High + b * s_high).to(tl.int64)
-        hi = tl.minimum(hi, rows + tl.minimum(tl.maximum(at, -FARTHEST), FARTHEST).to(tl.int32))
+        high = _near(_near(tl.load(High + b * s_high)).to(tl.int64) + high)
+    lo, hi = tl.maximum(rows + low, 0), tl.minimum(rows + high, S)
     if WHICH & 4:
-        at = tl.load(Start + b * s_start).to(tl.int64)
-        lo = tl.maximum(lo, tl.minimum(tl.maximum(at, 0), FARTHEST).to(tl.int32))
+        lo = tl.maximum(lo, _near(tl.load(Start + b * s_start)))
     if WHICH & 8:
-        at = tl.load(Stop + b * s_stop).to(tl.int64)
-        hi = tl.minimum(hi, tl.minimum(tl.maximum(at, 0), FARTHEST).to(tl.int32))
+        hi = tl.minimum(hi, _near(tl.load(Stop + b * s_stop)))
     return tl.minimum(lo, S), tl.minimum(tl.maximum(hi, 0), S)
 
 
