@@ -71,7 +71,8 @@ def check_append(
         rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"
         raise ValueError(f"this cache {rule}; got {'no value' if value is None else 'a value'}")
     T = -1
-    for name, x, width in (("key", key, cache.head_dim), ("value", value, cache.value_dim)):
+    both: tuple[tuple[str, Any, int], ...] = ("key", key, cache.head_dim), ("value", value, cache.value_dim)
+    for name, x, width in both:
         if x is None and name == "value":
             break
         check_tensor(name, x, "a tensor (B, K, T, n)")

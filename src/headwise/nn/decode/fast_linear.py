@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -33,8 +35,9 @@ class FastLinear(nn.Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Return input (..., in_features) times the weight, plus the bias: (..., out_features)."""
-        own = self._parameters  # faster than attribute access, which calls nn.Module.__getattr__
-        out = few_rows(input, own["weight"], own["bias"]) if runs_plain() else None
+        own: dict[str, Any] = self._parameters  # faster than attribute access, which calls nn.Module.__getattr__
+        plain = "weight" in own and "bias" in own and runs_plain()  # pruning makes plain attributes of them
+        out = few_rows(input, own["weight"], own["bias"]) if plain else None
         return super().forward(input) if out is None else out
 
 
