@@ -86,6 +86,17 @@ def test_rows_of_weights_and_inputs_may_be_apart(backend: str) -> None:
         assert_same_bits(linear(wide[0][:, 3:70], wide[1][:, 3:70], bias), linear(x, weight, bias))
 
 
+def test_rows_may_have_any_axes_in_even_steps() -> None:
+    x, weight, bias = made(8, 67, 19, torch.bfloat16)
+    rows = linear(x, weight, bias)
+    for shape in ((2, 4), (2, 2, 2), (1, 8), (8, 1), (1, 1, 8)):
+        out = linear(x.view(*shape, 67), weight, bias)
+        assert out.shape == (*shape, 19) and out.is_contiguous()
+        assert_same_bits(out.view(8, 19), rows)
+    assert_same_bits(linear(x.view(4, 2, 67)[:, 1:], weight, bias), rows[1::2].view(4, 1, 19))
+    assert_same_bits(linear(x[3], weight, bias), rows[3])
+
+
 def test_nothing_in_nothing_out() -> None:
     assert linear(torch.ones(0, 5), torch.ones(3, 5)).shape == (0, 3)
     assert linear(torch.ones(2, 5), torch.ones(0, 5)).shape == (2, 0)
