@@ -263,9 +263,8 @@ class KVCache(Steps, RowNumbers, Saved, ABC):
         first, offset, rules = first_columns(T, columns, counts, side), None, []
         if first is not None:
             offset = self._numbers_on("first columns", first, device)
-            mask = mask.placed(offset)
-            if not self.causal:  # else the last query of a row sees no key beyond it
-                rules = [lengths(self._numbers_on("columns", columns, device))]
+            mask = mask.placed(offset)  # a causal query sees no key beyond its row
+            rules = [] if self.causal else [lengths(self._numbers_on("columns", columns, device))]
         rules.append(self._rule(offset))
         if counts != [T] * len(counts):
             rules.append(real_queries(T, self._numbers_on("counts", counts, device), side))

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from .tile import is_bad
+
 MOST = tl.constexpr(127.0)
 
 
@@ -13,7 +15,7 @@ def _put(X, To, Scales, at, to, at_scale, d, D: tl.constexpr, INT8: tl.constexpr
     x = tl.load(X + at + d, mask=d < D, other=0.0)
     if INT8:  # as `headwise.cache.quantize`: the scale is max |x| / 127, and NaN for a token that is not finite
         x = x.to(tl.float32)
-        bad = tl.max(((tl.abs(x) < float("inf")) == 0).to(tl.int32), 0) > 0
+        bad = tl.max(is_bad(x).to(tl.int32), 0) > 0
         scale = tl.max(tl.abs(tl.where(bad, 0.0, x)), 0) / MOST
         unit = tl.div_rn(tl.where(bad, 0.0, x), tl.zeros_like(x) + tl.where(scale > 0.0, scale, 1.0))
         # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.

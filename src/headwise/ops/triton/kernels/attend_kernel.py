@@ -175,13 +175,10 @@ def attend(
             state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, slot, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
     else:
         lo, hi = interval(rows, b, S, low, high, Low, High, Start, Stop, s_low, s_high, s_start, s_stop, WHICH)
-        first, full, ends, last = _ranges(lo, hi, alive, S)
-        for tile in range(first, full):
-            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
-        for tile in range(full, ends):
-            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, False, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
-        for tile in range(ends, last):
-            state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, True, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
+        edges = _ranges(lo, hi, alive, S)
+        for part in tl.static_range(3):  # tiles that some rows attend in part, whole tiles, and again some in part
+            for tile in range(edges[part], edges[part + 1]):
+                state = _tile(q, K, V, Columns, Bits, Dense, Diagonals, Bad, 0, tile, rows, lo, hi, state, s_k, s_v, s_dt, s_ds, scale, softcap, T, S, part != 1, MAP, STATISTICS, NC, DENSE, DIAGONALS, CAP, CAREFUL, VALUES, DK, DV, D, VD)  # noqa: E501  # fmt: skip
     m, l, acc, plogp, distance, sums, keys, top_key, met = state  # noqa: E741
     sums *= 1.0 / up_of(V.dtype.element_ty)
     acc *= 1.0 / up_of(V.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the keys of a row as an interval, bounded scores, bad numbers, one tile of keys."""
+"""What the Triton kernels share: the keys of a row as an interval, bounded scores, bad numbers, biases, maps."""
 
 # mypy: ignore-errors
 # Kernels take many arguments, named as pointers are in Triton: capital letters for tensors.

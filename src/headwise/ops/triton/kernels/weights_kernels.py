@@ -8,7 +8,7 @@ A weight is exp2(score - largest score) * largest weight, of the numbers that `a
 import triton
 import triton.language as tl
 
-from .tile import LOG2E, SIDE, added_to, bits_of, interval, softcapped
+from .tile import LOG2E, SIDE, added_to, bits_of, interval, is_bad, softcapped
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def received(
     d = tl.arange(0, DK)
     at_k = K + b * s_kb + (h // G) * s_kh + cols[None, :].to(tl.int64) * s_k + d[:, None]
     k = tl.load(at_k, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-    bad_key = tl.max(((tl.abs(k.to(tl.float32)) < float("inf")) == 0).to(tl.int32), 0)
+    bad_key = tl.max(is_bad(k).to(tl.int32), 0)
     k = tl.where(bad_key[None, :] > 0, 0.0, k)
     n = B.to(tl.int64) * H * T
     mass, count = tl.zeros([SIDE], tl.float32), tl.zeros([SIDE], tl.int32)
