@@ -18,7 +18,7 @@ struct RowSums {
   float* bin;            // [bin][row]: sum of weights, relative to
   float* bin_max;        // [bin][row]: the greatest score when the bin got its last key
   float* picked;         // [pick][row]: masked scores; -inf before the tile of the key
-  float* features;       // [feature][row], like O^T: as many rows as the block has lanes
+  float* features;       // [row][feature], as `add_values` adds to it
   int32_t* largest_key;  // [row]
   int32_t* keys;         // [row]: the number of keys that the row may attend; counted only if masks restrict them
   int32_t* pos;          // [row]: the position of the query among the keys

@@ -63,19 +63,20 @@ struct Constant {
 // narrow vectors of AVX2, more than 1 are slower.
 constexpr int kDepthUnroll = W >= 16 ? 8 : 1;
 
-// acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
+// acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart. The
+// distances of k[u][d] from u to u and from d to d are in elements.
 template <class N, int NV, int U>
 HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes, int64_t pitch, int64_t depth,
-                        const typename N::Key* HW_RESTRICT k, int64_t stride) {
+                        const typename N::Key* HW_RESTRICT k, int64_t stride, int64_t step = N::kPair) {
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
     HW_UNROLL
     for (int v = 0; v < NV; ++v) acc[u][v] = zero();
   }
-  const auto step = [&](int64_t d) HW_LAMBDA {
+  const auto add = [&](int64_t d) HW_LAMBDA {
     HW_UNROLL
     for (int u = 0; u < U; ++u) {
-      const F b = N::broadcast(k + u * stride + d * N::kPair);
+      const F b = N::broadcast(k + u * stride + d * step);
       HW_UNROLL
       for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], lanes + d * pitch + v * W, b);
     }
@@ -83,9 +84,9 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
   const int64_t whole = depth / kDepthUnroll * kDepthUnroll;
   for (int64_t d = 0; d < whole; d += kDepthUnroll) {
     HW_UNROLL
-    for (int i = 0; i < kDepthUnroll; ++i) step(d + i);
+    for (int i = 0; i < kDepthUnroll; ++i) add(d + i);
   }
-  for (int64_t d = whole; d < depth; ++d) step(d);
+  for (int64_t d = whole; d < depth; ++d) add(d);
 }
 
 // Prefetches rows that are read next, a few lines with each few products. Many prefetches at once would wait for one
@@ -101,6 +102,8 @@ class RowPrefetcher {
     left_ = lines_ * max(to - from, 0);
     each_ = (left_ + steps - 1) / steps;
   }
+  // Prefetches what is left of them in `steps` steps.
+  void spread(int64_t steps) { each_ = (left_ + steps - 1) / steps; }
   HW_MEMBER void step() { prefetch(min(each_, left_)); }
   void rest() { prefetch(left_); }
 
@@ -223,55 +226,6 @@ HW_INLINE void by_ends(const VectorEnds* ends, int64_t keys, const Part& part) {
   if constexpr (Skip < NV - 1) by_ends<NV, Skip + 1>(ends, keys, part);
 }
 
-// acc[u][v] += sum over the keys from <= j < to of weights[j][v] * value[j][u], for the vectors of rows from `Skip` on.
-template <class N, int NV, int U, int Skip>
-HW_INLINE void add_weighted(F acc[U][NV], const typename N::Weight* HW_RESTRICT weights, int64_t from, int64_t to,
-                            const typename N::Value* HW_RESTRICT value, int64_t stride) {
-  for (int64_t j = from; j < to; ++j) {
-    HW_UNROLL
-    for (int u = 0; u < U; ++u) {
-      const F b = N::broadcast(value + j * stride + u);
-      HW_UNROLL
-      for (int v = Skip; v < NV; ++v) acc[u][v] = N::times(acc[u][v], weights + j * NV * W + v * W, b);
-    }
-  }
-}
-
-// Computes O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns. A
-// tile is summed on its own before it is added to the earlier tiles, so that errors grow with the number of tiles and
-// not of keys. If `Ends`, keys behind a vector's end are left out, because their weights are 0.
-template <class N, int NV, int U, bool Ends = false>
-static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t keys,
-                      const typename N::Value* HW_RESTRICT value, int64_t stride, const float* HW_RESTRICT rescale,
-                      float* HW_RESTRICT out, [[maybe_unused]] const VectorEnds* ends = nullptr) {
-  constexpr int R = NV * W;
-  F acc[U][NV];
-  HW_UNROLL
-  for (int u = 0; u < U; ++u) {
-    HW_UNROLL
-    for (int v = 0; v < NV; ++v) acc[u][v] = zero();
-  }
-  int64_t first = 0;
-  const auto part = [&](auto skip, int64_t end) HW_LAMBDA {
-    const int64_t last = min((end + N::kPair - 1) / N::kPair, keys);
-    add_weighted<N, NV, U, decltype(skip)::value>(acc, weights, first, last, value, stride);
-    first = last;
-  };
-  if constexpr (Ends) {
-    by_ends<NV>(ends, keys * N::kPair, part);
-  } else {
-    part(Constant<0>{}, keys * N::kPair);
-  }
-  HW_UNROLL
-  for (int u = 0; u < U; ++u) {
-    HW_UNROLL
-    for (int v = 0; v < NV; ++v) {
-      float* o = out + u * R + v * W;
-      store(o, fma(load(o), load(rescale + v * W), acc[u][v]));
-    }
-  }
-}
-
 template <class N, int NV, bool First, bool TrackMaxima>
 static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
                                      int64_t stride, int64_t keys, float* x, ScoreMaxima* maxima,
@@ -323,31 +277,72 @@ static inline void key_products(const typename N::Query* q, int64_t depth, const
   for (int64_t d = piece; d < depth; d += piece) add_piece(Constant<1>{}, d);
 }
 
-template <class N, int NV>
-static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                              int64_t stride, int64_t V, const float* rescale, float* out,
-                              RowPrefetcher* next = nullptr, const VectorEnds* ends = nullptr) {
-  constexpr int R = NV * W;
-  int64_t u = 0;
-  if constexpr (NV == 1) {  // as many sums as with more vectors
-    for (; u + 2 * kUnroll <= V; u += 2 * kUnroll) {
-      if (next != nullptr) next->step();
-      pv<N, NV, 2 * kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
-    }
-  }
-  for (; u + kUnroll <= V; u += kUnroll) {
+// The sums O[row][column] of a block of rows, to which tiles of keys are added. Here the lanes are columns: elements of
+// the weights are broadcast, and rows of V are read as vectors, so that results need not be transposed.
+struct ValueSums {
+  float* out;
+  const float* rescale;  // the factor of the sums so far, a number for each row
+  bool first;            // there are no sums so far
+};
+
+// Computes out[row] = out[row] * rescale[row] + sum over keys of weights[key][row] * value[key], for C vectors of
+// columns and all `rows`. A tile is summed on its own before it is added to the earlier tiles, so that errors grow with
+// the number of tiles and not of keys.
+template <class N, int C>
+static inline void add_columns_of_values(const typename N::Weight* weights, int rows, int64_t keys,
+                                         const VectorEnds* ends, const typename N::Value* value, int64_t stride,
+                                         const ValueSums& sums, int64_t at, int64_t pitch, RowPrefetcher* next) {
+  const auto* weight = reinterpret_cast<const typename N::Key*>(weights);
+  for (int r = 0; r < rows; r += kUnroll) {
     if (next != nullptr) next->step();
-    if (NV > 1 && ends != nullptr) {
-      pv<N, NV, kUnroll, true>(weights, keys, value + u, stride, rescale, out + u * R, ends);
+    const int64_t n = ends == nullptr ? keys : min((ends->end[r / W] + N::kPair - 1) / N::kPair, keys);
+    F acc[kUnroll][C];
+    multiply<N, C, kUnroll>(acc, value, stride, n, weight + r * N::kPair, N::kPair, rows * N::kPair);
+    float* to = sums.out + r * pitch + at;
+    const auto write = [&](const auto& sum_of) HW_LAMBDA {
+      HW_UNROLL
+      for (int i = 0; i < kUnroll * C; ++i) store(to + i / C * pitch + i % C * W, sum_of(i / C, i % C));
+    };
+    if (sums.first) {
+      write([&](int u, int c) HW_LAMBDA { return add(acc[u][c], zero()); });  // 0 in the place of -0
     } else {
-      pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+      write([&](int u, int c) HW_LAMBDA {
+        return fma(load(to + u * pitch + c * W), set1(sums.rescale[r + u]), acc[u][c]);
+      });
     }
   }
-  if constexpr (kUnroll > 4) {
-    for (; u + 4 <= V; u += 4) pv<N, NV, 4>(weights, keys, value + u, stride, rescale, out + u * R);
-  }
-  for (; u + 2 <= V; u += 2) pv<N, NV, 2>(weights, keys, value + u, stride, rescale, out + u * R);
-  if (u < V) pv<N, NV, 1>(weights, keys, value + u, stride, rescale, out + u * R);
+}
+
+// Where the columns of a vector of O, the i-th, begin. The last vector overlaps the one before it if the columns do not
+// fill it, so that nothing is read behind the end of a row of V. If there is less than a vector of columns, V is a copy
+// with zeros behind them.
+HW_INLINE int64_t column_of(int64_t i, int64_t width) { return max(min(i * W, width - W), 0); }
+
+// Moves the last columns of a row of such vectors next to those before them.
+static inline void close_gap(float* row, int64_t width) {
+  const int64_t last = width / W * W, rest = width - last;
+  if (last > 0 && rest > 0) memmove(row + last, row + last + W - rest, static_cast<size_t>(rest) * sizeof(float));
+}
+
+// The same for all columns. Vector i of a row of sums begins at i * W; `column_of` gives its columns. If `ends`, keys
+// behind a vector's end are left out, because their weights are 0.
+template <class N>
+static inline void add_values(const typename N::Weight* weights, int rows, int64_t keys,
+                              const typename N::Value* value, int64_t stride, int64_t width, const ValueSums& sums,
+                              RowPrefetcher* next = nullptr, const VectorEnds* ends = nullptr) {
+  const int64_t vectors = (width + W - 1) / W, pitch = vectors * W;
+  if (next != nullptr) next->spread((vectors + kVectors - 1) / kVectors * (rows / kUnroll));
+  const auto add = [&](auto count, int64_t i) {
+    constexpr int C = decltype(count)::value;
+    add_columns_of_values<N, C>(weights, rows, keys, ends, value + column_of(i, width), stride, sums, i * W, pitch,
+                                next);
+    return i + C;
+  };
+  int64_t i = 0;
+  const int64_t whole = width / W;  // the vectors whose columns follow one another
+  while (whole - i >= kVectors && whole - i != kVectors + 1) i = add(Constant<kVectors>{}, i);
+  while (whole - i >= 2) i = add(Constant<2>{}, i);
+  while (i < vectors) i = add(Constant<1>{}, i);
 }
 
 }  // namespace HW_ISA
