@@ -229,6 +229,10 @@ HW_INLINE void write_rows(const float* sums, int64_t pitch, int64_t V, const flo
     const auto vector = [&](int64_t d, int64_t at)
                             HW_LAMBDA { store_at(row, d, select(none, zero(), mul(load(sums + at), times))); };
     int64_t d = 0;
+    for (; d + 4 * W <= V; d += 4 * W) {
+      HW_UNROLL
+      for (int j = 0; j < 4; ++j) vector(d + j * W, d + j * W);
+    }
     for (; d + W <= V; d += W) vector(d, d);
     if (d < V) vector(V - W, d);
   }

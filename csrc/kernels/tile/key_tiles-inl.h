@@ -243,10 +243,16 @@ static inline bool pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
       for (int i = 0; N::kPair == 1 && i < W; ++i) zeros = fma(y[i], zero(), zeros);
       transpose(y);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;
+      // an index known only at run time would keep y out of registers
       const int64_t last = depth - d;
-      HW_UNROLL
-      for (int i = 0; i < W; ++i) {
-        if (i < last) store(to + i * R, y[i]);  // an index known only at run time would keep y out of registers
+      if (last >= W) {
+        HW_UNROLL
+        for (int i = 0; i < W; ++i) store(to + i * R, y[i]);
+      } else {
+        HW_UNROLL
+        for (int i = 0; i < W - 1; ++i) {
+          if (i < last) store(to + i * R, y[i]);
+        }
       }
     }
   }

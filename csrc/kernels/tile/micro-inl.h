@@ -286,29 +286,32 @@ struct ValueSums {
 };
 
 // Computes out[row] = out[row] * rescale[row] + sum over keys of weights[key][row] * value[key], for C vectors of
-// columns and all `rows`. A tile is summed on its own before it is added to the earlier tiles, so that errors grow with
-// the number of tiles and not of keys.
-template <class N, int C>
+// columns and all `rows`, U of them at once. A tile is summed on its own before it is added to the earlier tiles, so that
+// errors grow with the number of tiles and not of keys.
+template <class N, int U, int C>
 static inline void add_columns_of_values(const typename N::Weight* weights, int rows, int64_t keys,
                                          const VectorEnds* ends, const typename N::Value* value, int64_t stride,
                                          const ValueSums& sums, int64_t at, int64_t pitch, RowPrefetcher* next) {
   const auto* weight = reinterpret_cast<const typename N::Key*>(weights);
-  for (int r = 0; r < rows; r += kUnroll) {
+  for (int r = 0; r < rows; r += U) {
     if (next != nullptr) next->step();
-    const int64_t n = ends == nullptr ? keys : min((ends->end[r / W] + N::kPair - 1) / N::kPair, keys);
-    F acc[kUnroll][C];
-    multiply<N, C, kUnroll>(acc, value, stride, n, weight + r * N::kPair, N::kPair, rows * N::kPair);
+    const int64_t n = ends == nullptr ? keys : min((ends->end[(r + U - 1) / W] + N::kPair - 1) / N::kPair, keys);
+    F acc[U][C];
+    multiply<N, C, U>(acc, value, stride, n, weight + r * N::kPair, N::kPair, rows * N::kPair);
     float* to = sums.out + r * pitch + at;
-    const auto write = [&](const auto& sum_of) HW_LAMBDA {
-      HW_UNROLL
-      for (int i = 0; i < kUnroll * C; ++i) store(to + i / C * pitch + i % C * W, sum_of(i / C, i % C));
-    };
     if (sums.first) {
-      write([&](int u, int c) HW_LAMBDA { return add(acc[u][c], zero()); });  // 0 in the place of -0
-    } else {
-      write([&](int u, int c) HW_LAMBDA {
-        return fma(load(to + u * pitch + c * W), set1(sums.rescale[r + u]), acc[u][c]);
-      });
+      HW_UNROLL
+      for (int u = 0; u < U; ++u, to += pitch) {
+        HW_UNROLL
+        for (int c = 0; c < C; ++c) store(to + c * W, add(acc[u][c], zero()));  // 0 in the place of -0
+      }
+      continue;
+    }
+    HW_UNROLL
+    for (int u = 0; u < U; ++u, to += pitch) {
+      const F rescale = set1(sums.rescale[r + u]);
+      HW_UNROLL
+      for (int c = 0; c < C; ++c) store(to + c * W, fma(load(to + c * W), rescale, acc[u][c]));
     }
   }
 }
@@ -332,17 +335,20 @@ static inline void add_values(const typename N::Weight* weights, int rows, int64
                               RowPrefetcher* next = nullptr, const VectorEnds* ends = nullptr) {
   const int64_t vectors = (width + W - 1) / W, pitch = vectors * W;
   if (next != nullptr) next->spread((vectors + kVectors - 1) / kVectors * (rows / kUnroll));
-  const auto add = [&](auto count, int64_t i) {
-    constexpr int C = decltype(count)::value;
-    add_columns_of_values<N, C>(weights, rows, keys, ends, value + column_of(i, width), stride, sums, i * W, pitch,
-                                next);
-    return i + C;
-  };
   int64_t i = 0;
+  const auto add = [&](auto rows_at_once, auto count) {
+    constexpr int U = decltype(rows_at_once)::value, C = decltype(count)::value;
+    add_columns_of_values<N, U, C>(weights, rows, keys, ends, value + column_of(i, width), stride, sums, i * W, pitch,
+                                   next);
+    i += C;
+  };
   const int64_t whole = width / W;  // the vectors whose columns follow one another
-  while (whole - i >= kVectors && whole - i != kVectors + 1) i = add(Constant<kVectors>{}, i);
-  while (whole - i >= 2) i = add(Constant<2>{}, i);
-  while (i < vectors) i = add(Constant<1>{}, i);
+  if constexpr (W >= 16) {          // 48 rows in as many registers; with long tiles 2 percent quicker than 8 at once
+    while (rows % 6 == 0 && whole - i >= 4) add(Constant<6>{}, Constant<4>{});
+  }
+  while (whole - i >= kVectors && whole - i != kVectors + 1) add(Constant<kUnroll>{}, Constant<kVectors>{});
+  while (whole - i >= 2) add(Constant<kUnroll>{}, Constant<2>{});
+  while (i < vectors) add(Constant<kUnroll>{}, Constant<1>{});
 }
 
 }  // namespace HW_ISA
