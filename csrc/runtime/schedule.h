@@ -33,8 +33,8 @@ struct Schedule {
 
   explicit Schedule(const Plan& cut) : plan(cut) {}
   // The item that is taken as number i: group * splits + split. Positions follow the heads in memory, upwards, because
-  // the CPU's own prefetching is quicker so. Within a head they begin with the last rows, which have the most keys under
-  // a causal mask; the splits of a group keep their order.
+  // the CPU's own prefetching is quicker so. Within a head they begin with the last rows, which have the most keys
+  // under a causal mask; the splits of a group keep their order.
   int64_t item(int64_t i) const {
     const int64_t place = order.empty() ? i : order[static_cast<size_t>(i)], of_head = plan.row_items * plan.splits;
     if (of_head == 1) return place;

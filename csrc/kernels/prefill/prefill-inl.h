@@ -14,7 +14,7 @@ namespace HW_ISA {
 template <class N>
 struct PrefillScratch {
   typename N::Query* query[kMaxBlocks];
-  float* sums[kMaxBlocks];  // O[row][column] in whole vectors of columns, or O^T[column][row] where `kTiles`
+  float* sums[kMaxBlocks];   // O[row][column] in whole vectors of columns, or O^T[column][row] where `kTiles`
   bool started[kMaxBlocks];  // whether there are sums
   float *row_max, *row_sum;  // [block][row]
   float* rescale;            // [row]
@@ -150,8 +150,8 @@ static inline const float* searched_scores(const Call& p, int64_t b, const KeyTi
 }
 
 // Sets `finite` to false if the sums of a block's last row (where `kTiles`, of its last W rows) are not finite. If a
-// value has a NaN or Inf, no row that reads it has finite sums, because a weight of 0 times NaN is NaN, and the last row
-// reads all values that the block reads.
+// value has a NaN or Inf, no row that reads it has finite sums, because a weight of 0 times NaN is NaN, and the last
+// row reads all values that the block reads.
 template <class N, int NV, int Vector = NV - 1>
 static inline void check_sums(const float* sums, int64_t V, bool& finite) {
   if constexpr (!N::kTiles) {

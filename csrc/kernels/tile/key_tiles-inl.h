@@ -208,8 +208,8 @@ static inline bool packed_is_finite(const typename N::Query* packed, int64_t wid
   return is_finite(peak_of_row(no_peak(), elements, N::depth(width) * NV * W * N::kPair, mask), mask, kWide);
 }
 
-// Computes X^T of a block's rows of x, and returns whether all of it is finite. W rows at a time are transposed: rows of
-// whole vectors from their place, others from a copy. Bad rows become zeros.
+// Computes X^T of a block's rows of x, and returns whether all of it is finite. W rows at a time are transposed: rows
+// of whole vectors from their place, others from a copy. Bad rows become zeros.
 template <class N, int NV>
 static inline bool pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {

@@ -286,8 +286,8 @@ struct ValueSums {
 };
 
 // Computes out[row] = out[row] * rescale[row] + sum over keys of weights[key][row] * value[key], for C vectors of
-// columns and all `rows`, U of them at once. A tile is summed on its own before it is added to the earlier tiles, so that
-// errors grow with the number of tiles and not of keys.
+// columns and all `rows`, U of them at once. A tile is summed on its own before it is added to the earlier tiles, so
+// that errors grow with the number of tiles and not of keys.
 template <class N, int U, int C>
 static inline void add_columns_of_values(const typename N::Weight* weights, int rows, int64_t keys,
                                          const VectorEnds* ends, const typename N::Value* value, int64_t stride,
@@ -330,9 +330,9 @@ static inline void close_gap(float* row, int64_t width) {
 // The same for all columns. Vector i of a row of sums begins at i * W; `column_of` gives its columns. If `ends`, keys
 // behind a vector's end are left out, because their weights are 0.
 template <class N>
-static inline void add_values(const typename N::Weight* weights, int rows, int64_t keys,
-                              const typename N::Value* value, int64_t stride, int64_t width, const ValueSums& sums,
-                              RowPrefetcher* next = nullptr, const VectorEnds* ends = nullptr) {
+static inline void add_values(const typename N::Weight* weights, int rows, int64_t keys, const typename N::Value* value,
+                              int64_t stride, int64_t width, const ValueSums& sums, RowPrefetcher* next = nullptr,
+                              const VectorEnds* ends = nullptr) {
   const int64_t vectors = (width + W - 1) / W, pitch = vectors * W;
   if (next != nullptr) next->spread((vectors + kVectors - 1) / kVectors * (rows / kUnroll));
   int64_t i = 0;
