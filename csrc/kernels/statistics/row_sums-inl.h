@@ -11,7 +11,7 @@ namespace HW_ISA {
 constexpr float kMinLog2 = -200.0f;  // the log2 of a weight of 0, such that 0 times it is 0; -inf would give NaN
 constexpr float kNoWeight = -1.0f;   // the score of a pick that no row may attend
 
-// Running sums of the rows of a block. Like those of O^T, the weights are relative to the greatest score so far.
+// Running sums of the rows of a block. Like those of O, the weights are relative to the greatest score so far.
 struct RowSums {
   float* log;            // [row]: sum of weight * log2(weight)
   float* distance;       // [row]: sum of weight * |pos - j|

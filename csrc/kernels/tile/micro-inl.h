@@ -1,5 +1,5 @@
-// The micro-kernels on transposed tiles, whose lanes are query rows: S^T[key][row] and O^T[column][row]. The softmax is
-// vertical, and nothing is summed across lanes. Elements of K and V are broadcast from memory.
+// The micro-kernels. The lanes of scores, S^T[key][row], are query rows: the softmax is vertical, and nothing is summed
+// across lanes. The lanes of results, O[row][column], are columns. Elements of K and weights are broadcast from memory.
 #pragma once
 
 #include "kernels/mask/apply_masks-inl.h"
