@@ -226,15 +226,15 @@ HW_INLINE void write_rows(const float* sums, int64_t pitch, int64_t V, const flo
     const F times = set1(factor[i]);
     const M none = equal(times, zero());  // a row without keys is 0, whatever its sums are
     char* const row = rows[i];
-    const auto vector = [&](int64_t d, int64_t at)
-                            HW_LAMBDA { store_at(row, d, select(none, zero(), mul(load(sums + at), times))); };
+    const auto vector = [&](int64_t d)
+                            HW_LAMBDA { store_at(row, d, select(none, zero(), mul(load(sums + d), times))); };
     int64_t d = 0;
     for (; d + 4 * W <= V; d += 4 * W) {
       HW_UNROLL
-      for (int j = 0; j < 4; ++j) vector(d + j * W, d + j * W);
+      for (int j = 0; j < 4; ++j) vector(d + j * W);
     }
-    for (; d + W <= V; d += W) vector(d, d);
-    if (d < V) vector(V - W, d);
+    for (; d + W <= V; d += W) vector(d);
+    if (d < V) vector(V - W);
   }
 }
 
@@ -269,7 +269,7 @@ HW_INLINE bool plain_factors(const Call& p, const QueryRows& rows, int r, const 
   return !bad && floats_are_finite(factor, W);
 }
 
-// The sums of W rows of a block, from the r-th on, in rows of whole vectors of columns.
+// The sums of W rows of a block, from the r-th on, a row each.
 template <class N, int NV, class Scratch>
 static inline float* rows_of_sums(const Call& p, int block, int r, Scratch& s) {
   const int64_t padded_V = round_up(p.V, W);
@@ -277,7 +277,9 @@ static inline float* rows_of_sums(const Call& p, int block, int r, Scratch& s) {
     transpose_back(s.sums[block] + r, NV * W, p.V, s.out_rows, padded_V);
     return s.out_rows;
   }
-  return s.sums[block] + r * padded_V;
+  float* rows = s.sums[block] + r * padded_V;
+  for (int i = 0; i < W && p.V < padded_V; ++i) close_gap(rows + i * padded_V, p.V);
+  return rows;
 }
 
 template <class N, int NV, class Scratch>
@@ -285,7 +287,7 @@ static inline void finish_block(const Call& p, const Plan& plan, int64_t b, int6
                                 int64_t split, int block, const Reach& reach, Scratch& s) {
   const QueryRows& rows = s.rows[block];
   const int64_t padded_V = round_up(p.V, W);
-  const bool whole = plan.splits == 1 && p.gate.data == nullptr && p.V >= W && (!N::kTiles || p.V % W == 0);
+  const bool whole = plan.splits == 1 && p.gate.data == nullptr && p.V >= W;
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
     float* sums = rows_of_sums<N, NV>(p, block, v * W, s);
     const int n = static_cast<int>(min(W, rows.n - v * W));
@@ -301,9 +303,7 @@ static inline void finish_block(const Call& p, const Plan& plan, int64_t b, int6
         factor[i] = write_softmax_state(p, b, h, t, state);
         continue;
       }
-      float* row = sums + i * padded_V;
-      if constexpr (!N::kTiles) close_gap(row, p.V);
-      finish_row(p, plan, b, kv_head, first + r, split, h, t, state, row);
+      finish_row(p, plan, b, kv_head, first + r, split, h, t, state, sums + i * padded_V);
     }
     if (!whole) continue;
     char* to[W];
