@@ -312,11 +312,10 @@ static inline void begin_block(const Call& p, const Gradients& g, const Backward
   }
   const auto load_and_pack = [&] {
     for (int r = 0; r < rows.n; ++r) load_row_end(p, g, b, rows, r, rows.query_bad[r], own);
-    pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
-    pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
+    const bool finite = pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
+    return pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare) && finite;
   };
-  load_and_pack();
-  if (!packed_is_finite<N, NV>(own.dout, p.V) || !packed_is_finite<N, NV>(own.query, p.D)) {
+  if (!load_and_pack()) {
     mark_bad(p.query, b, rows, p.D);
     mark_bad(g.grad_out, b, rows, p.V);
     load_and_pack();

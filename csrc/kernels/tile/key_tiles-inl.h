@@ -199,13 +199,10 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// True if a packed block of rows has no NaN or Inf. Looks at all rows at once, without a sum for each.
-template <class N, int NV>
-static inline bool packed_is_finite(const typename N::Query* packed, int64_t width) {
-  constexpr bool kWide = N::kPair == 1;
-  const uint32_t mask = exponent_of(kWide ? Dtype::f32 : Dtype::bf16);
-  const auto* elements = reinterpret_cast<const typename N::Key*>(packed);
-  return is_finite(peak_of_row(no_peak(), elements, N::depth(width) * NV * W * N::kPair, mask), mask, kWide);
+// True if n pairs of bfloat16 have no NaN or Inf. Looks at all rows of a block at once, without a sum for each.
+static inline bool pairs_are_finite(const uint32_t* pairs, int64_t n) {
+  const uint32_t mask = exponent_of(Dtype::bf16);
+  return is_finite(peak_of_row(no_peak(), reinterpret_cast<const uint16_t*>(pairs), 2 * n, mask), mask, false);
 }
 
 // Computes X^T of a block's rows of x, and returns whether all of it is finite. W rows at a time are transposed: rows
@@ -243,9 +240,8 @@ static inline bool pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
       for (int i = 0; N::kPair == 1 && i < W; ++i) zeros = fma(y[i], zero(), zeros);
       transpose(y);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;
-      // an index known only at run time would keep y out of registers
       const int64_t last = depth - d;
-      if (last >= W) {
+      if (last >= W) {  // by an index known only at run time, y would not stay in registers
         HW_UNROLL
         for (int i = 0; i < W; ++i) store(to + i * R, y[i]);
       } else {
@@ -256,7 +252,7 @@ static inline bool pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
       }
     }
   }
-  if constexpr (N::kPair == 2) return packed_is_finite<N, NV>(out, width);
+  if constexpr (N::kPair == 2) return pairs_are_finite(out, depth * R);
   float sums[W];
   store(sums, zeros);
   return floats_are_finite(sums, W);

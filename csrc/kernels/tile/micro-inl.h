@@ -285,6 +285,12 @@ struct ValueSums {
   bool first;            // there are no sums so far
 };
 
+// The keys before the end of the v-th vector of rows, of all `keys`; both in groups of N::kPair.
+template <class N>
+HW_INLINE int64_t keys_before(const VectorEnds* ends, int v, int64_t keys) {
+  return ends == nullptr ? keys : min((ends->end[v] + N::kPair - 1) / N::kPair, keys);
+}
+
 // Computes out[row] = out[row] * rescale[row] + sum over keys of weights[key][row] * value[key], for C vectors of
 // columns and all `rows`, U of them at once. A tile is summed on its own before it is added to the earlier tiles, so
 // that errors grow with the number of tiles and not of keys.
@@ -295,7 +301,7 @@ static inline void add_columns_of_values(const typename N::Weight* weights, int 
   const auto* weight = reinterpret_cast<const typename N::Key*>(weights);
   for (int r = 0; r < rows; r += U) {
     if (next != nullptr) next->step();
-    const int64_t n = ends == nullptr ? keys : min((ends->end[(r + U - 1) / W] + N::kPair - 1) / N::kPair, keys);
+    const int64_t n = keys_before<N>(ends, (r + U - 1) / W, keys);
     F acc[U][C];
     multiply<N, C, U>(acc, value, stride, n, weight + r * N::kPair, N::kPair, rows * N::kPair);
     float* to = sums.out + r * pitch + at;
@@ -337,7 +343,7 @@ static inline void add_few_columns(const typename N::Weight* weights, int rows, 
                                    const typename N::Value* value, int64_t stride, const ValueSums& sums, int64_t at,
                                    int64_t pitch) {
   for (int r = 0; r < rows; r += NV * W) {
-    const int64_t n = ends == nullptr ? keys : min((ends->end[r / W] + N::kPair - 1) / N::kPair, keys);
+    const int64_t n = keys_before<N>(ends, r / W, keys);
     F acc[kUnroll][NV];
     multiply<N, NV, kUnroll>(acc, weights + r, rows, n, reinterpret_cast<const typename N::Key*>(value), N::kPair,
                              stride * N::kPair);
