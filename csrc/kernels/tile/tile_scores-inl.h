@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/tile/key_tiles-inl.h"
+#include "kernels/tile/weighted_values-inl.h"
 #include "runtime/kernel_table.h"
 
 namespace headwise {
