@@ -124,7 +124,7 @@ Load rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers, bo
   Load load;
   load.uniform = schedule.uniform;
   const int64_t items = schedule.plan.groups(p) * schedule.plan.splits;
-  for (int64_t i = 0; i < items; ++i) load.costs.push_back(cost(schedule.plan, schedule.item(i, items)));
+  for (int64_t i = 0; i < items; ++i) load.costs.push_back(cost(schedule.plan, schedule.item(i)));
   headwise::Plan finest = plan;
   if (finer) finest.cut(plan.rows_per_block);
   const int64_t of_heads = finest.groups(p) * finest.splits;

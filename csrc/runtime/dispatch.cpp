@@ -213,7 +213,7 @@ void attend(const Call& call) {
   for_each_worker(workers, items, schedule.uniform, [&](Queue& queue) {
     auto get = [&](bool takes) {
       const int64_t number = takes ? queue.take() : queue.peek();
-      return number < 0 ? number : schedule.item(number, items);
+      return number < 0 ? number : schedule.item(number);
     };
     const Items mine = {[](void* context, bool takes) { return (*static_cast<decltype(get)*>(context))(takes); }, &get};
     set.run(p, plan, scratch_of(plan.scratch_bytes), mine);

@@ -48,7 +48,7 @@ void attend_statistics(const Call& call, Statistics s) {
   const int64_t items = plan.groups(p), heads = p.B * p.K;
   const std::unique_ptr<double[]> parts(new double[static_cast<size_t>(items * (p.H / p.K) * s.part_size())]);
   s.parts = parts.get();
-  const auto item = [&](int64_t i, char* scratch) { set.run_statistics(p, plan, s, schedule.item(i, items), scratch); };
+  const auto item = [&](int64_t i, char* scratch) { set.run_statistics(p, plan, s, schedule.item(i), scratch); };
   for_each_item(workers, items, schedule.uniform, plan.scratch_bytes, item, scratch_of);
   for_each_item(workers, heads, true, 0, [&](int64_t i, char*) { merge_parts(p, plan, s, i); }, scratch_of);
 }

@@ -135,12 +135,12 @@ float rows_cost(const Reaches& reaches, const Plan& plan, int64_t group, int64_t
   return cost;
 }
 
-// The costs of all items, from the last rows to the first.
+// The costs of all items in the order of `Schedule::item`.
 std::vector<float> costs_of(const Call& p, const Plan& plan) {
   const int64_t of_head = plan.row_items * plan.splits, same = batch_is_uniform(p) ? p.B * p.K : p.K;
   std::vector<float> costs, one(static_cast<size_t>(of_head));
   costs.reserve(static_cast<size_t>(plan.groups(p) * plan.splits));
-  for (int64_t b = p.B * p.K / same - 1; b >= 0; --b) {
+  for (int64_t b = 0; b < p.B * p.K / same; ++b) {
     const Reaches reaches(p, b);
     for (int64_t i = 0; i < of_head; ++i) {
       const int64_t group = plan.row_items - 1 - i / plan.splits;

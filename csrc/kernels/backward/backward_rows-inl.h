@@ -30,7 +30,7 @@ template <class N>
 struct BackwardBlock {
   typename N::Query *query, *dout;            // Q^T, dO^T: [depth][row]
   typename N::Query *query_rows, *dout_rows;  // [row / kPair][column]
-  float* sums;                                // dQ^T[column][row]
+  float* sums;                                // dQ, as `block_values` adds to it
   float row_max[kRows], largest[kRows];       // the greatest score, unscaled, and its weight
   float delta[kRows];                         // sum(dO O) - dlse
   bool one_tile;                              // true if the rows reach few keys, all in one tile
@@ -312,11 +312,10 @@ static inline void begin_block(const Call& p, const Gradients& g, const Backward
   }
   const auto load_and_pack = [&] {
     for (int r = 0; r < rows.n; ++r) load_row_end(p, g, b, rows, r, rows.query_bad[r], own);
-    pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
-    pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
+    const bool finite = pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
+    return pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare) && finite;
   };
-  load_and_pack();
-  if (!packed_is_finite<N, NV>(own.dout, p.V) || !packed_is_finite<N, NV>(own.query, p.D)) {
+  if (!load_and_pack()) {
     mark_bad(p.query, b, rows, p.D);
     mark_bad(g.grad_out, b, rows, p.V);
     load_and_pack();
@@ -346,14 +345,16 @@ static inline void end_block(const Call& p, const Gradients& g, const BackwardPl
                              int block, BackwardScratch<N>& s) {
   const QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
-  for (int v = 0; v < NV && v * W < rows.n; ++v) {
-    transpose_back(own.sums + v * W, NV * W, p.D, s.grad_rows, plan.padded_D);
-    for (int i = 0; i < W && v * W + i < rows.n; ++i) {
-      const int r = v * W + i;
-      float* grad = s.grad_rows + i * plan.padded_D;
-      for (int64_t d = 0; d < p.D; ++d) grad[d] *= p.scale;
-      write_floats(const_cast<char*>(at(g.query, to.b, rows.h[r], rows.t[r])), g.query.dtype, grad, p.D);
+  for (int r = 0; r < rows.n; ++r) {
+    float* grad = own.sums + r * plan.padded_D;
+    if constexpr (N::kTiles) {
+      if (r % W == 0) transpose_back(own.sums + r, NV * W, p.D, s.grad_rows, plan.padded_D);
+      grad = s.grad_rows + r % W * plan.padded_D;
+    } else {
+      close_gap(grad, p.D);
     }
+    for (int64_t d = 0; d < p.D; ++d) grad[d] *= p.scale;
+    write_floats(const_cast<char*>(at(g.query, to.b, rows.h[r], rows.t[r])), g.query.dtype, grad, p.D);
   }
   const auto place = [&](const SharedGradient<double>& x, int r) {
     return x.data + to.b * x.stride[0] + rows.h[r] * x.stride[1] + to.chunk * x.chunk;

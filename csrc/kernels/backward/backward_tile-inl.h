@@ -16,7 +16,8 @@ static inline void load_tile(const Call& p, int64_t b, int64_t kv_head, int64_t 
   tile.j0 = j0;
   tile.n = n;
   tile.bad.find(p, b, kv_head, j0, n);
-  tile.key = tile_rows<N>(p.key, b, kv_head, tile, p.D, tile.bad, !(s.shared && collides(p.key)), s.key_copy);
+  const bool in_place = p.D >= W && !(s.shared && collides(p.key));  // dQ reads whole vectors of columns
+  tile.key = tile_rows<N>(p.key, b, kv_head, tile, p.D, tile.bad, in_place, s.key_copy);
   tile.value = tile_rows<N>(p.value, b, kv_head, tile, p.V, tile.bad, true, s.value_copy);
   tile.key_pairs = tile.key;
   if constexpr (N::kTiles) {
@@ -142,7 +143,7 @@ static inline void backward_tile(const Call& p, const BackwardPlan& plan, const 
     add_product<N>(weight_rows, R, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
     add_product<N>(score_rows, R, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
   }
-  if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
+  if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, {own.sums, s.ones, false});
 }
 
 // Computes P and dS of a block and `padded` keys of a unit, some or all of which `span` has; the others get zeros. If

@@ -76,7 +76,18 @@ static inline void apply_bounds(const QueryRows& rows, int64_t j0, int n, float*
   };
   const MaskedKeys masked(rows, j0, n);
   mask(0, masked.to_first);
-  mask(masked.from_last, n);
+  if constexpr (L::kRowLanes) {  // only the end of a row forbids these keys
+    const auto* hi = reinterpret_cast<const uint32_t*>(rows.hi);
+    for (int64_t j = masked.from_last; j < n; ++j) {
+      const U key = set_words(static_cast<uint32_t>(j0 + j));
+      for (int r = 0; r < rows.padded; r += W) {
+        float* score = x + j * L::kKeyStep + r;
+        store(score, select(below(key, words_at(hi + r)), load(score), set1(-kInf)));
+      }
+    }
+  } else {
+    mask(masked.from_last, n);
+  }
 }
 
 // The position of a row relative to a tile's first key. A position beyond 2^30 is clamped to it, and the distances to

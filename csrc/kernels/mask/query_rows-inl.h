@@ -66,10 +66,11 @@ static inline void place_rows(const Call& p, int64_t b, int64_t kv_head, int64_t
   }
   int32_t lo_min = static_cast<int32_t>(keys), hi_min = lo_min, lo_max = 0, hi_max = 0;
   for (int r = 0; r < padded; ++r) {
-    lo_min = min(lo_min, rows.lo[r]);
-    lo_max = max(lo_max, rows.lo[r]);
-    hi_min = min(hi_min, rows.hi[r]);
-    hi_max = max(hi_max, rows.hi[r]);
+    const int32_t lo = rows.lo[r], hi = rows.hi[r];
+    lo_min = lo < lo_min ? lo : lo_min;
+    lo_max = lo > lo_max ? lo : lo_max;
+    hi_min = hi < hi_min ? hi : hi_min;
+    hi_max = hi > hi_max ? hi : hi_max;
   }
   rows.lo_min = lo_min;
   rows.lo_max = lo_max;
@@ -87,6 +88,13 @@ static inline void place_rows(const Call& p, int64_t b, int64_t kv_head, int64_t
       rows.id_max[s] = r == 0 ? id : max(rows.id_max[s], id);
     }
   }
+}
+
+// The places in x of the W rows of a block from the r-th on.
+static inline void find_rows(const Tensor4& x, int64_t b, const QueryRows& rows, int r, char** place) {
+  char* base = const_cast<char*>(at(x, b, 0, 0));
+  const int64_t head = x.stride[1] * size_of(x.dtype), query = x.stride[2] * size_of(x.dtype);
+  for (int i = 0; i < W; ++i) place[i] = base + (rows.h[r + i] * head + rows.t[r + i] * query);
 }
 
 // True if the bounds allow row r to attend key j.

@@ -14,7 +14,8 @@ namespace HW_ISA {
 template <class N>
 struct PrefillScratch {
   typename N::Query* query[kMaxBlocks];
-  float* sums[kMaxBlocks];   // O^T[column][row]
+  float* sums[kMaxBlocks];   // O[row][column] in whole vectors of columns, or O^T[column][row] where `kTiles`
+  bool started[kMaxBlocks];  // whether there are sums
   float *row_max, *row_sum;  // [block][row]
   float* rescale;            // [row]
   float* scores;             // [key][row], then weights
@@ -29,7 +30,8 @@ struct PrefillScratch {
     const int64_t depth = N::depth(p.D), padded_V = round_up(p.V, W);
     for (int i = 0; i < blocks; ++i) {
       query[i] = arena.take<typename N::Query>(depth * kRows);
-      sums[i] = arena.take<float>(p.V * kRows);
+      sums[i] = arena.take<float>(padded_V * kRows);
+      started[i] = false;
     }
     row_max = arena.take<float>(kMaxBlocks * kRows);
     row_sum = arena.take<float>(kMaxBlocks * kRows);
@@ -43,6 +45,16 @@ struct PrefillScratch {
     out_rows = arena.take<float>(W * padded_V);
     rows = arena.take<QueryRows>(kMaxBlocks);
     shared = blocks > 1;
+  }
+  // The sums of a block, to which the next tile is added.
+  ValueSums next_sums(int block) {
+    const bool first = !started[block];
+    started[block] = true;
+    return {sums[block], rescale, first};
+  }
+  // Clears the sums of a block that no tile was added to.
+  void finish_sums(int block, int64_t V) {
+    if (!started[block]) memset(sums[block], 0, static_cast<size_t>(round_up(V, W) * kRows) * sizeof(float));
   }
 };
 
@@ -137,11 +149,16 @@ static inline const float* searched_scores(const Call& p, int64_t b, const KeyTi
   return maxima.top;
 }
 
-// Sets `finite` to false if the W rows of a vector do not have finite sums. If a value has a NaN or Inf, no row that
-// reads it has a finite sum, because a weight of 0 times NaN is NaN. The last vector reads all values that the block
-// reads.
+// Sets `finite` to false if the sums of a block's last row (where `kTiles`, of its last W rows) are not finite. If a
+// value has a NaN or Inf, no row that reads it has finite sums, because a weight of 0 times NaN is NaN, and the last
+// row reads all values that the block reads.
 template <class N, int NV, int Vector = NV - 1>
 static inline void check_sums(const float* sums, int64_t V, bool& finite) {
+  if constexpr (!N::kTiles) {
+    const int64_t padded = round_up(V, W);
+    finite &= floats_are_finite(sums + (NV * W - 1) * padded, padded);
+    return;
+  }
   F sum[4] = {zero(), zero(), zero(), zero()};  // a single one would wait for each addition
   int64_t d = 0;
   for (; d + 4 <= V; d += 4) {
@@ -154,31 +171,28 @@ static inline void check_sums(const float* sums, int64_t V, bool& finite) {
   finite &= floats_are_finite(of_rows, W);
 }
 
-template <class N, int NV>
-static inline void clear_block(const Call& p, int block, PrefillScratch<N>& s) {
-  memset(s.sums[block], 0, static_cast<size_t>(p.V * NV * W) * sizeof(float));
-  for (int r = block * kRows; r < block * kRows + NV * W; ++r) {
-    s.row_max[r] = -kInf;
-    s.row_sum[r] = 0.0f;
-  }
-}
-
 // Prefetches the memory of a block's results. A short item would end by waiting for it.
 static inline void prefetch_results(const Call& p, int64_t b, const QueryRows& rows) {
   const int64_t bytes = p.V * size_of(p.out.dtype);
-  for (int r = 0; r < rows.n; ++r) {
-    const char* row = at(p.out, b, rows.h[r], rows.t[r]);
-    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_TO_WRITE(row + line);
+  for (int r = 0; r < rows.n; r += W) {
+    char* row[W];
+    find_rows(p.out, b, rows, r, row);
+    for (int i = 0; i < min(W, rows.n - r); ++i) {
+      for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_TO_WRITE(row[i] + line);
+    }
   }
 }
 
-// Places the rows of a block, packs its queries and clears its sums.
+// Places the rows of a block and packs its queries.
 template <class N>
 static inline void start_block(const Call& p, int64_t b, int64_t kv_head, int64_t first, int n, int block,
                                PrefillScratch<N>& s) {
   place_rows(p, b, kv_head, first, n, static_cast<int>(round_up(n, W)), s.rows[block]);
   HW_BY_VECTORS(n, pack_query, p, b, s.rows[block], s.query[block], s.spare);
-  HW_BY_VECTORS(n, clear_block, p, block, s);
+  for (int r = block * kRows; r < block * kRows + s.rows[block].padded; ++r) {
+    s.row_max[r] = -kInf;
+    s.row_sum[r] = 0.0f;
+  }
   if (p.S <= kTile) prefetch_results(p, b, s.rows[block]);
 }
 
@@ -201,36 +215,38 @@ static inline void prefill_tile(const Call& p, int64_t b, const KeyTile& tile, c
     pack_weights<N, NV>(s.scores, span.n);
   }
   next.key = maxima.next;
-  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block], &next.value, ends);
+  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.next_sums(block), &next.value, ends);
 }
 
-// Writes sums of W rows, [column][row], times the rows' factors, directly as the first n rows of O.
-template <int NV, class Store>
-HW_INLINE void write_rows(const float* sums, int64_t V, const float* factor, int n, char* const* rows,
+// Writes n rows of sums, `pitch` apart, times the rows' factors, directly as rows of O.
+template <class Store>
+HW_INLINE void write_rows(const float* sums, int64_t pitch, int64_t V, const float* factor, int n, char* const* rows,
                           const Store& store_at) {
-  const F factors = load(factor);
-  const M none = equal(factors, zero());  // a row without keys is 0, whatever its sums are
-  for (int64_t d = 0; d < V; d += W) {
-    F x[W];
-    HW_UNROLL
-    for (int i = 0; i < W; ++i) x[i] = select(none, zero(), mul(load(sums + (d + i) * NV * W), factors));
-    transpose(x);
-    HW_UNROLL
-    for (int i = 0; i < W; ++i) {
-      if (i < n) store_at(rows[i], d, x[i]);
+  for (int i = 0; i < n; ++i, sums += pitch) {
+    const F times = set1(factor[i]);
+    const M none = equal(times, zero());  // a row without keys is 0, whatever its sums are
+    char* const row = rows[i];
+    const auto vector = [&](int64_t d)
+                            HW_LAMBDA { store_at(row, d, select(none, zero(), mul(load(sums + d), times))); };
+    int64_t d = 0;
+    for (; d + 4 * W <= V; d += 4 * W) {
+      HW_UNROLL
+      for (int j = 0; j < 4; ++j) vector(d + j * W);
     }
+    for (; d + W <= V; d += W) vector(d);
+    if (d < V) vector(V - W);
   }
 }
 
-template <int NV>
-static inline void write_rows(const Call& p, const float* sums, const float* factor, int n, char* const* rows) {
+static inline void write_rows(const Call& p, const float* sums, int64_t pitch, const float* factor, int n,
+                              char* const* rows) {
   const auto half = [](char* row, int64_t d) HW_LAMBDA { return reinterpret_cast<uint16_t*>(row) + d; };
   switch (p.out.dtype) {
     case Dtype::f32:
-      return write_rows<NV>(sums, p.V, factor, n, rows,
-                            [](char* row, int64_t d, F x) HW_LAMBDA { store(reinterpret_cast<float*>(row) + d, x); });
+      return write_rows(sums, pitch, p.V, factor, n, rows,
+                        [](char* row, int64_t d, F x) HW_LAMBDA { store(reinterpret_cast<float*>(row) + d, x); });
     case Dtype::bf16:
-      return write_rows<NV>(sums, p.V, factor, n, rows, [&](char* row, int64_t d, F x) HW_LAMBDA {
+      return write_rows(sums, pitch, p.V, factor, n, rows, [&](char* row, int64_t d, F x) HW_LAMBDA {
         if constexpr (kHasBf16) {  // the same bits: there are no denormals, and NaN has one form
           store_bf16_fast(half(row, d), select(equal(x, x), x, set1(NAN)));
         } else {
@@ -238,8 +254,8 @@ static inline void write_rows(const Call& p, const float* sums, const float* fac
         }
       });
     default:
-      return write_rows<NV>(sums, p.V, factor, n, rows,
-                            [&](char* row, int64_t d, F x) HW_LAMBDA { store_f16(half(row, d), x); });
+      return write_rows(sums, pitch, p.V, factor, n, rows,
+                        [&](char* row, int64_t d, F x) HW_LAMBDA { store_f16(half(row, d), x); });
   }
 }
 
@@ -253,34 +269,46 @@ HW_INLINE bool plain_factors(const Call& p, const QueryRows& rows, int r, const 
   return !bad && floats_are_finite(factor, W);
 }
 
+// The sums of W rows of a block, from the r-th on, a row each.
+template <class N, int NV, class Scratch>
+static inline float* rows_of_sums(const Call& p, int block, int r, Scratch& s) {
+  const int64_t padded_V = round_up(p.V, W);
+  if constexpr (N::kTiles) {
+    transpose_back(s.sums[block] + r, NV * W, p.V, s.out_rows, padded_V);
+    return s.out_rows;
+  }
+  float* rows = s.sums[block] + r * padded_V;
+  for (int i = 0; i < W && p.V < padded_V; ++i) close_gap(rows + i * padded_V, p.V);
+  return rows;
+}
+
 template <class N, int NV, class Scratch>
 static inline void finish_block(const Call& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
                                 int64_t split, int block, const Reach& reach, Scratch& s) {
   const QueryRows& rows = s.rows[block];
   const int64_t padded_V = round_up(p.V, W);
-  const bool whole = plan.splits == 1 && p.gate.data == nullptr && p.V % W == 0;
+  const bool whole = plan.splits == 1 && p.gate.data == nullptr && p.V >= W;
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
-    const float* sums = s.sums[block] + v * W;
+    float* sums = rows_of_sums<N, NV>(p, block, v * W, s);
     const int n = static_cast<int>(min(W, rows.n - v * W));
-    float factor[W] = {0};
-    char* to[W];
-    if (!whole) transpose_back(sums, NV * W, p.V, s.out_rows, padded_V);
+    float factor[W];
     const int64_t of_block = block * kRows + v * W;
     const bool plain = whole && plain_factors(p, rows, v * W, s.row_max + of_block, s.row_sum + of_block, factor);
-    for (int i = 0; i < n; ++i) {
+    for (int i = 0; i < n && !plain; ++i) {
       const int r = v * W + i;
       const int64_t h = rows.h[r], t = rows.t[r];
-      if (whole) to[i] = const_cast<char*>(at(p.out, b, h, t));
-      if (plain) continue;
       const float raw_max = s.row_max[block * kRows + r], row_sum = s.row_sum[block * kRows + r];
       const RowState state = row_state(p, b, rows, r, raw_max, row_sum, reach.from, reach.to);
       if (whole) {
         factor[i] = write_softmax_state(p, b, h, t, state);
-      } else {
-        finish_row(p, plan, b, kv_head, first + r, split, h, t, state, s.out_rows + i * padded_V);
+        continue;
       }
+      finish_row(p, plan, b, kv_head, first + r, split, h, t, state, sums + i * padded_V);
     }
-    if (whole) write_rows<NV>(p, sums, factor, n, to);
+    if (!whole) continue;
+    char* to[W];
+    find_rows(p.out, b, rows, v * W, to);
+    write_rows(p, sums, padded_V, factor, n, to);
   }
 }
 
@@ -308,6 +336,7 @@ static bool attend_item(const Call& p, const Plan& plan, int64_t group, int64_t 
         HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, span, i, s, next, search);
       });
   bool finite = true;
+  for (int i = 0; i < item.blocks; ++i) s.finish_sums(i, p.V);
   for (int i = 0; i < item.blocks && !careful; ++i) {
     HW_BY_VECTORS(s.rows[i].n, check_sums, s.sums[i], p.V, finite);
   }

@@ -11,14 +11,14 @@ namespace HW_ISA {
 constexpr float kMinLog2 = -200.0f;  // the log2 of a weight of 0, such that 0 times it is 0; -inf would give NaN
 constexpr float kNoWeight = -1.0f;   // the score of a pick that no row may attend
 
-// Running sums of the rows of a block. Like those of O^T, the weights are relative to the greatest score so far.
+// Running sums of the rows of a block. Like those of O, the weights are relative to the greatest score so far.
 struct RowSums {
   float* log;            // [row]: sum of weight * log2(weight)
   float* distance;       // [row]: sum of weight * |pos - j|
   float* bin;            // [bin][row]: sum of weights, relative to
   float* bin_max;        // [bin][row]: the greatest score when the bin got its last key
   float* picked;         // [pick][row]: masked scores; -inf before the tile of the key
-  float* features;       // [feature][row], like O^T: as many rows as the block has lanes
+  float* features;       // [row][feature], as `add_values` adds to it
   int32_t* largest_key;  // [row]
   int32_t* keys;         // [row]: the number of keys that the row may attend; counted only if masks restrict them
   int32_t* pos;          // [row]: the position of the query among the keys

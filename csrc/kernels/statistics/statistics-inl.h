@@ -13,11 +13,13 @@ template <class N>
 struct StatisticsScratch {
   PrefillScratch<N> block;
   RowSums* sums;
-  float* slots;  // [sum of weights of each slot, then whether it has any][row]
+  float* slots;         // [sum of weights of each slot, then whether it has any][row]
+  float* feature_copy;  // rows of less than a vector are padded
 
   StatisticsScratch(Arena& arena, const Call& p, const Statistics& s, int blocks) : block(arena, p, blocks) {
     sums = arena.take<RowSums>(kMaxBlocks);
     slots = arena.take<float>(2 * s.n_slots * kRows);
+    feature_copy = arena.take<float>(kTile * W);
     const bool counts_only = arena.base == nullptr;
     RowSums unused;
     for (int i = 0; i < blocks; ++i) {
@@ -27,7 +29,7 @@ struct StatisticsScratch {
       t.bin = arena.take<float>(s.bins * kRows);
       t.bin_max = arena.take<float>(s.bins * kRows);
       t.picked = arena.take<float>(s.n_picks * kRows);
-      t.features = arena.take<float>(s.F * kRows);
+      t.features = arena.take<float>(round_up(s.F, W) * kRows);
       t.largest_key = arena.take<int32_t>(kRows);
       t.keys = arena.take<int32_t>(kRows);
       t.pos = arena.take<int32_t>(kRows);
@@ -49,7 +51,7 @@ static inline void clear_sums(const Call& p, const Statistics& s, int64_t b, con
     t.key_bad[r] = false;
   }
   memset(t.bin, 0, static_cast<size_t>(s.bins * kRows) * sizeof(float));
-  memset(t.features, 0, static_cast<size_t>(s.F * kRows) * sizeof(float));
+  memset(t.features, 0, static_cast<size_t>(round_up(s.F, W) * kRows) * sizeof(float));
   for (int64_t i = 0; i < s.bins * kRows; ++i) t.bin_max[i] = -kInf;
   for (int64_t i = 0; i < s.n_picks * kRows; ++i) t.picked[i] = -kInf;
   for (int r = 0; r < rows.padded; ++r) {
@@ -144,12 +146,21 @@ static inline void statistics_tile(const Call& p, const Statistics& s, int64_t b
     sum_weights<N, NV, false>(x, n, c, as_pairs, row_max, row_sum, own.rescale, to_keys, bins, t);
   }
   if (s.F > 0) {
-    const float* features = s.features + b * s.features_stride[0] + span.j0 * s.features_stride[1];
-    add_values<Float32, NV>(x, n, features, s.features_stride[1], s.F, own.rescale, t.features);
+    int64_t stride = s.features_stride[1];
+    const float* features = s.features + b * s.features_stride[0] + span.j0 * stride;
+    for (int j = 0; s.F < W && j < n; ++j) {
+      const char* row = reinterpret_cast<const char*>(features + j * stride);
+      copy_floats(scratch.feature_copy + j * W, row, Dtype::f32, 1, s.F, W);
+    }
+    if (s.F < W) {
+      features = scratch.feature_copy;
+      stride = W;
+    }
+    add_values<Float32>(x, R, n, features, stride, s.F, {t.features, own.rescale, false});
     pack_weights<N, NV>(x, n);
   }
   next.key = maxima.next;
-  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block], &next.value, ends);
+  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.next_sums(block), &next.value, ends);
 }
 
 // Rescales the bins to the final maximum, and turns the scores of picks into weights relative to it.
@@ -277,6 +288,7 @@ static bool run_statistics_of(const Call& p, const Plan& plan, const Statistics&
         HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch, next, search);
       });
   bool finite = true;
+  for (int i = 0; i < item.blocks; ++i) own.finish_sums(i, p.V);
   for (int i = 0; i < item.blocks && !careful; ++i) {
     HW_BY_VECTORS(own.rows[i].n, check_sums, own.sums[i], p.V, finite);
   }

@@ -45,6 +45,11 @@ struct Totals {
   }
 };
 
+// Adds n numbers of a row, times a factor, to its sums.
+static inline void add_row(const float* x, int64_t n, float times, double* HW_RESTRICT sum) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += static_cast<double>(x[i] * times);
+}
+
 // Adds n columns [column][row] to the sums `to` of each row, times a factor of the row (1 if there is none).
 static inline void add_columns(const float* columns, int64_t pitch, int64_t n, const float* factor, int rows,
                                double* const* to) {
@@ -55,9 +60,7 @@ static inline void add_columns(const float* columns, int64_t pitch, int64_t n, c
     for (int r = 0; r < rows; ++r) {
       if (r % W == 0) transpose_back(columns + c * pitch + r, pitch, width, by_row, kStep);
       const float* x = by_row + r % W * kStep;
-      const float times = factor == nullptr ? 1.0f : factor[r];
-      double* HW_RESTRICT sum = to[r] + c;
-      for (int64_t i = 0; i < width; ++i) sum[i] += static_cast<double>(x[i] * times);
+      add_row(x, width, factor == nullptr ? 1.0f : factor[r], to[r] + c);
     }
   }
 }
@@ -83,18 +86,21 @@ template <int NV>
 static inline void add_to_totals(const Call& p, const Statistics& s, const QueryRows& rows, RowFactors& factors,
                                  const RowSums& t, float* slots, const Totals& totals) {
   for (int r = rows.n; r < NV * W; ++r) factors.largest[r] = 0.0f;
-  double *sums[kRows], *features[kRows], *map[kRows];
+  double *sums[kRows], *map[kRows];
   int64_t row = rows.t[0] * s.query_bins / p.T;
   for (int r = 0; r < rows.n; ++r) {
     while ((row + 1) * p.T <= rows.t[r] * s.query_bins) ++row;
     sums[r] = totals.sums_of(s, rows.h[r]);
-    features[r] = sums[r] + 2 * s.n_slots;
     map[r] = totals.map_row(s, rows.h[r], row);
     map[r][s.bins] += factors.on_keys[r] ? 1.0 : 0.0;
   }
   sum_slots<NV>(s, factors, t, slots);
   add_columns(slots, kRows, 2 * s.n_slots, nullptr, rows.n, sums);
-  add_columns(t.features, NV * W, s.F, factors.largest, rows.n, features);
+  for (int r = 0; r < rows.n && s.F > 0; ++r) {
+    float* features = t.features + r * round_up(s.F, W);
+    close_gap(features, s.F);
+    add_row(features, s.F, factors.largest[r], sums[r] + 2 * s.n_slots);
+  }
   add_columns(t.bin, kRows, s.bins, factors.per_mass, rows.n, map);
 }
 

@@ -187,8 +187,8 @@ static inline KeyRows tile_pairs(const Tensor4& x, int64_t b, int64_t kv_head, c
     return paired_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, reinterpret_cast<uint32_t*>(copy),
                        reinterpret_cast<uint16_t*>(spare));
   } else {
-    (void)spare;
-    return float_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, in_place, copy);
+    (void)spare;  // a row of less than a vector is padded
+    return float_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, in_place && width >= W, copy);
   }
 }
 
@@ -199,21 +199,30 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// Computes X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors from their place, others
-// from a copy. Bad rows become zeros.
+// True if n pairs of bfloat16 have no NaN or Inf. Looks at all rows of a block at once, without a sum for each.
+static inline bool pairs_are_finite(const uint32_t* pairs, int64_t n) {
+  const uint32_t mask = exponent_of(Dtype::bf16);
+  return is_finite(peak_of_row(no_peak(), reinterpret_cast<const uint16_t*>(pairs), 2 * n, mask), mask, false);
+}
+
+// Computes X^T of a block's rows of x, and returns whether all of it is finite. W rows at a time are transposed: rows
+// of whole vectors from their place, others from a copy. Bad rows become zeros.
 template <class N, int NV>
-static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
+static inline bool pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {
   constexpr int R = NV * W;
   const int64_t depth = N::depth(width), padded = round_up(depth, W);
   const bool as_they_are = (N::kPair == 2 || x.dtype == Dtype::f32) && x.stride[3] == 1;
   const bool in_place = as_they_are && width % (N::kPair * W) == 0;
   float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` elements of 32 bits
+  F zeros = zero();                                // NaN in the lanes that had a float that is not finite
   for (int v = 0; v < NV; ++v) {
+    char* place[W];
     const float* from[W];
+    find_rows(x, b, rows, v * W, place);
     for (int i = 0; i < W; ++i) {
       const int r = v * W + i;
-      const char* row = at(x, b, rows.h[r], rows.t[r]);
+      const char* row = place[i];
       const int64_t copied = r >= rows.n || rows.query_bad[r] ? 0 : width;
       from[i] = in_place && copied > 0 ? reinterpret_cast<const float*>(row) : lanes + i * padded;
       if (in_place && copied > 0) continue;
@@ -227,33 +236,32 @@ static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
       F y[W];
       HW_UNROLL
       for (int i = 0; i < W; ++i) y[i] = load(from[i] + d);
+      HW_UNROLL
+      for (int i = 0; N::kPair == 1 && i < W; ++i) zeros = fma(y[i], zero(), zeros);
       transpose(y);
-      const int64_t last = min(W, depth - d);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;
-      if (last == W) {
+      const int64_t last = depth - d;
+      if (last >= W) {  // by an index known only at run time, y would not stay in registers
         HW_UNROLL
         for (int i = 0; i < W; ++i) store(to + i * R, y[i]);
       } else {
-        for (int64_t i = 0; i < last; ++i) store(to + i * R, y[i]);
+        HW_UNROLL
+        for (int i = 0; i < W - 1; ++i) {
+          if (i < last) store(to + i * R, y[i]);
+        }
       }
     }
   }
-}
-
-// True if a packed block of rows has no NaN or Inf. Looks at all rows at once, without a sum for each.
-template <class N, int NV>
-static inline bool packed_is_finite(const typename N::Query* packed, int64_t width) {
-  constexpr bool kWide = N::kPair == 1;
-  const uint32_t mask = exponent_of(kWide ? Dtype::f32 : Dtype::bf16);
-  const auto* elements = reinterpret_cast<const typename N::Key*>(packed);
-  return is_finite(peak_of_row(no_peak(), elements, N::depth(width) * NV * W * N::kPair, mask), mask, kWide);
+  if constexpr (N::kPair == 2) return pairs_are_finite(out, depth * R);
+  float sums[W];
+  store(sums, zeros);
+  return floats_are_finite(sums, W);
 }
 
 // Packs queries. Rows are searched one by one only if the block has a NaN or Inf.
 template <class N, int NV>
 static inline void pack_query(const Call& p, int64_t b, QueryRows& rows, typename N::Query* out, char* spare) {
-  pack_transposed<N, NV>(p.query, b, rows, p.D, out, spare);
-  if (packed_is_finite<N, NV>(out, p.D)) return;
+  if (pack_transposed<N, NV>(p.query, b, rows, p.D, out, spare)) return;
   mark_bad(p.query, b, rows, p.D);
   pack_transposed<N, NV>(p.query, b, rows, p.D, out, spare);
 }

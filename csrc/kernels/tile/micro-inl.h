@@ -1,5 +1,5 @@
-// The micro-kernels on transposed tiles, whose lanes are query rows: S^T[key][row] and O^T[column][row]. The softmax is
-// vertical, and nothing is summed across lanes. Elements of K and V are broadcast from memory.
+// The number formats, and the micro-kernel of scores, S^T[key][row]. Its lanes are query rows: the softmax is vertical,
+// and nothing is summed across lanes. Elements of K are broadcast from memory.
 #pragma once
 
 #include "kernels/mask/apply_masks-inl.h"
@@ -63,19 +63,20 @@ struct Constant {
 // narrow vectors of AVX2, more than 1 are slower.
 constexpr int kDepthUnroll = W >= 16 ? 8 : 1;
 
-// acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
+// acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart. The
+// distances of k[u][d] from u to u and from d to d are in elements.
 template <class N, int NV, int U>
 HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes, int64_t pitch, int64_t depth,
-                        const typename N::Key* HW_RESTRICT k, int64_t stride) {
+                        const typename N::Key* HW_RESTRICT k, int64_t stride, int64_t step = N::kPair) {
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
     HW_UNROLL
     for (int v = 0; v < NV; ++v) acc[u][v] = zero();
   }
-  const auto step = [&](int64_t d) HW_LAMBDA {
+  const auto add = [&](int64_t d) HW_LAMBDA {
     HW_UNROLL
     for (int u = 0; u < U; ++u) {
-      const F b = N::broadcast(k + u * stride + d * N::kPair);
+      const F b = N::broadcast(k + u * stride + d * step);
       HW_UNROLL
       for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], lanes + d * pitch + v * W, b);
     }
@@ -83,9 +84,9 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
   const int64_t whole = depth / kDepthUnroll * kDepthUnroll;
   for (int64_t d = 0; d < whole; d += kDepthUnroll) {
     HW_UNROLL
-    for (int i = 0; i < kDepthUnroll; ++i) step(d + i);
+    for (int i = 0; i < kDepthUnroll; ++i) add(d + i);
   }
-  for (int64_t d = whole; d < depth; ++d) step(d);
+  for (int64_t d = whole; d < depth; ++d) add(d);
 }
 
 // Prefetches rows that are read next, a few lines with each few products. Many prefetches at once would wait for one
@@ -101,6 +102,8 @@ class RowPrefetcher {
     left_ = lines_ * max(to - from, 0);
     each_ = (left_ + steps - 1) / steps;
   }
+  // Prefetches what is left of them in `steps` steps.
+  void spread(int64_t steps) { each_ = (left_ + steps - 1) / steps; }
   HW_MEMBER void step() { prefetch(min(each_, left_)); }
   void rest() { prefetch(left_); }
 
@@ -223,55 +226,6 @@ HW_INLINE void by_ends(const VectorEnds* ends, int64_t keys, const Part& part) {
   if constexpr (Skip < NV - 1) by_ends<NV, Skip + 1>(ends, keys, part);
 }
 
-// acc[u][v] += sum over the keys from <= j < to of weights[j][v] * value[j][u], for the vectors of rows from `Skip` on.
-template <class N, int NV, int U, int Skip>
-HW_INLINE void add_weighted(F acc[U][NV], const typename N::Weight* HW_RESTRICT weights, int64_t from, int64_t to,
-                            const typename N::Value* HW_RESTRICT value, int64_t stride) {
-  for (int64_t j = from; j < to; ++j) {
-    HW_UNROLL
-    for (int u = 0; u < U; ++u) {
-      const F b = N::broadcast(value + j * stride + u);
-      HW_UNROLL
-      for (int v = Skip; v < NV; ++v) acc[u][v] = N::times(acc[u][v], weights + j * NV * W + v * W, b);
-    }
-  }
-}
-
-// Computes O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns. A
-// tile is summed on its own before it is added to the earlier tiles, so that errors grow with the number of tiles and
-// not of keys. If `Ends`, keys behind a vector's end are left out, because their weights are 0.
-template <class N, int NV, int U, bool Ends = false>
-static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t keys,
-                      const typename N::Value* HW_RESTRICT value, int64_t stride, const float* HW_RESTRICT rescale,
-                      float* HW_RESTRICT out, [[maybe_unused]] const VectorEnds* ends = nullptr) {
-  constexpr int R = NV * W;
-  F acc[U][NV];
-  HW_UNROLL
-  for (int u = 0; u < U; ++u) {
-    HW_UNROLL
-    for (int v = 0; v < NV; ++v) acc[u][v] = zero();
-  }
-  int64_t first = 0;
-  const auto part = [&](auto skip, int64_t end) HW_LAMBDA {
-    const int64_t last = min((end + N::kPair - 1) / N::kPair, keys);
-    add_weighted<N, NV, U, decltype(skip)::value>(acc, weights, first, last, value, stride);
-    first = last;
-  };
-  if constexpr (Ends) {
-    by_ends<NV>(ends, keys * N::kPair, part);
-  } else {
-    part(Constant<0>{}, keys * N::kPair);
-  }
-  HW_UNROLL
-  for (int u = 0; u < U; ++u) {
-    HW_UNROLL
-    for (int v = 0; v < NV; ++v) {
-      float* o = out + u * R + v * W;
-      store(o, fma(load(o), load(rescale + v * W), acc[u][v]));
-    }
-  }
-}
-
 template <class N, int NV, bool First, bool TrackMaxima>
 static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
                                      int64_t stride, int64_t keys, float* x, ScoreMaxima* maxima,
@@ -321,33 +275,6 @@ static inline void key_products(const typename N::Query* q, int64_t depth, const
   };
   add_piece(Constant<0>{}, 0);
   for (int64_t d = piece; d < depth; d += piece) add_piece(Constant<1>{}, d);
-}
-
-template <class N, int NV>
-static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                              int64_t stride, int64_t V, const float* rescale, float* out,
-                              RowPrefetcher* next = nullptr, const VectorEnds* ends = nullptr) {
-  constexpr int R = NV * W;
-  int64_t u = 0;
-  if constexpr (NV == 1) {  // as many sums as with more vectors
-    for (; u + 2 * kUnroll <= V; u += 2 * kUnroll) {
-      if (next != nullptr) next->step();
-      pv<N, NV, 2 * kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
-    }
-  }
-  for (; u + kUnroll <= V; u += kUnroll) {
-    if (next != nullptr) next->step();
-    if (NV > 1 && ends != nullptr) {
-      pv<N, NV, kUnroll, true>(weights, keys, value + u, stride, rescale, out + u * R, ends);
-    } else {
-      pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
-    }
-  }
-  if constexpr (kUnroll > 4) {
-    for (; u + 4 <= V; u += 4) pv<N, NV, 4>(weights, keys, value + u, stride, rescale, out + u * R);
-  }
-  for (; u + 2 <= V; u += 2) pv<N, NV, 2>(weights, keys, value + u, stride, rescale, out + u * R);
-  if (u < V) pv<N, NV, 1>(weights, keys, value + u, stride, rescale, out + u * R);
 }
 
 }  // namespace HW_ISA

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/tile/key_tiles-inl.h"
+#include "kernels/tile/weighted_values-inl.h"
 #include "runtime/kernel_table.h"
 
 namespace headwise {
@@ -150,22 +151,23 @@ static inline void block_scores(const Call& p, int64_t b, const KeyTile& tile, c
       });
 }
 
-// Computes out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V. `weights` needs
-// room for the keys up to a multiple of N::kStep.
+// Computes out = out * rescale + weights V, for the keys of a span and the `width` columns of V. `weights` needs room
+// for the keys up to a multiple of N::kStep. `out` is [row][column] (`add_values`), but [column][row] where `kTiles`.
 template <class N, int NV>
 static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, float* weights,
-                                int64_t width, const float* rescale, float* out,
-                                [[maybe_unused]] RowPrefetcher* next = nullptr,
+                                int64_t width, const ValueSums& sums, [[maybe_unused]] RowPrefetcher* next = nullptr,
                                 [[maybe_unused]] const VectorEnds* ends = nullptr) {
+  constexpr int R = NV * W;
   if constexpr (N::kTiles) {
     const auto* columns = reinterpret_cast<const uint16_t*>(value.data) + (span.j0 - tile.j0);
+    if (sums.first) memset(sums.out, 0, static_cast<size_t>(width * R) * sizeof(float));
     return tile_add_values<NV>(whole_steps<NV>(weights, span.n), (span.n + N::kStep - 1) / N::kStep, columns,
-                               value.stride, width, rescale, out);
+                               value.stride, width, sums.rescale, sums.out);
   }
   const int64_t skip = (span.j0 - tile.j0) / N::kPair;
   const auto* v = reinterpret_cast<const typename N::Value*>(value.data) + skip * value.stride;
-  add_values<N, NV>(reinterpret_cast<const typename N::Weight*>(weights), (span.n + N::kPair - 1) / N::kPair, v,
-                    value.stride, width, rescale, out, next, ends);
+  add_values<N>(reinterpret_cast<const typename N::Weight*>(weights), R, (span.n + N::kPair - 1) / N::kPair, v,
+                value.stride, width, sums, next, ends);
 }
 
 // Calls f<N, NV>() for the fewest vectors that hold n rows.
