@@ -11,7 +11,16 @@ from torch import Tensor
 from ..ops.sharding.heads import refuse_dtensors
 from ..ops.storage.packed import BITS
 from ..shapes import DTYPES, describe
-from ..shapes.arguments import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
+from ..shapes.arguments import (
+    check_counts,
+    check_dense,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_tensor,
+    shown,
+    whole_numbers,
+)
 from .quantize import check_bits, check_learns_nothing
 
 OWN_HEADS = "; headwise.parallel.tensor_parallel(module, mesh) gives each process a cache of its own heads"
@@ -75,8 +84,10 @@ def check_append(
     for name, x, width in both:
         if x is None and name == "value":
             break
-        check_tensor(name, x, "a tensor (B, K, T, n)")
-        if type(x) is not Tensor:
+        if type(x) is Tensor:
+            check_dense(name, x)
+        else:
+            check_tensor(name, x, f"a tensor (B, K, T, n) of {stored}")
             refuse_dtensors("a cache stores plain tensors", OWN_HEADS, **{name: x})
         T = x.shape[2] if x.ndim == 4 and name == "key" else T
         if x.shape != (B, K, T, width):
