@@ -140,3 +140,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is there now stays: twenty thousand tests, torch, transformers. No garbage collection looks at it again."""
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let pytest's last garbage collections, five of them, look at nothing but what is new since."""
+    gc.collect()
+    gc.freeze()
