@@ -273,8 +273,9 @@ def test_masks_travel(name: str) -> None:
 
 
 @every_mask
-@pytest.mark.parametrize(("T", "S"), [(0, 3), (3, 0), (0, 0)])
-def test_no_queries_or_no_keys(name: str, T: int, S: int) -> None:
+@inside("sizes", [(0, 3), (3, 0), (0, 0)])
+def test_no_queries_or_no_keys(name: str, sizes: tuple[int, int]) -> None:
+    T, S = sizes
     n = SHORT._replace(T=T, S=S)
     if name in ("lengths", "lengths start", "all kinds", "causal & lengths", "window & window"):
         return  # the list's lengths are made for S >= 3

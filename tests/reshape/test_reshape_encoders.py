@@ -13,11 +13,11 @@ import fresh
 import pytest
 import torch
 import transformers
+from command_line import CliRunner
 from draw import slow_except
 from hf_folders import prove_here, quiet, written
 from hf_models import Row
 from reshape_models import FAMILIES, put
-from typer.testing import CliRunner
 
 import headwise
 from headwise import cli, hf, look, reshape
