@@ -1,7 +1,7 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
 #   make tour            write tour.html: one page in which the packaged model runs
-#   make test            lint, types, docs and the tests, in seven minutes; of the widest sweeps a share, the same every day
+#   make test            lint, types, docs and the tests, in five minutes; of the widest sweeps a share, the same every day
 #   make test SLOW=1     what CI runs: with the tests that compile, open a browser or start processes, and four drawn mutants
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
@@ -33,7 +33,7 @@ DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look tour test test-all check lint types docs mutants-sample pytest bench bench-peers gpu native fuzz tsan arm mutants ledger clean
+.PHONY: help look tour test test-all check check-tests lint types docs mutants-sample pytest bench bench-peers gpu native fuzz tsan arm mutants ledger clean
 
 help:
 	@sed -n '2,18s/^# //p' Makefile
@@ -56,8 +56,11 @@ test-all:
 CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers \
          mask_tiles masks_algebra meaning native_binding native_gradients native_maps native_refusals nn_cache nn_errors \
          nn_multihead plan plan_heads report_disk statistics testing weights
-# A name that matches no file reaches pytest as it is, which then runs nothing and fails.
-check: lint types
+# The types beside the tests. A name that matches no file reaches pytest as it is, which then runs nothing and fails.
+check: lint
+	@$(MAKE) --no-print-directory -j 2 types check-tests
+
+check-tests: $(VENV)/.test
 	$(PYTEST_ENV) $(BIN)/pytest -q $(PYTEST_ARGS) $(CHECK:%=tests/*/test_%.py)
 
 lint: $(VENV)/.test

@@ -78,15 +78,19 @@ class Lists:
         for b, n in enumerate(counts):
             for h in range(H):
                 tokens = self.rows[b][h // (H // K)]
-                for t in range(n):
-                    pos = self.lengths[b] - n + t
-                    seen = [x for x in tokens if x[0] <= pos and (window is None or x[0] > pos - window)]
-                    if seen:
-                        scores = torch.stack([x[1] for x in seen]) @ query[b, h, t].double() / D**0.5
-                        if slopes is not None:
-                            scores = scores - slopes[h].double() * torch.tensor([pos - x[0] for x in seen])
-                        out[b, h, t] = torch.softmax(scores, 0) @ torch.stack([x[2] for x in seen])
-                        lse[b, h, t] = torch.logsumexp(scores, 0)
+                if not tokens or n == 0:
+                    continue
+                places, keys, values = (
+                    torch.stack(x) for x in zip(*((torch.tensor(at), *kv) for at, *kv in tokens), strict=True)
+                )
+                ages = torch.arange(self.lengths[b] - n, self.lengths[b])[:, None] - places
+                scores = query[b, h, :n].double() @ keys.mT / D**0.5
+                if slopes is not None:
+                    scores = scores - slopes[h].double() * ages
+                seen = (ages >= 0) & (ages < (torch.inf if window is None else window))
+                scores = scores.masked_fill(~seen, -torch.inf)
+                out[b, h, :n] = torch.softmax(scores, -1).nan_to_num(0.0) @ values
+                lse[b, h, :n] = torch.logsumexp(scores, -1)
         return out, lse
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backends import needs_native
+from draw import slow_except
 from list_cache import ListCache
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def far(cache: Any, lists: ListCache, query: Tensor, out: Tensor | None = None) 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, ("static", "rolling")))
 def test_every_padding_of_two_appends_and_a_step(kind: str) -> None:
     """Two rows, two tokens: every number of real tokens in either append, on both sides, and then one token each."""
     torch.manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -114,21 +115,29 @@ CALLS = [
 ]
 
 
-@BITS
-@pytest.mark.parametrize("backend", [*NATIVE, "blocks", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_is_that_on_the_dequantised_numbers(bits: int, backend: str, dtype: torch.dtype) -> None:
+@cache
+def calls(bits: int, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]]:
+    """(inputs, options, the exact output, its lse)."""
+    made = []
     for n, (B, H, K, T, S, D, V) in enumerate(CALLS):
         q, k, v = drawn(B, H, T, D, seed=n).to(dtype), drawn(B, K, S, D, seed=n + 9), drawn(B, K, S, V, seed=n + 18)
         key, value, gate = quantize(k, bits), quantize(v, bits), drawn(B, H, T, V, seed=5).to(dtype)
         mask = headwise.causal() & headwise.window(97)
         options: dict[str, Any] = {"mask": mask, "softcap": 9.0, "sinks": drawn(H, seed=3), "gate": gate}
-        with instructions(backend) as name:
-            ours, lse = headwise.attention(q, key, value, **options, return_lse=True, backend=name)
-            again = headwise.attention(q, key, value, **options, backend=name)
         exact = (x.dequantize(torch.float64) for x in (key, value))
-        options |= {"sinks": options["sinks"].double(), "gate": gate.double()}
-        true, true_lse = headwise.attention(q.double(), *exact, **options, return_lse=True)
+        doubles = options | {"sinks": options["sinks"].double(), "gate": gate.double()}
+        made.append(((q, key, value), options, *headwise.attention(q.double(), *exact, **doubles, return_lse=True)))
+    return made
+
+
+@BITS
+@pytest.mark.parametrize("backend", [*NATIVE, "blocks", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_is_that_on_the_dequantised_numbers(bits: int, backend: str, dtype: torch.dtype) -> None:
+    for given, options, true, true_lse in calls(bits, dtype):
+        with instructions(backend) as name:
+            ours, lse = headwise.attention(*given, **options, return_lse=True, backend=name)
+            again = headwise.attention(*given, **options, backend=name)
         eps = torch.finfo(dtype).eps
         assert_same_bits(ours, again)
         # Two roundings to the dtype (the rotated query and the output before it is rotated back), and one at the end.

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CliRunner
 from hostile import PAYLOADS
 from looks import make_look
-from typer.testing import CliRunner
 
 import headwise
 from headwise import cli, hf, models

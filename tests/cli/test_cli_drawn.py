@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import typer
+from command_line import CliRunner
 from draw import SHARE
 from hostile import PAYLOADS
 from looks import make_look
-from typer.testing import CliRunner
 
 from headwise import cli, look, models, reshape
 from headwise.look.collect.resume import load

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CliRunner
 from hf_folders import written
 from hf_models import BY_NAME
-from typer.testing import CliRunner
 
 from headwise import cli, hf
 from headwise.look import ablate, importance

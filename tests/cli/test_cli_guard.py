@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 from headwise import cli
 from headwise.cli import errors as guard

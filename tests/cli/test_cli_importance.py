@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 import headwise.hf as hf
 from headwise import cli, models, report

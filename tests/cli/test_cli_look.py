@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CliRunner
 from planted import DELIMITERS, NAMES, Planted, text
 from reports import Elements
-from typer.testing import CliRunner
 
 from headwise import cli, look, models
 from headwise.hf.loading import model as loading

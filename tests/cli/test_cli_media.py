@@ -15,11 +15,11 @@ import pytest
 import torch
 import transformers
 import typer
+from command_line import CliRunner
 from hf_models import VOCAB
 from seen_folders import picture, wav, write_seen
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from typer.testing import CliRunner
 
 from headwise import cli, hf
 from headwise.cli.options import media, texts

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 import headwise
 from headwise import cli, models

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CliRunner
 from hostile import PAYLOADS
-from typer.testing import CliRunner
 
 import headwise
 from headwise import cli, plan

@@ -10,9 +10,9 @@ import pytest
 import test_cli_media
 import torch
 import transformers
+from command_line import CliRunner
 from hf_folders import quiet
 from seen_folders import SIZES
-from typer.testing import CliRunner
 
 from headwise import cli, hf, look, reshape
 from headwise.cli.options import media

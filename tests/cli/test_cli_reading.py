@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 from headwise import cli
 from headwise.cli.options import look_inputs as reading

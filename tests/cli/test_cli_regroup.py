@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CliRunner
 from hf_folders import prove_here, written
 from hf_models import BY_NAME
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from headwise import cli, hf, models, reshape
 from headwise.reshape.repair.distill import LossCurve

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CliRunner
 from hf_folders import answer_here, tokenizer
 from reshape_models import FAMILIES, saved
-from typer.testing import CliRunner
 
 from headwise import cli, hf, models
 

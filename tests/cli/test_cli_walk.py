@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 import headwise.hf
 from headwise import cli, look, models

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import BEST, NATIVE, attend, instructions, natives
+from backends import BEST, NATIVE, attend, best_of_natives, instructions
 from draw import drawn
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
@@ -180,7 +180,7 @@ def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
                 assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-@natives
+@best_of_natives
 def test_two_python_threads_at_once(backend: str) -> None:
     """Each with its own shapes, so that shared scratch would be seen; the number of threads changed meanwhile."""
     cases = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -275,34 +276,42 @@ def test_a_part_draws_what_the_whole_draws() -> None:
             assert bool(far[b, h, i, j]) == (word >= 0.375 * 2**32)
 
 
+@cache
+def gradients_under_windows(T: int, G: int) -> tuple[tuple[Tensor, ...], Tensor, list[tuple[Any, tuple[Tensor, ...]]]]:
+    """Inputs, the gradient of the output, and ((first key, number of the seed, seed), gradients) of every window."""
+    n = Sizes(1, 2 * G, 2, T, 140, 8, 12)
+    qkv = make_qkv(*n)
+    grad_out = torch.randn(n.B, n.H, T, n.V, generator=torch.Generator().manual_seed(1))
+    i, j, wanted = torch.arange(T)[:, None], torch.arange(n.S), []
+    for first in FIRST[::2]:
+        seen = (j >= i + first) & (j < i + first + 20)
+        for number, seed in enumerate(seeds(first)):
+            keep = torch.ops.headwise.dropout_keep(seed, 0.375, n.B, n.H, 0, T, n.S)
+            leaves = [x.double().requires_grad_() for x in qkv]
+            query, key, value = leaves[0], *(x.repeat_interleave(G, 1) for x in leaves[1:])
+            scores = (0.5 * query @ key.mT).masked_fill(~seen, -math.inf)
+            empty = ~seen.any(-1, keepdim=True)
+            weights = torch.softmax(scores.masked_fill(empty, 0.0), -1) * (keep & ~empty) / 0.625
+            gradients = torch.autograd.grad(weights @ value, leaves, grad_out.double())
+            wanted.append(((first, number, seed), gradients))
+    return qkv, grad_out, wanted
+
+
 @natives
 @pytest.mark.parametrize(("T", "G"), BLOCKS)
 def test_the_gradient_under_windows_that_begin_anywhere(backend: str, T: int, G: int) -> None:
     """Of query, key and value, as autograd finds it through what `dropout_keep` tells, in float64."""
-    n = Sizes(1, 2 * G, 2, T, 140, 8, 12)
-    qkv = make_qkv(*n)
-    source = torch.Generator().manual_seed(1)
-    grad_out = torch.randn(n.B, n.H, T, n.V, generator=source)
-    i, j = torch.arange(T)[:, None], torch.arange(n.S)
+    qkv, grad_out, wanted = gradients_under_windows(T, G)
     with collected() as attempt:
-        for first in FIRST[::2]:
-            seen = (j >= i + first) & (j < i + first + 20)
-            for number, seed in enumerate(seeds(first)):
-                keep = torch.ops.headwise.dropout_keep(seed, 0.375, n.B, n.H, 0, T, n.S)
-                numbers = (0.5, 0.0, None, first, first + 20, *[None] * 6, 0.375, seed)
-                with instructions(backend):
-                    out, _, ends = torch.ops.headwise.attend_kept(*qkv, *numbers)
-                    ours = torch.ops.headwise.attend_backward(grad_out, None, out, ends, False, *qkv, *numbers)
-                leaves = [x.double().requires_grad_() for x in qkv]
-                query, key, value = leaves[0], *(x.repeat_interleave(G, 1) for x in leaves[1:])
-                scores = (0.5 * query @ key.mT).masked_fill(~seen, -math.inf)
-                empty = ~seen.any(-1, keepdim=True)
-                weights = torch.softmax(scores.masked_fill(empty, 0.0), -1) * (keep & ~empty) / 0.625
-                theirs = torch.autograd.grad(weights @ value, leaves, grad_out.double())
-                for x, y, what in zip(ours, theirs, ("query", "key", "value"), strict=True):
-                    # a constant: a dropped weight moves a gradient by a hundredth and more
-                    attempt(f"{first}, seed {number}, {what}", torch.testing.assert_close, x.double(), y,
-                            rtol=1e-5, atol=2e-5)  # fmt: skip
+        for (first, number, seed), theirs in wanted:
+            numbers = (0.5, 0.0, None, first, first + 20, *[None] * 6, 0.375, seed)
+            with instructions(backend):
+                out, _, ends = torch.ops.headwise.attend_kept(*qkv, *numbers)
+                ours = torch.ops.headwise.attend_backward(grad_out, None, out, ends, False, *qkv, *numbers)
+            for x, y, what in zip(ours, theirs, ("query", "key", "value"), strict=True):
+                # a constant: a dropped weight moves a gradient by a hundredth and more
+                attempt(f"{first}, seed {number}, {what}", torch.testing.assert_close, x.double(), y,
+                        rtol=1e-5, atol=2e-5)  # fmt: skip
 
 
 @needs_native

@@ -8,7 +8,7 @@ from dataclasses import replace
 import fresh
 import pytest
 import torch
-from backends import BEST, instructions, natives
+from backends import BEST, best_of_natives, instructions
 from draw import drawn
 from gradient_cases import Case, Leaves, gradients, of_case
 from mask_cases import Sizes
@@ -117,7 +117,7 @@ def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
                 assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-@natives
+@best_of_natives
 def test_two_python_threads_at_once(backend: str) -> None:
     """Each with its own shapes, so that shared scratch would be seen."""
     cases = [replace(case, mask="causal", dropout=0.0) for case in FORMS.values()]  # dropout's seed is the process's

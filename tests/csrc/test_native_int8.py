@@ -76,19 +76,25 @@ def test_every_mask(backend: str, dtype: torch.dtype, form: str) -> None:
             attempt(name, check, backend, *case(FORMS[form], dtype, name))
 
 
+@cache
+def with_options(n: Sizes, dtype: torch.dtype) -> tuple[Inputs, dict[str, Answer]]:
+    inputs, answers, sinks = make(n, dtype), {}, torch.linspace(-2, 2, n.H)
+    for name in (None, "causal", "bias BHTS"):
+        mask = {} if name is None else {"mask": MASKS[name](n).mask}
+        for options in ({"softcap": 1.3}, {"scale": -0.3}, {"sinks": sinks}, {"softcap": 2.0, "sinks": sinks}):
+            answers[f"{name}, {list(options)}"] = answer_of(inputs, **options, **mask)
+    return inputs, answers
+
+
 @pytest.mark.sweep
 @natives
 @dtypes
 @forms
 def test_options(backend: str, dtype: torch.dtype, form: str) -> None:
-    n = FORMS[form]
-    sinks = torch.linspace(-2, 2, n.H)
-    inputs = make(n, dtype)
+    n, (inputs, answers) = FORMS[form], with_options(FORMS[form], dtype)
     with collected() as attempt:
-        for name in (None, "causal", "bias BHTS"):
-            mask = {} if name is None else {"mask": MASKS[name](n).mask}
-            for options in ({"softcap": 1.3}, {"scale": -0.3}, {"sinks": sinks}, {"softcap": 2.0, "sinks": sinks}):
-                attempt(f"{name}, {list(options)}", check, backend, inputs, answer_of(inputs, **options, **mask))
+        for what, answer in answers.items():
+            attempt(what, check, backend, inputs, answer)
         gate = torch.linspace(0, 1, n.H).to(dtype)
         plain, gated = attend(backend, *inputs), attend(backend, *inputs, gate=gate)
         near = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-7}

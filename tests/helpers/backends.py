@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from draw import slow_except
 from torch import Tensor
 
 import headwise
@@ -31,6 +32,9 @@ NATIVE = [f"native-{isa}" for isa in ISAS if isa != "avx512" or "avx512_vnni" no
 BEST = NATIVE[:1]  # where one instruction set is enough
 needs_native = pytest.mark.skipif(not ISAS, reason="the native library is not built: make native")
 natives = pytest.mark.parametrize("backend", NATIVE or [pytest.param("native", marks=needs_native)])
+best_of_natives = pytest.mark.parametrize(  # where the code in question is that of all; CI runs each
+    "backend", slow_except(NATIVE, BEST) or [pytest.param("native", marks=needs_native)]
+)
 quick = pytest.mark.parametrize("backend", [*MUST, "sdpa", *NATIVE])  # flex traces each call: 0.2 s
 # FlexAttention traces what it is given, and cannot trace the shape checker.
 every_backend = pytest.mark.parametrize(

@@ -6,18 +6,34 @@ backend, dtype and form, because each of those is a way of its own through the c
 
 The name of the test decides which cases are drawn: they are the same on every day and on every machine. A test that
 asserts a rate over its cases takes all of them. pytest run by hand runs all cases.
+
+`slow_except(values, some)` are parameters of which `make test` runs some, and CI all.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, TypeVar
+
+import pytest
 
 Case = TypeVar("Case")
 SHARE = int(os.environ.get("HEADWISE_DRAW", "1"))
 WHOLE = ("backend", "dtype", "form")  # parameters that are not drawn
+
+
+def slow_except(values: Iterable[Any], some: Container[Any]) -> list[Any]:
+    """Return the values for `parametrize`; tests of those that are not among `some` are marked `slow`.
+
+    A plain tuple has the values of several parameters.
+    """
+
+    def slow(value: Any) -> Any:
+        return pytest.param(*value if type(value) is tuple else (value,), marks=pytest.mark.slow)
+
+    return [value if value in some else slow(value) for value in values]
 
 
 def drawn(cases: Sequence[Case], key: str = "", most: int | None = None) -> list[Case]:

@@ -213,7 +213,7 @@ class Loaded:
 
 def command(folder: str, *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``headwise look``, as torchrun would have started it."""
-    from typer.testing import CliRunner
+    from command_line import CliRunner
 
     from headwise import cli
 

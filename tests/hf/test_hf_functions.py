@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from draw import slow_except
 from hf_measure import distance, logged
 from hf_models import VOCAB, WINDOW, B, padding, stir, token_ids
 from torch import Tensor
@@ -186,7 +187,7 @@ def assert_attention_is_that_of(exact: Tensor, mask: Mask, backend: str = "auto"
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", slow_except(OWN, ("of single pairs",)))
 def test_flex_attention_asks_for_single_pairs(name: str) -> None:
     function, use_vmap = OWN[name]
     frame = Frame(1, 7, 9, 697, 693)

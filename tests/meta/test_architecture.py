@@ -326,9 +326,9 @@ def test_files_outside_the_package_are_small_too() -> None:
     assert small_files(tree) + small_functions(tree) == []
 
 
-@pytest.mark.parametrize("path", sorted(set(real_tree()) - {CONTENTS}))
-def test_every_module_can_be_imported(path: str) -> None:
-    importlib.import_module(module_of(path))
+def test_every_module_can_be_imported() -> None:
+    for path in sorted(set(real_tree()) - {CONTENTS}):
+        importlib.import_module(module_of(path))
 
 
 def test_the_exports_are_these() -> None:

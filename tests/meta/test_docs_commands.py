@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import CliRunner
 from hf_folders import prove_here
 from pages import FENCE
 from seen_folders import write_seen
 from test_docs import PAGES, ROOT
-from typer.testing import CliRunner
 
 from headwise import cli, models
 from headwise.look import annotate

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from draw import slow_except
 from fake_cuda import fake_cuda
 from pretend_cuda import pretend_cuda
 from torch import Tensor
@@ -134,9 +135,10 @@ MATRIX = [
     *((name, "sdpa", torch.bfloat16) for name in ("no mask", "causal", "padding")),
     ("window", "blocks", torch.bfloat16),
 ]
+DEAR = (("segments", "flex", torch.bfloat16), ("padding", "sdpa", torch.bfloat16))
 
 
-@pytest.mark.parametrize(("name", "backend", "dtype"), MATRIX, ids=str)
+@pytest.mark.parametrize(("name", "backend", "dtype"), slow_except(MATRIX, {*MATRIX} - {*DEAR}), ids=str)
 def test_no_backend_builds_the_whole_matrix(name: str, backend: str, dtype: torch.dtype) -> None:
     """One head's T x S is 2 ** 30 elements here. Blocks run for a share of the rows: each block costs the same."""
     T = LONG if backend != "blocks" else 256
@@ -287,7 +289,7 @@ CONSTANT: list[Callable[[], Mask]] = [
 ]
 
 
-@pytest.mark.parametrize("make", CONSTANT)
+@pytest.mark.parametrize("make", slow_except(CONSTANT, CONSTANT[2:]))
 def test_tiles_of_numbers_are_listed_once(make: Callable[[], Mask], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _count_tiles(monkeypatch)
     q, k, v = make_qkv(1, 2, 1, 150, 280, 16, 16)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from backends import attend
 from cuda_places import assert_close, everywhere, on_cuda
-from mask_cases import MASKS, Sizes
+from draw import slow_except
+from mask_cases import FEW, MASKS, Sizes
 from pretend_cuda import Pretend, pretend_cuda
 from torch.utils import _pytree as pytree
 
@@ -22,7 +23,7 @@ TILES = Sizes(2, 2, 1, 130, 258, 16, 16)  # more than a tile of FlexAttention ea
 
 
 @everywhere
-@pytest.mark.parametrize("mask", [None, *MASKS])
+@pytest.mark.parametrize("mask", slow_except((None, *MASKS), (None, *FEW)))
 def test_masks(mask: str | None, cuda: Any) -> None:
     n = SMALL
     q, k, v = make_qkv(*n)
@@ -40,7 +41,7 @@ def test_masks(mask: str | None, cuda: Any) -> None:
             assert_close(x, y)
 
 
-@pytest.mark.parametrize("mask", [name for name in MASKS if name != "everything"])
+@pytest.mark.parametrize("mask", slow_except([name for name in MASKS if name != "everything"], FEW))
 def test_flex_gets_the_tiles_of_the_mask(mask: str) -> None:
     """A pair whose tile is listed wrongly is attended or left out wrongly."""
     n = TILES

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BACKENDS, attend
-from draw import drawn
+from draw import drawn, slow_except
 from hf_models import BY_NAME
 from mask_cases import FEW, LONG, MASKS, SHORT
 from test_threads import IDS, Reader
@@ -54,7 +54,7 @@ def check(job: Callable[[], Any]) -> None:
         assert answer == expected
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_except(BACKENDS, {*BACKENDS} - {"flex"}))
 def test_attention_under_every_mask(backend: str) -> None:
     for n in (SHORT, LONG):
         torch.manual_seed(0)

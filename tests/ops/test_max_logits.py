@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from backends import MUST, NATIVE, instructions, needs_native
+from draw import slow_except
 from torch import Tensor
 
 import headwise
@@ -40,6 +42,16 @@ def options() -> dict[str, dict[str, Any]]:
     }
 
 
+@cache
+def cases(dtype: torch.dtype) -> list[tuple[str, tuple[Tensor, ...], dict[str, Any], Tensor]]:
+    """(name, inputs, options, largest scores): of every length and option, for all backends."""
+    made = []
+    for T, S in LENGTHS:
+        given = tensors(T, S, dtype)
+        made += [(f"{name} {T} {S}", given, how, truth(*given[:2], **how)) for name, how in options().items()]
+    return made
+
+
 def truth(query: Tensor, key: Tensor, gate: Any = None, **how: Any) -> Tensor:
     how = {name: x.double() if isinstance(x, Tensor) else x for name, x in how.items()}
     return headwise.weights(query.double(), key.double(), stage="biased", **how).amax((0, 2, 3))
@@ -48,20 +60,17 @@ def truth(query: Tensor, key: Tensor, gate: Any = None, **how: Any) -> Tensor:
 @pytest.mark.parametrize("backend", [*MUST, *NATIVE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_largest_score(backend: str, dtype: torch.dtype) -> None:
-    for T, S in LENGTHS:
-        query, key, value = tensors(T, S, dtype)
-        for name, how in options().items():
-            with instructions(backend) as run:
-                out, logits = attention_max_logits(query, key, value, backend=run, **how)
-                plain = headwise.attention(query, key, value, backend=run, **how)
-            true = truth(query, key, **how)
-            # A sum of D = 16 products in float32, of numbers up to 5.
-            torch.testing.assert_close(logits.double(), true, rtol=1e-5, atol=1e-5, msg=f"{name} {T} {S}")
-            assert logits.shape == (H,) and logits.dtype == torch.float32 and not logits.requires_grad
-            if name == "gate":  # in half precision the gate rounds once more, as in training
-                torch.testing.assert_close(out, plain, rtol=2**-6 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
-            else:
-                assert torch.equal(out, plain), f"{name} {T} {S}: the output has other bits"
+    for name, given, how, true in cases(dtype):
+        with instructions(backend) as run:
+            out, logits = attention_max_logits(*given, backend=run, **how)
+            plain = headwise.attention(*given, backend=run, **how)
+        # A sum of D = 16 products in float32, of numbers up to 5.
+        torch.testing.assert_close(logits.double(), true, rtol=1e-5, atol=1e-5, msg=name)
+        assert logits.shape == (H,) and logits.dtype == torch.float32 and not logits.requires_grad
+        if "gate" in how:  # in half precision the gate rounds once more, as in training
+            torch.testing.assert_close(out, plain, rtol=2**-6 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+        else:
+            assert torch.equal(out, plain), f"{name}: the output has other bits"
 
 
 @needs_native
@@ -160,7 +169,7 @@ def test_what_is_refused() -> None:
             attention_max_logits(*arguments, **how)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_except((False, True), (False,)))
 @pytest.mark.unchecked
 def test_a_module_has_it(compiled: bool) -> None:
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import attend, every_backend, quick
-from draw import drawn
+from draw import drawn, slow_except
 from loops import inside
 from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, SQUARE, TILED, UNEQUAL, Sizes, as_tensor, dense
 from native_cases import collected
@@ -89,7 +89,7 @@ def test_masks_across_tiles(backend: str, mask: str | None) -> None:
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("mask", [None, *FEW])
+@pytest.mark.parametrize("mask", slow_except((None, *FEW), ("causal", "all kinds")))
 def test_masks_by_flex(mask: str | None) -> None:
     check("flex", mask, SHORT)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, MUST, NATIVE, attend
+from draw import slow_except
 from mask_cases import SHORT, Sizes
 from torch import Tensor
 
@@ -31,7 +32,7 @@ forward_mode = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecat
 
 
 @forward_mode
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", slow_except(MUST, ("reference", "blocks")))  # `auto` is the reference here
 @pytest.mark.parametrize("name", HIGHER)
 def test_gradcheck(backend: str, name: str) -> None:
     torch.autograd.gradcheck(
@@ -40,7 +41,7 @@ def test_gradcheck(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HIGHER)
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", slow_except(MUST, ("reference", "blocks")))
 def test_gradgradcheck(backend: str, name: str) -> None:
     torch.autograd.gradgradcheck(lambda *x: headwise.attention(*x, backend=backend, **HIGHER[name]), inputs64(TINY))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -49,27 +50,35 @@ def with_picked(indices: Tensor, how: dict[str, Any]) -> dict[str, Any]:
     return how | {"mask": mask & how["mask"] if "mask" in how else mask}
 
 
-@pytest.mark.parametrize("backend", NATIVE or [pytest.param("native", marks=needs_native)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_definition(backend: str, dtype: torch.dtype) -> None:
+@functools.cache
+def cases(dtype: torch.dtype) -> list[tuple[str, tuple[Tensor, ...], dict[str, Any], dict[str, Any], Tensor, Tensor]]:
+    """(name, inputs, options with the list, options with its matrix, the exact output, that of plain PyTorch)."""
+    made = []
     for at, (T, S, n) in enumerate(drawn(SIZES, most=3)):
-        query, key, value = tensors(T, S, dtype)
-        indices = lists(T, S, n, *((B, 1), (1, H), (B, H))[at % 3])
+        given, indices = tensors(T, S, dtype), lists(T, S, n, *((B, 1), (1, H), (B, H))[at % 3])
         for name, how in options(T, S).items():
             how = with_picked(indices, how)
             matrix = headwise.keep(headwise.picked(indices).dense(T, S))
             with_matrix = how | {"mask": Mask((matrix.parts[0], *how["mask"].parts[1:]))}
-            with instructions(backend) as run:
-                out, lse = headwise.attention(query, key, value, backend=run, return_lse=True, **how)
-                masked = headwise.attention(query, key, value, backend=run, **with_matrix)
             exact, plain = (
-                headwise.attention(*(x.to(kind) for x in (query, key, value)), backend="reference", **how)
+                headwise.attention(*(x.to(kind) for x in given), backend="reference", **how)
                 for kind in (torch.float64, dtype)
             )
-            # The largest errors of a few rows differ twofold from draw to draw.
-            headwise.testing.assert_close_like_torch(out, exact, (plain, masked), values=value, factor=2.0)
-            gone = lse == -torch.inf
-            assert bool(gone[:, :, 0].all()) and bool((out.movedim(-1, 0)[:, gone] == 0).all()), name
+            made.append((name, given, how, with_matrix, exact, plain))
+    return made
+
+
+@pytest.mark.parametrize("backend", NATIVE or [pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_definition(backend: str, dtype: torch.dtype) -> None:
+    for name, given, how, with_matrix, exact, plain in cases(dtype):
+        with instructions(backend) as run:
+            out, lse = headwise.attention(*given, backend=run, return_lse=True, **how)
+            masked = headwise.attention(*given, backend=run, **with_matrix)
+        # The largest errors of a few rows differ twofold from draw to draw.
+        headwise.testing.assert_close_like_torch(out, exact, (plain, masked), values=given[2], factor=2.0)
+        gone = lse == -torch.inf
+        assert bool(gone[:, :, 0].all()) and bool((out.movedim(-1, 0)[:, gone] == 0).all()), name
 
 
 @needs_native

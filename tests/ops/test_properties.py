@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from backends import BEST, MUST, NATIVE, attend
+from draw import slow_except
 from drawn_cases import Drawn, Learning, squeezed
 from torch import Tensor
 
@@ -224,7 +225,7 @@ def test_structure_and_its_dense_matrix_mean_the_same(backend: str, number: int)
 # -- what learns, and in which precision -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [*MUST, "sdpa", *BEST])
+@pytest.mark.parametrize("backend", slow_except((*MUST, "sdpa", *BEST), ("auto", "blocks")))
 def test_what_learns_alone_gets_the_gradient_that_it_gets_among_all(backend: str) -> None:
     """Any of the leaves, one or some of them: the same bits, and nothing for the others."""
     alone = set()
@@ -241,7 +242,7 @@ def test_what_learns_alone_gets_the_gradient_that_it_gets_among_all(backend: str
     assert alone == {"query", "key", "value", "gate"} | (set() if backend == "sdpa" else {"sinks", "bias", "slopes"})
 
 
-@pytest.mark.parametrize("backend", [*MUST, "sdpa", *BEST])
+@pytest.mark.parametrize("backend", slow_except((*MUST, "sdpa", *BEST), ("auto", "blocks")))
 def test_autocast_lowers_the_inputs_and_nothing_within(backend: str) -> None:
     """The bits of the call outside of autocast on inputs of its precision: output, lse in float32, gradients."""
     for number in range(60):

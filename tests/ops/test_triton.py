@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from draw import drawn
+from draw import drawn, slow_except
 from loops import inside
 from mask_cases import FEW, MASKS, Sizes, as_tensor
 from native_cases import collected
@@ -115,7 +115,7 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize("mask", POISONED)
+@pytest.mark.parametrize("mask", slow_except(POISONED, ("window",)))
 @inside("where", ["key", "value"])
 @inside("what", [math.nan, math.inf, -math.inf])
 def test_what_may_not_be_attended_changes_no_bit(mask: str, where: str, what: float) -> None:

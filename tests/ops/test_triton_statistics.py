@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import statistics_cases as cases
 import torch
+from draw import slow_except
 from mask_cases import FEW, MASKS, Sizes
 from torch.utils._pytree import tree_map
 from triton_cases import ON_CARD, needs_triton, quiet, there
@@ -40,7 +41,7 @@ def on_card(measure: Any) -> Any:
 @pytest.mark.sweep
 @pytest.mark.parametrize("mask", [None, *FEW, "alibi", "window 2 first 1", "causal | not window", "nothing"])
 @pytest.mark.parametrize("n", [SHORT, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", slow_except((torch.float32, torch.float16), (torch.float32,)), ids=str)
 def test_definitions(mask: str | None, n: Sizes, dtype: torch.dtype) -> None:
     query, key = cases.inputs(n, dtype)
     made = None if mask is None else MASKS[mask](n).mask

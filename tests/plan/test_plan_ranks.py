@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 from headwise import cli, plan
 from headwise.plan.costs import totals as costs

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from draw import slow_except
 from test_plan_ranks import MODELS
 
 from headwise import plan
@@ -45,7 +46,7 @@ SPEEDS = {"bandwidth": "3GB/s", "flops": "5GF"}
 
 
 @pytest.mark.parametrize("speeds", [{}, SPEEDS], ids=["link alone", "all speeds"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", slow_except((1, 3), (3,)))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rows_of_a_rank_are_its_numbers(name: str, batch: int, speeds: dict[str, Any]) -> None:
     made = planned(name, batch=batch, **speeds)

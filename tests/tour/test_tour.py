@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 from browsers import MARKS, Page, launched, until
+from command_line import CliRunner
 from draw import drawn
 from hostile import PAYLOADS
-from typer.testing import CliRunner
 
 from headwise import cli, hf, models, reshape, tour
 from headwise.tour import page as page_module
