@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import headwise
-from headwise.cache import base
 from headwise.hf import fast_decode, make_cache
 from headwise.hf.attention.function import headwise_attention
 from headwise.hf.decode.cache_layers import FullLayer
@@ -226,7 +225,7 @@ def test_what_is_no_step_is_appended_at_once(monkeypatch: pytest.MonkeyPatch) ->
         last.update(torch.randn(2, 2, 24, 40), torch.randn(2, 2, 24, 40))
         with pytest.raises(ValueError, match=r"max_length = 31, and the text comes to 32 tokens"):
             lengths(last)
-        monkeypatch.setattr(base, "runs_plain", lambda: False)  # as without the native library
+        monkeypatch.setattr("headwise.cache.steps.runs_plain", lambda: False)  # as without the native library
         assert lengths(filled()) == [8, 8]
     monkeypatch.undo()
     assert lengths(filled()) == [8, 8], "a gradient may be recorded"
