@@ -51,8 +51,7 @@ def on_huge_pages(x: Tensor) -> None:
     """
     if x.nbytes < _LEAST or not hasattr(mmap, "MADV_HUGEPAGE") or not _is_plain(x) or not x.is_contiguous():
         return
-    start, end = -(-x.data_ptr() // HUGE) * HUGE, (x.data_ptr() + x.nbytes) // HUGE * HUGE
-    _advise(start, end, mmap.MADV_HUGEPAGE)
+    _advise(*_filled(x.data_ptr(), x.data_ptr() + x.nbytes), mmap.MADV_HUGEPAGE)
 
 
 def huge_parts(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -68,13 +67,18 @@ def huge_parts(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
             joined.append((start, end))
-    whole = [(-(-start // HUGE) * HUGE, end // HUGE * HUGE) for start, end in joined]
-    return [(at, min(at + _PART, end)) for start, end in whole for at in range(start, end, _PART)]
+    filled = [_filled(start, end) for start, end in joined]
+    return [(at, min(at + _PART, end)) for start, end in filled for at in range(start, end, _PART)]
 
 
 def collapse(start: int, end: int) -> bool:
     """Move a part of the memory to huge pages now, at the same addresses; return False if the system refuses."""
     return _advise(start, end, _COLLAPSE)
+
+
+def _filled(start: int, end: int) -> tuple[int, int]:
+    """Return where the huge pages begin and end that lie within a part of the memory as a whole."""
+    return -(-start // HUGE) * HUGE, end // HUGE * HUGE
 
 
 def _advise(start: int, end: int, advice: int) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..ops.compiled_calls import methods_outside_graphs
 from ..ops.masks.mask import EVERYTHING, Mask
 from ..ops.native.decode_step import CacheStep, RotaryStep, VisibleKeys, attend_stored, decode_step, runs_plain
+from ..ops.native.mask_arguments import ends_of
 from ..ops.options import ScoreOptions
 from ..ops.storage.packed import BITS
 from ..shapes import check_gate
@@ -122,12 +123,10 @@ class Steps(Dropping):
             or not all(_is_plain(name, option) for name, option in options.items())
         ):
             return None
-        band, storage, length = (self._rule(None) & further).simple_band, self._storage(), columns[0]
-        if band is None or storage.rotations:
+        storage, length = self._storage(), columns[0]
+        ends = ends_of(self._rule(None) & further, 1, length)
+        if ends is None or storage.rotations:
             return None
-        low, high, at_end = band
-        shift = length - 1 if at_end else 0
-        ends = -FAR if low is None else low + shift, FAR if high is None else high + shift
         return attend_stored(query, storage, length, self.head_dim**-0.5 if scale is None else scale, *ends)
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None) -> bool:

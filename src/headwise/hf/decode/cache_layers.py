@@ -10,13 +10,11 @@ from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
 from ...cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
+from ...cache.base import CAUSAL
 from ...ops.compiled_calls import outside_graphs
-from ...ops.masks.constructors import causal
 from ...ops.storage.layout import in_one_piece
 from ...ops.storage.paged import PAGE
 from ..attention.lazy_tensors import KeptTokens, LazyKeys, NewToken, to_model
-
-CAUSAL = causal()
 
 
 class FullLayer(CacheLayerMixin):

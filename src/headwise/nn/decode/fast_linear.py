@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...ops.native import library as native_library
+from ...ops.native.backend import PLAIN
 from ...ops.native.decode_step import runs_plain
 from ...ops.native.library import raise_unless_refused
 
 ROWS = 8  # the most rows that the kernel takes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PLAIN = (Tensor, nn.Parameter)
 CACHED = 2**18  # elements of a float32 weight that the CPU's cache can keep: PyTorch's product is faster there
 
 

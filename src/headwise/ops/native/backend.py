@@ -27,7 +27,7 @@ from ..storage.packed import rotated
 from ..tracing import in_onnx_export
 from . import library as native_library
 from .library import error_for, raise_unless_refused
-from .mask_arguments import ONLY_BANDS, UnsupportedMask, lowered, trouble_with
+from .mask_arguments import ONLY_BANDS, UnsupportedMask, ends_of, lowered, trouble_with
 from .picked_keys import attend_picked, is_picked
 
 PLAIN = (Tensor, Parameter)
@@ -160,11 +160,8 @@ def fast_path(
     scale = (D or 1) ** -0.5 if scale is None else scale
     packed = layout is not None and layout.bits < 8
     if gate is None and sinks is None and softcap is None and return_lse is False and not packed:
-        band = _NO_BAND if mask is None else mask.simple_band if type(mask) is Mask else None
-        if band is not None:
-            low, high, at_end = band
-            shift = S - T if at_end else 0
-            ends = -FAR if low is None else low + shift, FAR if high is None else high + shift
+        ends = (-FAR, FAR) if mask is None else ends_of(mask, T, S) if type(mask) is Mask else None
+        if ends is not None:
             try:
                 if learning:
                     return native_library.attend_band(query, key, value, scale, *ends)
@@ -183,9 +180,6 @@ def fast_path(
     if not packed or result is None:
         return result
     return (rotated(result[0], back=True), result[1]) if return_lse else rotated(result, back=True)
-
-
-_NO_BAND = (None, None, False)
 
 
 def _with_rules(

@@ -92,6 +92,16 @@ ONLY_BANDS = (None, None, None, None, None, None, None, 0.0, None)
 """The arguments behind `high` of a call that has no other rule than bands, no gate and no dropout."""
 
 
+def ends_of(mask: Mask, T: int, S: int) -> tuple[int, int] | None:
+    """Return `low` and `high` of a mask that has only bands at numbers, or no parts; None for any other mask."""
+    band = mask.simple_band
+    if band is None:
+        return None
+    low, high, at_end = band
+    shift = S - T if at_end else 0
+    return -FAR if low is None else low + shift, FAR if high is None else high + shift
+
+
 class UnsupportedMask(TypeError):
     """The operator does not support a mask."""
 
@@ -106,10 +116,7 @@ def lowered(options: ScoreOptions, T: int, S: int) -> LoweredOptions:
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     softcap = options.softcap or 0.0
     traced = torch.compiler.is_compiling() or not (type(T) is type(S) is int)
-    if not traced and (band := options.mask.simple_band) is not None:  # most calls
-        low, high, at_end = band
-        shift = S - T if at_end else 0
-        ends = -FAR if low is None else low + shift, FAR if high is None else high + shift
+    if not traced and (ends := ends_of(options.mask, T, S)) is not None:  # most calls
         return LoweredOptions(options.scale, softcap, sinks, *ends, None, None, None, None, None, None)
     terms = _Terms(T, S)
     if len(parts) > 1 and len(_firsts(options.mask)) > 1:
