@@ -10,6 +10,11 @@ namespace HW_ISA {
 
 constexpr int kLinearSums = 8;  // outputs at a time: as many sums as a CPU needs to start two products every cycle
 
+// Rows of weights that are read side by side for R rows of x. AMD's CPUs read four runs faster than eight, and faster
+// without prefetching.
+template <int R>
+constexpr int kLinearRuns = kFloatsInOrder && R == 1 ? 4 : kLinearSums / R;
+
 // Calls run(reader) with the format in which weights are read.
 template <class Run>
 static inline void with_weights(Dtype dtype, const Run& run) {
@@ -43,17 +48,17 @@ static void pack_linear(const Linear& layer, float* packed, float* row) {
   });
 }
 
-// The products of R rows of x, starting at row r, with kLinearSums / R rows of weights, `stride` elements apart.
+// The products of R rows of x, starting at row r, with N rows of weights, `stride` elements apart.
 template <class Read, int R>
 static void linear_sums(const Linear& layer, const float* packed, int64_t r, const typename Read::T* weights,
                         int64_t stride, float* sums) {
   using T = typename Read::T;
-  constexpr int N = kLinearSums / R;
+  constexpr int N = kLinearRuns<R>;
   constexpr int64_t kAhead = 512 / sizeof(T);  // that far the CPU's own prefetching does not reach
   const int64_t padded = linear_padded(layer.width), whole = layer.width / Read::kStep * Read::kStep;
-  F acc[kLinearSums];
+  F acc[N * R];
   HW_UNROLL
-  for (int i = 0; i < kLinearSums; ++i) acc[i] = zero();
+  for (int i = 0; i < N * R; ++i) acc[i] = zero();
   const auto step = [&](const T* w, int64_t from_row_to_row, int64_t i) HW_LAMBDA {
     F ka[N], kb[N];
     HW_UNROLL
@@ -68,7 +73,7 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
   };
   for (int64_t i = 0; i < whole; i += Read::kStep) {
     HW_UNROLL
-    for (int n = 0; n < N; ++n) {
+    for (int n = 0; n < N && !kFloatsInOrder; ++n) {
       HW_UNROLL
       for (int64_t line = 0; line < Read::kStep; line += 64 / int64_t{sizeof(T)}) {
         HW_PREFETCH_ONCE(weights + n * stride + i + kAhead + line);
@@ -85,14 +90,14 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
     step(rest, Read::kStep, whole);
   }
   HW_UNROLL
-  for (int i = 0; i < kLinearSums; ++i) sums[i] = reduce_add(acc[i]);
+  for (int i = 0; i < N * R; ++i) sums[i] = reduce_add(acc[i]);
 }
 
 // The sums of an item for R rows of x, starting at row r, [row][output]. Several runs of neighbouring rows of weights
 // are read side by side, because the CPU's own prefetching follows one run in a page.
 template <class Read, int R>
 static void linear_runs(const Linear& layer, const float* packed, int64_t r, int64_t first, int64_t last, float* sums) {
-  constexpr int N = kLinearSums / R;
+  constexpr int N = kLinearRuns<R>;
   const int64_t run = (last - first) / N, stride = layer.weight_stride;
   const auto* weights = reinterpret_cast<const typename Read::T*>(layer.weight) + first * stride;
   const auto add = [&](int64_t n, int64_t from_run_to_run, int runs) {
