@@ -78,7 +78,7 @@ static Plan plan_statistics(const Call& p, const Statistics& statistics) {
 template <class Run>
 static inline void with_reader(const Call& p, const Run& any) {
   const auto run = [&](auto reader) {
-    if constexpr (kFloatsInOrder) {
+    if constexpr (kReadsInOrder) {
       if (prefers_l2_prefetch()) return any(IntoL2<decltype(reader)>{});
     }
     any(reader);

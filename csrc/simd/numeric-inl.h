@@ -9,6 +9,9 @@ namespace HW_ISA {
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kInf = __builtin_huge_valf();
 
+// AMD's CPUs prefetch what is read in the order of memory, and little else.
+constexpr bool kReadsInOrder = HW_PREFETCH_LOCALITY == 0;
+
 HW_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 HW_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }

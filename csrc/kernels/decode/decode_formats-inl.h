@@ -15,9 +15,9 @@ constexpr int64_t kSplitKeys = 1024;  // keys of an item, if a head has few rows
 
 // True if keys and values are read in the order of memory: on AMD's CPUs, and with vectors of 16 lanes for elements of
 // 16 bits.
-constexpr bool kFloatsInOrder = HW_PREFETCH_LOCALITY == 0, kHalvesInOrder = kFloatsInOrder || W == 16;
+constexpr bool kHalvesInOrder = kReadsInOrder || W == 16;
 template <class Read>
-constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kFloatsInOrder : kHalvesInOrder;
+constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kReadsInOrder : kHalvesInOrder;
 
 // In this order, a tile has 16 KiB of keys or of values, because the work that is done once for a tile takes some 100
 // cycles.
@@ -46,7 +46,7 @@ struct ReadF32 {
   static constexpr int kDigits = 0;        // digits of a query in integer arithmetic; 0 for float arithmetic
   static constexpr bool kTiles = false;    // the item is computed by decode_split-inl.h
   static constexpr int64_t kStep = 2 * W;  // elements at a time
-  static constexpr int kTile = kFloatsInOrder ? kInt8Tile : kDecodeTile;
+  static constexpr int kTile = kReadsInOrder ? kInt8Tile : kDecodeTile;
   HW_INLINE void load2(const float* p, F& a, F& b) {
     a = load(p);
     b = load(p + W);

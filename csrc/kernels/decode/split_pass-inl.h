@@ -13,10 +13,6 @@ namespace HW_ISA {
 
 constexpr int kScorePitch = static_cast<int>(kSplitKeys) + W;  // floats from row to row of the scores
 
-// Keys and values that are not more than this are taken to be in the L2 cache, where prefetching them takes longer than
-// it saves. Only if they have been read recently they are, but so few take no longer without prefetching.
-constexpr int64_t kNearBytes = 2 << 20;
-
 // W times 0, then W times 1.
 struct ZerosAndOnes {
   float x[2 * W];
@@ -383,7 +379,7 @@ class SplitPass {
   F largest_[R];
   float scales_[2][Shape::kBytes ? Read::kTile : 1];
   const float softmax_scale_ = softmax_scale(p_) * kLog2e;
-  const bool prefetches_ = p_.B * p_.K * p_.S * (p_.D + p_.V) * kSize > kNearBytes;
+  const bool prefetches_ = keys_are_far(p_);
 };
 
 }  // namespace HW_ISA

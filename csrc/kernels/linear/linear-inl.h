@@ -13,7 +13,7 @@ constexpr int kLinearSums = 8;  // outputs at a time: as many sums as a CPU need
 // Rows of weights that are read side by side for R rows of x. AMD's CPUs read four runs faster than eight, and faster
 // without prefetching.
 template <int R>
-constexpr int kLinearRuns = kFloatsInOrder && R == 1 ? 4 : kLinearSums / R;
+constexpr int kLinearRuns = kReadsInOrder && R == 1 ? 4 : kLinearSums / R;
 
 // Calls run(reader) with the format in which weights are read.
 template <class Run>
@@ -73,7 +73,7 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
   };
   for (int64_t i = 0; i < whole; i += Read::kStep) {
     HW_UNROLL
-    for (int n = 0; n < N && !kFloatsInOrder; ++n) {
+    for (int n = 0; n < N && !kReadsInOrder; ++n) {
       HW_UNROLL
       for (int64_t line = 0; line < Read::kStep; line += 64 / int64_t{sizeof(T)}) {
         HW_PREFETCH_ONCE(weights + n * stride + i + kAhead + line);

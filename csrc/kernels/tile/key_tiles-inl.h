@@ -54,6 +54,12 @@ class PageTable {
   alignas(Call) char moved_[sizeof(Call)];  // a copy of the call, filled only if there are pages
 };
 
+// False if keys and values are so few that they are taken to be in the L2 cache, where prefetching them takes longer
+// than it saves. Only if they have been read recently they are, but so few take no longer without prefetching.
+HW_INLINE bool keys_are_far(const Call& p) {
+  return p.B * p.K * p.S * (p.D + p.V) * size_of(p.key.dtype) > int64_t{2} << 20;
+}
+
 // The keys of a tile that have a NaN or Inf, in themselves or in their value. Kernels read them as zeros from a copy:
 // rows that may attend one become NaN, and no other row changes.
 struct BadKeys {
