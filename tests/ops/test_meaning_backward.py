@@ -63,11 +63,22 @@ def leaves_of(n: Sizes, extra: str, dtype: torch.dtype, kind: str = "normal") ->
     return leaves, options
 
 
+def naive_by_group(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **options: Any) -> Tensor:
+    """`naive` with the query heads of a group in one axis: a gradient of a value is then one sum over all its rows."""
+    (B, H, T, _), (K, S) = query.shape, key.shape[1:3]
+
+    def fold(x: Tensor) -> Tensor:
+        return x.unflatten(1, (K, H // K)).flatten(2, 3)
+
+    rows = None if mask is None else fold(mask.expand(B, H, T, S))
+    return naive(fold(query), key, value, mask=rows, **options)[0].unflatten(2, (H // K, T)).flatten(1, 2)
+
+
 @cache
 def exact_gradients(
     mask: str | None, n: Sizes, extra: str, dtype: torch.dtype, kind: str = "normal"
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """(float64 gradients, naive gradients three times) from the mask's definition as a loop."""
+    """(float64 gradients, naive gradients in several orders of sums) from the mask's definition as a loop."""
     leaves, options = leaves_of(n, extra, dtype, kind)
     tensor = None if mask is None else as_tensor(mask, n)
     exact = gradients(
@@ -79,6 +90,8 @@ def exact_gradients(
         gradients(lambda order=order, **x: naive(**x, mask=tensor, **options)[order], leaves, upstream(n, dtype))
         for order in range(3)
     ]
+    if not {"sinks", "gate"} & leaves.keys():  # these belong to heads
+        rough.append(gradients(lambda **x: naive_by_group(**x, mask=tensor, **options), leaves, upstream(n, dtype)))
     return exact, rough
 
 
