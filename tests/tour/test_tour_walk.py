@@ -140,6 +140,16 @@ def test_prices_of_another_setting_are_called_old(visit: Any) -> None:
     old.wait_for(state="hidden")
 
 
+def test_a_claim_leaves_the_prices_of_the_setting_shown(visit: Any) -> None:
+    """A claim prices the plain run in the background; a reader's own prices may come before it."""
+    page = visit("#t=def%20f(a)")
+    page.locator('#switches [data-item="2.1"]').click()
+    price_all(page)
+    page.evaluate("() => window.headwise.drawAll()")
+    page.locator('[data-claim="redundant"].measured').wait_for(state="attached")
+    assert not page.locator("#price-old").is_visible()
+
+
 def price_all(page: Any) -> None:
     """Prices every head, and waits for the last price."""
     page.locator("#price").click()  # it is disabled at once

@@ -78,7 +78,7 @@ section("off", {
 claim("redundant", async (run) => {
   const costs = range(model.L, () => []);
   await plainSession.priceAll(run, (l, h, cost) => (costs[l][h] = cost), CLAIM);
-  if (current.plain === run) {
+  if (current.plain === run && prices?.key !== priceKey(current.now)) {  // prices of the setting shown stay
     prices = { key: priceKey(run), costs };
     sections.get("off").draw(current);
   }
