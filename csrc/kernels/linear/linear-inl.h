@@ -48,7 +48,7 @@ static void pack_linear(const Linear& layer, float* packed, float* row) {
   });
 }
 
-// The products of R rows of x, starting at row r, with N rows of weights, `stride` elements apart.
+// The products of R rows of x, starting at row r, with kLinearRuns<R> rows of weights, `stride` elements apart.
 template <class Read, int R>
 static void linear_sums(const Linear& layer, const float* packed, int64_t r, const typename Read::T* weights,
                         int64_t stride, float* sums) {
