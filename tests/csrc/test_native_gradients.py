@@ -127,8 +127,11 @@ def test_the_gradient_of_a_gradient_is_the_definitions(name: str | None, extra: 
         "slopes": {"slopes": (n.B, n.H)},
     }
     case = Case(n, mask=name, **options.get(extra, {}))
-    for x, exact in zip(penalty("native", torch.float32, case), penalty("reference", torch.float64, case), strict=True):
-        torch.testing.assert_close(x.double(), exact, rtol=2e-4, atol=2e-4)
+    native, naive = (penalty(backend, torch.float32, case) for backend in ("native", "reference"))
+    for x, y, exact in zip(native, naive, penalty("reference", torch.float64, case), strict=True):
+        # Large terms may cancel, so an element's own size says nothing: the definition in float32 shows the rounding.
+        allowed = 4 * (y - exact).abs().max() + 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+        torch.testing.assert_close(x.double(), exact, rtol=0, atol=float(allowed))
 
 
 BANDS = [None, headwise.causal(), headwise.causal(offset=1), headwise.causal_top_left(), headwise.window(3, 2)]
