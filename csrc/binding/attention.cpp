@@ -29,12 +29,7 @@ void attend_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Call p;
   const View query_view = read_view(query, "query");
   fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
-  p.scale = read_scale(number(stack[3]));
-  p.low = clamp_far(static_cast<int64_t>(stack[4]));
-  p.high = clamp_far(static_cast<int64_t>(stack[5]));
-  Handle out = empty_out(p, query_view.torch_dtype);
-  attend(p);
-  stack[0] = out.release();
+  attend_band(p, query_view.torch_dtype, stack, 3);
 }
 
 void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -128,6 +123,15 @@ void attend(Call& p, int32_t torch_dtype, StableIValue* stack) {
   attend(p);
   stack[0] = out.release();
   stack[1] = lse.release();
+}
+
+void attend_band(Call& p, int32_t torch_dtype, StableIValue* stack, int first) {
+  p.scale = read_scale(number(stack[first]));
+  p.low = clamp_far(static_cast<int64_t>(stack[first + 1]));
+  p.high = clamp_far(static_cast<int64_t>(stack[first + 2]));
+  Handle out = empty_out(p, torch_dtype);
+  attend(p);
+  stack[0] = out.release();
 }
 
 Handle empty_lse(Call& p) {

@@ -1,6 +1,7 @@
 // torch.ops.headwise.attend_held attends to the keys and values of a cache in place: contiguous or in pages, in the
-// query's dtype or in codes with a scale for each token and head. append_codes quantises new tokens and writes them
-// into such a cache.
+// query's dtype or in codes with a scale for each token and head. attend_stored is the same for a band without other
+// rules: with few keys, reading fewer arguments saves a sixth of a call. append_codes quantises new tokens and writes
+// them into such a cache.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -14,20 +15,47 @@
 namespace headwise {
 namespace {
 
+// Query, keys and values: the first arguments of an operator on a cache.
+struct Stored {
+  static constexpr int kCount = 7;
+  Handle query, key, key_scale, value, value_scale, table;
+  int64_t length;
+
+  explicit Stored(const StableIValue* stack)
+      : query(stack[0]),
+        key(stack[1]),
+        key_scale(optional(stack[2])),
+        value(stack[3]),
+        value_scale(optional(stack[4])),
+        table(optional(stack[5])),
+        length(static_cast<int64_t>(stack[6])) {}
+
+  // Returns the query's dtype.
+  int32_t fill(Call& p) const {
+    const View query_view = read_view(query, "query");
+    fill_cache_problem(p, query_view, {key, key_scale}, {value, value_scale}, table, length);
+    return query_view.torch_dtype;
+  }
+};
+
 void attend_held_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  const Handle query(stack[0]), key(stack[1]), key_scale(optional(stack[2]));
-  const Handle value(stack[3]), value_scale(optional(stack[4])), table(optional(stack[5]));
-  const auto length = static_cast<int64_t>(stack[6]);
-  const Rules rules(stack + 7);
-  const StableIValue* rest = stack + 7 + kRuleCount;
+  const Stored stored(stack);
+  const Rules rules(stack + Stored::kCount);
+  const StableIValue* rest = stack + Stored::kCount + kRuleCount;
   const Handle gate(optional(rest[0])), seed(optional(rest[2]));
   Call p;
-  const View query_view = read_view(query, "query");
-  fill_cache_problem(p, query_view, {key, key_scale}, {value, value_scale}, table, length);
+  const int32_t torch_dtype = stored.fill(p);
   rules.fill(p);
   take_gate(p, gate);
   take_dropout(p, read_dropout(rest[1]), seed);
-  attend(p, query_view.torch_dtype, stack);
+  attend(p, torch_dtype, stack);
+}
+
+void attend_stored_boxed(StableIValue* stack, uint64_t, uint64_t) {
+  const Stored stored(stack);
+  Call p;
+  const int32_t torch_dtype = stored.fill(p);
+  attend_band(p, torch_dtype, stack, Stored::kCount);
 }
 
 // The range of addresses of a tensor, from its first byte to behind its last; empty if it has no element.
@@ -169,11 +197,15 @@ void append_codes_boxed(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-const Operator kCache[2] = {
+const Operator kCache[3] = {
     {"attend_held",
      "attend_held(Tensor query, Tensor key, Tensor? key_scale, Tensor value, Tensor? value_scale, Tensor? table, "
      "SymInt length, " HEADWISE_RULES ", Tensor? gate, float dropout, Tensor? seed) -> (Tensor, Tensor)",
      "CPU", attend_held_boxed},
+    {"attend_stored",
+     "attend_stored(Tensor query, Tensor key, Tensor? key_scale, Tensor value, Tensor? value_scale, Tensor? table, "
+     "SymInt length, float scale, SymInt low, SymInt high) -> Tensor",
+     "CPU", attend_stored_boxed},
     {"append_codes",
      "append_codes(Tensor key, Tensor? value, Tensor(a!) key_data, Tensor(b!) key_scale, Tensor(c!)? value_data, "
      "Tensor(d!)? value_scale, SymInt[] spans, Tensor? key_rotation=None, Tensor? value_rotation=None) -> ()",

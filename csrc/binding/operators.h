@@ -14,13 +14,16 @@ struct Operator {
 };
 
 extern const Operator kBackward[3];    // backward.cpp
-extern const Operator kCache[2];       // cache.cpp
+extern const Operator kCache[3];       // cache.cpp
 extern const Operator kStatistics[2];  // statistics.cpp
 extern const Operator kStep;           // step.cpp
 extern const Operator kLinear;         // linear.cpp
 
 // Runs the call. The results out and lse become the first two entries of the stack.
 void attend(Call& p, int32_t torch_dtype, StableIValue* stack);
+
+// Runs a call whose other arguments are scale, low and high, from `first` on. Its only result is out.
+void attend_band(Call& p, int32_t torch_dtype, StableIValue* stack, int first);
 
 Handle empty_lse(Call& p);  // (B, H, T); sets p.lse
 

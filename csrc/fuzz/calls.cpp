@@ -180,7 +180,7 @@ Output run(const Case& k, const Tensors& t) {
   Output result;
   if (k.plain) {
     stack.insert(stack.end(), {low, high});
-    result.error = call("attend", stack, 1);
+    result.error = call(cached ? "attend_stored" : "attend", stack, 1);
     if (result.error.empty()) result.out = numbers(take(stack[0]));
     return result;
   }

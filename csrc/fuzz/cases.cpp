@@ -331,14 +331,14 @@ Case draw_case(uint64_t seed, double most) {
   const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}),
                high = draw.one_of<double>({1, 1, 1, power, 1 / power});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
-  k.bytes = !k.plain && !k.far_apart && draw.once_in(4);
+  k.bytes = !k.far_apart && draw.once_in(4);
   if (k.bytes && draw.once_in(2)) {
     k.bits = static_cast<int>(draw.between(3, 4));
     c.D = (c.D + 7) / 8 * 8;
     c.V = (c.V + 7) / 8 * 8;
   }
   k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
-  k.paged = !k.plain && draw.once_in(3);
+  k.paged = draw.once_in(3);
   if (k.bytes) {
     const double spread = draw.one_of<double>({0, 0, 3});
     const auto scale = [&] { return high * size / 64 * exp(spread * draw.normal()) * (draw.once_in(30) ? -1 : 1); };

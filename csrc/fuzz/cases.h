@@ -17,8 +17,8 @@ struct Case {
   std::vector<DrawnTensor> segments, dense, alibi;
   std::vector<DrawnMap> maps;
   std::vector<DrawnTensor> relative;
-  bool plain = false;      // the operator `attend`, without extras
-  bool bytes = false;      // keys and values are codes with scales: `attend_held`
+  bool plain = false;      // the operator `attend` or `attend_stored`, without extras
+  bool bytes = false;      // keys and values are codes with scales
   int bits = 8;            // of a code; 4 and 3 are packed
   bool paged = false;      // run a second time with keys and values in pages, for the same bits
   bool overflows = false;  // some scores are -inf in float32

@@ -26,8 +26,8 @@ DTYPES = (*ANY_FLOAT, torch.int64, torch.int32, torch.int8, torch.uint8, torch.b
 OTHER_DTYPES = {"gate": ANY_FLOAT, **{f"dense {n}": ANY_FLOAT | {torch.bool} for n in range(3)}}
 OTHER_AXES = {"bounds", "segments 0", "segments 1", "alibi 0", "seed"}  # some stand for (1, n) with one axis
 FREE = {  # axes that nothing else of the call fixes
-    "attend": {("query", 2), ("value", 3)}, "attend_statistics": {("value", 3), ("features", 2)},
-    "attend_received": {("key", 1)},
+    **{name: {("query", 2), ("value", 3)} for name in ("attend", "attend_stored", "attend_stored, pages")},
+    "attend_statistics": {("value", 3), ("features", 2)}, "attend_received": {("key", 1)},
 }  # fmt: skip
 LONGER = {("bounds", 1), ("table", 1), ("maps 1", 0)}  # a fifth number of each row, pages and bits not needed
 # Read as rows next to each other, or wholly contiguous.
@@ -62,7 +62,7 @@ def refused(name: str, arguments: dict[str, Any]) -> None:
 
 def of_other_dtypes(name: str, what: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     allowed = OTHER_DTYPES.get(what, set()) | {x.dtype}
-    if what == "query" and name.startswith("attend_held"):  # beside int8 any that is served
+    if what == "query" and name.startswith(("attend_held", "attend_stored")):  # beside int8 any that is served
         allowed |= {torch.float32, torch.bfloat16, torch.float16}
     if what in ("key", "value") and name == "append_codes":
         allowed |= ANY_FLOAT
@@ -169,15 +169,17 @@ def test_any_layout_is_read_or_refused(name: str) -> None:
 def test_how_many_there_may_be(name: str) -> None:
     """Of masks, segments and slopes; and with which others an argument goes."""
     arguments = calls()[name]
-    dense, segments, alibi = arguments["dense"], arguments["segments"], arguments["alibi"]
     with collected() as attempt:
-        for changes in ({"dense": dense[1:2] * 7}, {"segments": segments * 4}, {"alibi": alibi * 4}, {"dense": []}):
-            results(name, arguments | changes)
-        for changes in (
-            {"dense": dense[1:2] * 8}, {"segments": segments * 5}, {"alibi": alibi * 5}, {"alibi": alibi[:1]},
-            {"segments": segments[:1]}, {"scale": float("nan")}, {"softcap": -1.0}, {"softcap": 1e300},
-        ):  # fmt: skip
-            attempt(changes, refused, name, arguments | changes)
+        attempt("scale", refused, name, arguments | {"scale": float("nan")})
+        if "dense" in arguments:
+            dense, segments, alibi = arguments["dense"], arguments["segments"], arguments["alibi"]
+            for changes in ({"dense": dense[1:2] * 7}, {"segments": segments * 4}, {"alibi": alibi * 4}, {"dense": []}):
+                results(name, arguments | changes)
+            for changes in (
+                {"dense": dense[1:2] * 8}, {"segments": segments * 5}, {"alibi": alibi * 5}, {"alibi": alibi[:1]},
+                {"segments": segments[:1]}, {"softcap": -1.0}, {"softcap": 1e300},
+            ):  # fmt: skip
+                attempt(changes, refused, name, arguments | changes)
         if "dropout" in arguments:
             for changes in ({"seed": None}, {"dropout": 1.5}, {"dropout": -0.1}, {"dropout": float("nan")}):
                 attempt(changes, refused, name, arguments | changes)

@@ -146,8 +146,9 @@ def test_more_rows_than_are_added_up_in_float32(backend: str, dtype: torch.dtype
 
 @pytest.mark.sweep
 @natives
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [name for name in MASKS if "picked" not in name])
 def test_every_mask(backend: str, name: str) -> None:
+    """Of picked keys, plain operations give the statistics."""
     with instructions(backend), collected() as attempt:
         for n in SIZES:
             query, key = inputs(n)

@@ -75,6 +75,8 @@ def calls() -> dict[str, dict[str, Any]]:
         "attend_full": {**qkv, **every, "gate": gate, **dropped},
         "attend_held": {**cache, **every, "gate": gate, **dropped},
         "attend_held, pages": {**paged, "table": table, **every, "gate": gate, **dropped},
+        "attend_stored": {**cache, "scale": 0.25, "low": -FAR, "high": FAR},
+        "attend_stored, pages": {**paged, "table": table, "scale": 0.25, "low": -FAR, "high": FAR},
         "attend_backward": {
             "grad_out": out * 3, "grad_lse": lse * 2, "out": out, "ends": kept, "biases": True, **qkv, **every,
             **dropped,
@@ -87,8 +89,8 @@ def calls() -> dict[str, dict[str, Any]]:
 
 
 NAMES = (
-    "attend", "attend_full", "attend_held", "attend_held, pages", "attend_backward", "attend_statistics",
-    "attend_received", "append_codes", "dropout_keep",
+    "attend", "attend_full", "attend_held", "attend_held, pages", "attend_stored", "attend_stored, pages",
+    "attend_backward", "attend_statistics", "attend_received", "append_codes", "dropout_keep",
 )  # fmt: skip
 
 

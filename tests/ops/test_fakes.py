@@ -78,6 +78,7 @@ def stored(dtype: torch.dtype) -> None:
             cache.append(drawn(B, K, S, D), drawn(B, K, S, V))
             for tokens in (T, 1):
                 headwise.attention(drawn(B, H, tokens, D), cache)
+                headwise.attention(drawn(B, H, tokens, D), cache, softcap=3.0)
 
 
 MASKS = {
@@ -109,5 +110,8 @@ def test_fakes_have_the_forms_of_what_they_stand_for() -> None:
         seen |= mode.seen
         wrong += [f"{name}, {text}" for text in mode.wrong]
     assert wrong == []
-    wanted = {"attend", "attend_full", "attend_held", "attend_backward", "attend_statistics", "attend_received"}
+    wanted = {
+        "attend", "attend_full", "attend_held", "attend_stored", "attend_backward", "attend_statistics",
+        "attend_received",
+    }  # fmt: skip
     assert wanted <= seen, seen

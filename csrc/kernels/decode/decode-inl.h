@@ -113,8 +113,10 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
     if constexpr (Read::kDigits != 0) {
       bool fits;
       auto* digits = reinterpret_cast<int8_t*>(s.query);
-      s.query_unit[r] =
-          quantize_query<Read::kDigits>(digits, s.query_bias + r * 4, s.line, padded_D, Read::kWeightDigits == 2, fits);
+      const auto write = [&](float factor) {
+        write_digits<Read::kDigits>(digits, s.query_bias + r * 4, s.line, padded_D, factor);
+      };
+      s.query_unit[r] = quantize_query<Read::kDigits>(s.line, padded_D, Read::kWeightDigits == 2, fits, write);
       constexpr int Some = kQueriesAtOnce<R>;
       int8_t* place =
           s.query_digits + r / Some * Some * padded_D * kQueryBytes<Read::kDigits> + r % Some * kBytes * Read::kDigits;

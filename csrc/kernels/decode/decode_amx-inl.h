@@ -4,8 +4,10 @@
 // A row of a tile has 64 bytes: 32 columns of bfloat16, or 64 of int8. Q K^T: 16 keys by a row's columns are a first
 // factor, and words of neighbouring columns by rows of Q a second one. P V: 16 keys by a row's columns of V are a
 // second factor, in which neighbours are columns and not keys. So a weight is paired with zeros: of two columns (w, 0)
-// gives the sums of the first, and (0, w) those of the second. These rows, for all query rows and for all parts of a
-// weight, fill one or more first factors of 16 rows.
+// gives the sums of the first, and (0, w) those of the second. These rows, for all query rows and for both parts of a
+// weight, fill a first factor of 16 rows. If they are more, only those for the first columns of a word are stored.
+// Loaded from some bytes before their start, they are those for the next columns, because zeros stand behind each
+// weight.
 #pragma once
 
 #include "kernels/tile/micro_amx-inl.h"
@@ -139,38 +141,36 @@ HW_INLINE void multiply_keys(const uint32_t* query, int64_t D, const TileRows& k
   }
 }
 
+// Loads a first factor of the weights of 16 keys: the one for the columns of a word from `Factor` times `Places` on.
+template <class Read, int Tile, int Factor, int Places>
+HW_INLINE void load_weights(const uint32_t* weights) {
+  tile_load<Tile>(offset(weights, -Factor * Places * kSize<Read>), kTileRow);
+}
+
 // Adds the products of 16 keys' weights, in `Factors` first factors, with the G-th row of columns.
 template <class Read, int Factors, int G>
-HW_INLINE void add_columns(const uint32_t* weights, const TileRows& values) {
+HW_INLINE void add_columns(const TileRows& values) {
   load_rows<kValues + G % 2>(values);
   tile_times_of<Read, G * Factors, kFirstWeights, kValues + G % 2>();
   if constexpr (Factors > 1) tile_times_of<Read, G * Factors + 1, kFirstWeights + 1, kValues + G % 2>();
-  if constexpr (Factors > 2) {
-    tile_load<kFirstWeights>(weights + 2 * kTileWords, kTileRow);
-    tile_times_of<Read, 2, kFirstWeights, kValues>();
-    tile_load<kFirstWeights + 1>(weights + 3 * kTileWords, kTileRow);
-    tile_times_of<Read, 3, kFirstWeights + 1, kValues>();
-  }
 }
 
 // Adds weights times values to the sums in the registers, for the steps first <= step < last of columns. Calls
 // between(j) behind the products of the keys from j on.
-template <class Read, int Factors, class Between>
+template <class Read, int Factors, int Places, class Between>
 HW_INLINE void multiply_values(const uint32_t* weights, const TileRows& values, int64_t V, int64_t first, int64_t last,
                                const Between& between) {
-  for (int j = 0; j < values.n; j += W, weights += Factors * kTileWords) {
-    tile_load<kFirstWeights>(weights, kTileRow);
-    if constexpr (Factors > 1) tile_load<kFirstWeights + 1>(weights + kTileWords, kTileRow);
+  for (int j = 0; j < values.n; j += W, weights += kTileWords) {
+    load_weights<Read, kFirstWeights, 0, Places>(weights);
+    if constexpr (Factors > 1) load_weights<Read, kFirstWeights + 1, 1, Places>(weights);
     const auto columns = [&](int64_t step) HW_LAMBDA {
       return TileRows::behind(values, first_key(j, values.n), first_column(step, V, Read::kStep) * kSize<Read>);
     };
-    add_columns<Read, Factors, 0>(weights, columns(first));
-    if constexpr (Factors <= 2) {
-      if (first + 1 < last) add_columns<Read, Factors, 1>(weights, columns(first + 1));
-    }
+    add_columns<Read, Factors, 0>(columns(first));
+    if (first + 1 < last) add_columns<Read, Factors, 1>(columns(first + 1));
     if constexpr (Factors == 1) {
-      if (first + 2 < last) add_columns<Read, Factors, 2>(weights, columns(first + 2));
-      if (first + 3 < last) add_columns<Read, Factors, 3>(weights, columns(first + 3));
+      if (first + 2 < last) add_columns<Read, Factors, 2>(columns(first + 2));
+      if (first + 3 < last) add_columns<Read, Factors, 3>(columns(first + 3));
     }
     between(j);
   }

@@ -59,13 +59,13 @@ HW_INLINE float power_for(int digits, float largest) {
   return inverse;
 }
 
-// Writes a query of n floats (whole vectors) as digits and returns the unit of the last digit, a power of two. Two
-// digits represent a bfloat16 exactly down to a 128th of the largest element. `fits` is false if two digits lose more
-// than 2^-16 of the query's norm, because a few elements are far larger than the others; such a query needs three
-// digits. If `two` is set, the three digits of a query that fits have the same value as two, so that the bits of a row
-// do not depend on the other rows.
-template <int Digits>
-static inline float quantize_query(int8_t* digits, int32_t* bias, float* x, int64_t n, bool two, bool& fits) {
+// Writes a query of n floats (whole vectors) as digits and returns the unit of the last digit, a power of two.
+// write(factor) writes the digits of x times this factor. Two digits represent a bfloat16 exactly down to a 128th of
+// the largest element. `fits` is false if two digits lose more than 2^-16 of the query's norm, because a few elements
+// are far larger than the others; such a query needs three digits. If `two` is set, the three digits of a query that
+// fits have the same value as two, so that the bits of a row do not depend on the other rows.
+template <int Digits, class Write>
+HW_INLINE float quantize_query(float* x, int64_t n, bool two, bool& fits, const Write& write) {
   const float largest = reduce_max(abs_max(x, n)), inverse = power_for(2, largest);
   F lost = zero(), norm = zero();
   for (int64_t i = 0; i < n; i += W) {
@@ -75,16 +75,16 @@ static inline float quantize_query(int8_t* digits, int32_t* bias, float* x, int6
   }
   fits = reduce_add(lost) <= 0x1p-32f * reduce_add(norm);
   if (Digits == 2) {
-    write_digits<2>(digits, bias, x, n, inverse);
+    write(inverse);
     return 1.0f / inverse;
   }
   if (two && fits) {
     for (int64_t i = 0; i < n; i += W) store(x + i, round_to_int(mul(load(x + i), set1(inverse))));
-    write_digits<3>(digits, bias, x, n, 256.0f);
+    write(256.0f);
     return 1.0f / 256.0f / inverse;
   }
   const float finer = power_for(3, largest);
-  write_digits<3>(digits, bias, x, n, finer);
+  write(finer);
   return 1.0f / finer;
 }
 

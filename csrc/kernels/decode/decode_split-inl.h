@@ -7,20 +7,32 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Packs row r of int8 queries, of `padded` columns. Returns false if two digits are not enough.
+// Writes the digits of row r of a query, of `padded` columns: [row][digit][column], with zeros for unused digits.
+// Returns false if two digits are not enough.
 template <class Read, int R>
-HW_INLINE bool pack_digits(SplitScratch& s, int r, float* line, int64_t padded) {
-  using Shape = TileShape<Read, R>;
+HW_INLINE bool write_query_digits(SplitScratch& s, int r, float* line, int64_t padded) {
+  constexpr int kWords = TileShape<Read, R>::kWords, kDigits = Read::kDigits;
+  auto* digits = reinterpret_cast<int8_t*>(s.copy) + r * kWords * padded;
   bool fits;
-  int32_t bias[4];
-  auto* digits = reinterpret_cast<int8_t*>(s.copy);
-  s.query_unit[r] = quantize_query<Read::kDigits>(digits, bias, line, padded, true, fits);
-  if (Read::kDigits == 2 && !fits) return false;
-  uint32_t* to = s.query + r / Shape::kRows * padded / 4 * Shape::kColumns + r % Shape::kRows * Shape::kWords;
-  for (int64_t i = 0; i < padded / 4; ++i) {
-    memcpy(to + i * Shape::kColumns, digits + i * 4 * kDigitBytes, Shape::kWords * sizeof(uint32_t));
+  s.query_unit[r] = quantize_query<kDigits>(line, padded, true, fits, [&](float factor) HW_LAMBDA {
+    for (int64_t d = 0; d < padded; d += W)
+      store_each_digit<kDigits>(digits + d, padded, mul(load(line + d), set1(factor)));
+  });
+  if (kWords > kDigits) memset(digits + kDigits * padded, 0, static_cast<size_t>(padded));
+  return fits || kDigits > 2;
+}
+
+// Packs rows of words as the columns of second factors: `Columns` rows of 64 bytes for each step.
+template <int Columns>
+HW_INLINE void pack_columns(const char* const* row, int64_t bytes, uint32_t* to) {
+  for (int64_t at = 0; at < bytes; at += kTileRow, to += Columns * W) {
+    F x[Columns];
+    HW_UNROLL
+    for (int c = 0; c < Columns; ++c) x[c] = load(reinterpret_cast<const float*>(row[c] + at));
+    interleave_words<Columns>(x);
+    HW_UNROLL
+    for (int c = 0; c < Columns; ++c) store(reinterpret_cast<float*>(to) + c * W, x[c]);
   }
-  return true;
 }
 
 // Moves the columns of a line's last step. The step starts earlier, so that it ends with the row, and the columns that
@@ -39,7 +51,7 @@ static inline bool pack_split_query(const Call& p, int64_t b, SplitScratch& s) {
   using Shape = TileShape<Read, R>;
   const int64_t padded = round_up(p.D, Read::kStep);
   QueryRows& rows = *s.rows;
-  [[maybe_unused]] const uint16_t* halves[R];
+  const char* words[Shape::kParts * Shape::kColumns];  // what is packed
   for (int r = 0; r < R; ++r) {
     float* line = s.lines + r * padded;
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
@@ -48,25 +60,20 @@ static inline bool pack_split_query(const Call& p, int64_t b, SplitScratch& s) {
     if constexpr (Shape::kBytes) {
       copy_floats(line, row, p.query.dtype, p.query.stride[3], is ? p.D : 0, padded);
       place_last_step(line, p.D, Read::kStep);
-      if (!pack_digits<Read, R>(s, r, line, padded)) return false;
+      if (!write_query_digits<Read, R>(s, r, line, padded)) return false;
+      for (int i = r * Shape::kWords; i < (r + 1) * Shape::kWords; ++i) words[i] = s.copy + i * padded;
     } else if (is && p.query.stride[3] == 1 && padded == p.D) {
-      halves[r] = reinterpret_cast<const uint16_t*>(row);
+      words[r] = row;
     } else {
       auto* copy = reinterpret_cast<uint16_t*>(line);
       copy_halves(copy, row, p.query.stride[3], is ? p.D : 0, padded);
       place_last_step(copy, p.D, Read::kStep);
-      halves[r] = copy;
+      words[r] = reinterpret_cast<const char*>(copy);
     }
   }
-  if constexpr (!Shape::kBytes) {
-    for (int64_t d = 0; d < padded; d += Read::kStep) {
-      F x[R];
-      HW_UNROLL
-      for (int r = 0; r < R; ++r) x[r] = load(reinterpret_cast<const float*>(halves[r] + d));
-      interleave_words<R>(x);
-      HW_UNROLL
-      for (int r = 0; r < R; ++r) store(reinterpret_cast<float*>(s.query) + d / 2 * R + r * W, x[r]);
-    }
+  const int64_t bytes = padded * kSize<Read>;
+  for (int part = 0; part < Shape::kParts; ++part) {
+    pack_columns<Shape::kColumns>(words + part * Shape::kColumns, bytes, s.query + part * bytes / 4 * Shape::kColumns);
   }
   return true;
 }

@@ -29,8 +29,10 @@ struct TileShape {
   static constexpr int kWords = !kBytes ? 1 : Read::kDigits == 2 ? 2 : 4;    // columns of a row of Q
   static constexpr int kParts = R * kWords > W ? 2 : 1, kRows = R / kParts;  // second factors of Q, their rows
   static constexpr int kColumns = kRows * kWords;
-  static constexpr int kFactors = kBytes ? (R > 2 ? R / 2 : 1) : (R > 4 ? R / 4 : 1);  // first factors of weights
-  static constexpr int kSteps = kSums / kFactors;                                      // of columns, side by side
+  // A word of values has `kInWord` columns. A first factor has the rows of both parts of the weights for `kPlaces` of
+  // them, so values are multiplied by `kFactors` of them. In registers are `kAtOnce` factors by `kSteps` of columns.
+  static constexpr int kInWord = kBytes ? 4 : 2, kPlaces = 2 * R * kInWord <= W ? kInWord : W / (2 * R);
+  static constexpr int kFactors = kInWord / kPlaces, kAtOnce = kFactors < 2 ? 1 : 2, kSteps = kSums / kAtOnce;
 };
 
 struct SplitScratch {
@@ -38,8 +40,8 @@ struct SplitScratch {
   float* scores;      // [row][key of the item], then weights
   uint32_t* query;    // [part][word][column]
   float* key_sums;    // of two tiles of keys
-  uint32_t* weights;  // first factors for two tiles of keys
-  float* value_sums;  // [steps of columns side by side][step][factor]: tiles
+  uint32_t* weights;  // a first factor for every 16 keys of two tiles, with a line of zeros before each tile
+  float* value_sums;  // tiles: [kSteps of columns][kAtOnce factors], and in these [step][factor]
   char* copy;         // of keys or values
   QueryRows* rows;
   float row_max[kDecodeRows], row_sum[kDecodeRows], query_unit[kDecodeRows];
@@ -50,7 +52,7 @@ struct SplitScratch {
     scores = arena.take<float>(kDecodeRows * kScorePitch);
     query = arena.take<uint32_t>(kDecodeRows * padded_D + kTileWords);
     key_sums = arena.take<float>(2 * 2 * kInt8Tile * W);
-    weights = arena.take<uint32_t>(2 * 4 * kInt8Tile * W);
+    weights = arena.take<uint32_t>(2 * (kInt8Tile + 1) * W);
     value_sums = arena.take<float>((round_up(p.V, 4 * kTileStep) / kTileStep + kSums) * 2 * kTileWords);
     copy = arena.take<char>(kInt8Tile * padded * 2);
     rows = arena.take<QueryRows>(1);
@@ -86,6 +88,7 @@ class SplitPass {
       if (t > 0) finish_scores(t - 1);
     }
     if (!finite()) return false;
+    for (int t = 0; t < 2; ++t) memset(weights(t) - W, 0, W * sizeof(uint32_t));
     for (int r = 0; r < R; ++r) {
       s_.row_max[r] = reduce_max(peak_[r]);
       shift_[r] = s_.row_max[r] == -kInf ? 0.0f : s_.row_max[r];  // without a key x is -inf and its weight 0
@@ -138,7 +141,7 @@ class SplitPass {
   int64_t pitch() const { return round_up(p_.V, kColumns); }
   bool finite() const { return careful_ || (finite_ && reduce_add(rest_) == 0.0f); }
   float* key_sums(int t, int part) const { return s_.key_sums + (t % 2 * Shape::kParts + part) * kTiles * kTileWords; }
-  uint32_t* weights(int t) const { return s_.weights + t % 2 * Shape::kFactors * kTiles * kTileWords; }
+  uint32_t* weights(int t) const { return s_.weights + t % 2 * (kTiles * kTileWords + W) + W; }
   float* scores(int t) const { return s_.scores + t * Read::kTile; }
   const bool* bad(int t) const { return careful_ ? bad_[t % 3].from(0) : nullptr; }
 
@@ -286,18 +289,19 @@ class SplitPass {
     }
   }
 
-  // Writes the parts of weights as first factors. Keys that are multiplied twice have the weight 0 once.
+  // Writes the parts of weights as first factors: [part][place in a word][row]. Keys that are multiplied twice have the
+  // weight 0 once.
   HW_MEMBER void split(int t, int j) {
-    uint32_t* tile = weights(t) + j * Shape::kFactors * W;
+    uint32_t* tile = weights(t) + j * W;
     const int first = first_key(j, tiles_[t].n);
     const F once = load(kZerosAndOnes.x + W - (j - first));
     HW_UNROLL
     for (int r = 0; r < R; ++r) {
       const F w = mul(load(scores(t) + r * kScorePitch + first), once);
       if constexpr (Shape::kBytes) {
-        split_digits<R>(mul(w, set1(inverse_[r])), tile + 4 * r * W, W);
+        split_digits<Shape::kPlaces>(mul(w, set1(inverse_[r])), tile + r * W, R * W);
       } else {
-        split_weights(w, tile + r / 4 * kTileWords + r % 4 * W, 4 * W);
+        split_weights<Shape::kPlaces>(w, tile + r * W, R * W);
       }
     }
   }
@@ -306,33 +310,46 @@ class SplitPass {
   HW_MEMBER void multiply_values_of(int t, const Between& between) {
     const TileRows values = rows_of(t, true);
     const int64_t steps = (p_.V + kColumns - 1) / kColumns;
-    const bool at_once = steps <= Shape::kSteps;
+    const bool at_once = steps <= Shape::kSteps && Shape::kFactors == Shape::kAtOnce;
+    float* sums = s_.value_sums;
     for (int64_t first = 0; first < steps; first += Shape::kSteps) {
-      float* sums = s_.value_sums + first * Shape::kFactors * kTileWords;
-      if (Shape::kBytes || t == 0) {
-        clear_sums();
-      } else if (!at_once) {
-        load_sums(sums);
+      const int64_t last = min(first + Shape::kSteps, steps);
+      for (int factor = 0; factor < Shape::kFactors; factor += Shape::kAtOnce, sums += kSums * kTileWords) {
+        if (Shape::kBytes || t == 0) {
+          clear_sums();
+        } else if (!at_once) {
+          load_sums(sums);
+        }
+        const auto* w = offset(weights(t), -factor * Shape::kPlaces * kSize);
+        multiply_values<Read, Shape::kAtOnce, Shape::kPlaces>(w, values, p_.V, first, last, [&](int j) HW_LAMBDA {
+          if (first == 0 && factor == 0) between(j);
+        });
+        if (Shape::kBytes || !at_once || t + 1 == count_) store_sums(sums);
       }
-      multiply_values<Read, Shape::kFactors>(weights(t), values, p_.V, first, min(first + Shape::kSteps, steps),
-                                             [&](int j) HW_LAMBDA {
-                                               if (first == 0) between(j);
-                                             });
-      if (Shape::kBytes || !at_once || t + 1 == count_) store_sums(sums);
-      if constexpr (Shape::kBytes) join_digits(t, first, min(first + Shape::kSteps, steps));
+      if constexpr (Shape::kBytes) join_digits(t, first, last);
     }
+  }
+
+  // The sums of row r for a place in the words of a step, by the first part of the weights. Those by the second part
+  // are `kPartWords` behind them.
+  static constexpr int kPartWords = Shape::kPlaces * R * W;
+  HW_MEMBER const float* sums_of(int64_t step, int place, int r) const {
+    constexpr int kSteps = Shape::kSteps, kAtOnce = Shape::kAtOnce, kPasses = Shape::kFactors / kAtOnce;
+    const int factor = place / Shape::kPlaces;
+    const int64_t pass = step / kSteps * kPasses + factor / kAtOnce;
+    const int64_t tile = (pass * kSteps + step % kSteps) * kAtOnce + factor % kAtOnce;
+    return s_.value_sums + tile * kTileWords + (place % Shape::kPlaces * R + r) * W;
   }
 
   // Adds the sums of a tile: [row][step][place in a word][word].
   void join_digits(int t, int64_t first, int64_t last) {
     for (int64_t step = first; step < last; ++step) {
-      const float* sums = s_.value_sums + step * Shape::kFactors * kTileWords;
       for (int r = 0; r < R; ++r) {
         const F unit = set1(unit_[t % 2][r]);
         HW_UNROLL
         for (int c = 0; c < 4; ++c) {
-          const F high = floats_of_ints(load(sums + (4 * r + c) * W)),
-                  low = floats_of_ints(load(sums + (4 * (R + r) + c) * W));
+          const float* sums = sums_of(step, c, r);
+          const F high = floats_of_ints(load(sums)), low = floats_of_ints(load(sums + kPartWords));
           float* to = s_.lines + r * pitch() + step * kColumns + c * W;
           store(to, fma(fma(high, set1(256.0f), low), unit, load(to)));
         }
@@ -348,12 +365,11 @@ class SplitPass {
     for (int r = 0; r < R; ++r) {
       float* row = s_.lines + r * pitch();
       for (int64_t step = 0; step < steps; ++step) {
-        const float* sums = s_.value_sums + (step * Shape::kFactors + r / 4) * kTileWords + r % 4 * W;
         F x[N];
         HW_UNROLL
         for (int i = 0; i < N; ++i) {
           x[i] = Shape::kBytes ? load(row + step * kColumns + i * W)
-                               : add(load(sums + i * 4 * W), load(sums + (2 + i) * 4 * W));
+                               : add(load(sums_of(step, i, r)), load(sums_of(step, i, r) + kPartWords));
         }
         interleave_words<N>(x);
         float* to = row + first_column(step, p_.V, kColumns);

@@ -24,9 +24,12 @@ void tile_times_bytes();
 F load_halves(const uint16_t* p, int64_t n);
 void exchange_halves(F& first, F& second);
 void columns_of_sums(const float* x, F* column);
+template <int Places>
 void split_weights(F weights, uint32_t* to, int64_t pitch);
-template <int R>
+template <int Places>
 void split_digits(F x, uint32_t* to, int64_t pitch);
+template <int Digits>
+void store_each_digit(int8_t* to, int64_t pitch, F x);
 F floats_of_ints(F x);
 template <int N>
 void interleave_words(F* x);

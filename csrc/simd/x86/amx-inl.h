@@ -89,34 +89,42 @@ HW_INLINE void columns_of_sums(const float* x, F* column) {
   column[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d));
   column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
-// Stores weights as sums of two bfloat16 numbers, each paired with 0: to[0] gets (first, 0) and to[1] (0, first), to[2]
-// and to[3] the same of the second number, `pitch` words apart.
+// Stores weights as sums of two bfloat16 numbers, each paired with 0: the first vector gets (first, 0). If there are
+// two `Places`, the next one gets (0, first). Behind them come the same of the second number. Vectors are `pitch` words
+// apart.
+template <int Places>
 HW_INLINE void split_weights(F weights, uint32_t* to, int64_t pitch) {
   const __m512i up = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  for (int part = 0; part < 2; ++part) {
+  HW_UNROLL
+  for (int part = 0; part < 2; ++part, to += Places * pitch) {
     const __m512i rounded = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(weights), up), high);
-    _mm512_storeu_si512(to + 2 * part * pitch, _mm512_srli_epi32(rounded, 16));
-    _mm512_storeu_si512(to + (2 * part + 1) * pitch, rounded);
+    _mm512_storeu_si512(to, _mm512_srli_epi32(rounded, 16));
+    if constexpr (Places == 2) _mm512_storeu_si512(to + pitch, rounded);
     weights = _mm512_sub_ps(weights, _mm512_castsi512_ps(rounded));
   }
 }
-// The same for integers below 2^15 in two digits from -128 to 127: to[c] gets the high digit as byte c of a word, to[4
-// R
-// + c] the low one, for c < 4.
-template <int R>
+// The same for integers below 2^15 in two digits from -128 to 127, the high one first: the c-th of `Places` vectors
+// gets the digit as byte c of a word.
+template <int Places>
 HW_INLINE void split_digits(F x, uint32_t* to, int64_t pitch) {
   const __m512i all = _mm512_cvtps_epi32(x), up = _mm512_add_epi32(all, _mm512_set1_epi32(0x80));
-  const __m128i lane = _mm_setr_epi8(0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12, -1, -1, -1);
-  const __m512i low = _mm512_broadcast_i32x4(lane), high = _mm512_or_si512(low, _mm512_set1_epi32(1));
+  const __m512i byte = _mm512_set1_epi32(0xff),
+                digits[2] = {_mm512_and_si512(_mm512_srli_epi32(up, 8), byte), _mm512_and_si512(all, byte)};
   HW_UNROLL
-  for (int c = 0; c < 4; ++c) {
-    // moves byte 0 or 1 of a word to byte c: the index of each other byte is negative, which gives 0
-    const __m512i rest = _mm512_set1_epi32(static_cast<int>(~(0xffu << (8 * c)) & 0x80808080u));
-    const auto moved = [&](__m512i digit, __m512i from) HW_LAMBDA {
-      return _mm512_shuffle_epi8(digit, _mm512_or_si512(_mm512_slli_epi32(from, static_cast<unsigned>(8 * c)), rest));
-    };
-    _mm512_storeu_si512(to + c * pitch, moved(up, high));
-    _mm512_storeu_si512(to + (4 * R + c) * pitch, moved(all, low));
+  for (int i = 0; i < 2 * Places; ++i) {
+    _mm512_storeu_si512(to + i * pitch, _mm512_slli_epi32(digits[i / Places], static_cast<unsigned>(i % Places * 8)));
+  }
+}
+// Rounds floats below 127.5 * 256^(Digits - 1) in magnitude to integers and stores their digits in base 256, from -128
+// to 127: the lowest ones first, the others `pitch` bytes apart.
+template <int Digits>
+HW_INLINE void store_each_digit(int8_t* to, int64_t pitch, F x) {
+  const __m512i middle = _mm512_set1_epi32(Digits == 2 ? 0x8080 : 0x808080);
+  const __m512i digits = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(x), middle), middle);
+  HW_UNROLL
+  for (int i = 0; i < Digits; ++i) {
+    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_srli_epi32(digits, static_cast<unsigned>(8 * i)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * pitch), bytes);
   }
 }
 // int32 in the lanes as floats.

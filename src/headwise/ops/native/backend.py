@@ -27,7 +27,7 @@ from ..storage.packed import rotated
 from ..tracing import in_onnx_export
 from . import library as native_library
 from .library import error_for, raise_unless_refused
-from .mask_arguments import ONLY_BANDS, UnsupportedMask, ends_of, lowered, trouble_with
+from .mask_arguments import UnsupportedMask, ends_of, lowered, trouble_with
 from .picked_keys import attend_picked, is_picked
 
 PLAIN = (Tensor, Parameter)
@@ -146,16 +146,18 @@ def fast_path(
         return None
     if type(T) is not int:  # torch.jit.trace uses tensors as sizes and would record their values
         return None
-    learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    records = torch.is_grad_enabled()
+    learning = records and (query.requires_grad or key.requires_grad or value.requires_grad)
     if layout is not None:
         if type(layout.length) is not int or layout.length > MOST:
             return None
-        for x in layout[:3]:
-            if x is not None and not (isinstance(x, Tensor) and x.is_cpu):
-                return None  # with a tensor on meta the call is traced, and its numbers have no meaning
-            learning |= x is not None and x.requires_grad and torch.is_grad_enabled()
         if learning:
             return None
+        for x in layout[:3]:
+            if x is None:
+                continue
+            if not (isinstance(x, Tensor) and x.is_cpu) or (records and x.requires_grad):
+                return None  # with a tensor on meta the call is traced, and its numbers have no meaning
         S = S if layout.table is None else layout.length
     scale = (D or 1) ** -0.5 if scale is None else scale
     packed = layout is not None and layout.bits < 8
@@ -167,7 +169,8 @@ def fast_path(
                     return native_library.attend_band(query, key, value, scale, *ends)
                 if layout is None:
                     return native_library.attend(query, key, value, scale, *ends)
-                return _forward(query, key, value, layout, (scale, 0.0, None, *ends, *ONLY_BANDS))[0]
+                key_scale, value_scale, *pages = layout[:4]
+                return native_library.attend_stored(query, key, key_scale, value, value_scale, *pages, scale, *ends)
             except RuntimeError as error:
                 raise_unless_refused(error)
                 return None

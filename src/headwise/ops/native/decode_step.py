@@ -18,7 +18,7 @@ from ...shapes.arguments import FAR
 from ..options import ScoreOptions
 from . import library as native_library
 from .library import raise_unless_refused
-from .mask_arguments import ONLY_BANDS, UnsupportedMask, lowered
+from .mask_arguments import UnsupportedMask, lowered
 
 
 class RotaryStep(NamedTuple):
@@ -121,9 +121,9 @@ def attend_stored(query: Tensor, storage: CacheStep, length: int, scale: float, 
     key, value, key_scale, value_scale, table, *_ = storage
     if value is None:
         value, value_scale = key[..., : storage.value_dim], key_scale
-    rules = (scale, 0.0, None, low, high, *ONLY_BANDS)
+    stored = (query, key, key_scale, value, value_scale, table, length)
     try:
-        out: Tensor = native_library.attend_held(query, key, key_scale, value, value_scale, table, length, *rules)[0]
+        out: Tensor = native_library.attend_stored(*stored, scale, low, high)
     except RuntimeError as error:
         raise_unless_refused(error)
         return None

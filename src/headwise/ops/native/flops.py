@@ -39,8 +39,14 @@ def attend_held(
     out_val: Any = None,
 ) -> int:  # fmt: skip
     """Count the forward pass over keys and values that are quantised or in pages."""
-    S = key.shape[2] if table is None else length
+    S = length or key.shape[2]
     return _of(query, S, query.shape[3] + value.shape[3] * query.shape[3] // key.shape[3], _rules(rest))
+
+
+def attend_stored(*args: Any, out_val: Any = None) -> int:
+    """Count the same for `attend_stored`, whose only mask is a band."""
+    *stored, scale, low, high = args
+    return attend_held(*stored, *_band(scale, low, high))
 
 
 def attend_backward(*args: Any, out_val: Any = None) -> int:

@@ -165,6 +165,9 @@ def attend_held(
 
     Packed keys and values stay in the basis in which they are stored, as the query is.
     """
+    if table is None and length > 0:
+        key, value = key[:, :, :length], value[:, :, :length]
+        key_scale, value_scale = (None if x is None else x[:, :, :length] for x in (key_scale, value_scale))
     bits = 8 if key_scale is None else 8 * key.shape[3] // query.shape[3]
     key, value = StorageLayout(key_scale, value_scale, table, length, bits).plain(key, value, torch.float32)
     if bits < 8:

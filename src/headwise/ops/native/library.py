@@ -33,6 +33,7 @@ def _operator(name: str) -> Any:
 attend = _operator("attend")
 attend_full = _operator("attend_full")
 attend_held = _operator("attend_held")
+attend_stored = _operator("attend_stored")
 attend_kept = _operator("attend_kept")
 attend_backward = _operator("attend_backward")
 append_codes = _operator("append_codes")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
-    "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_part_backward",
+    "attend", "attend_full", "attend_held", "attend_stored", "attend_kept", "attend_backward", "attend_part_backward",
     "attend_statistics", "attend_received", "append_codes", "decode_step", "linear", "dropout_keep", "isa", "isas",
     "use_isa",
 )  # fmt: skip
@@ -51,7 +51,8 @@ FLOPS = "headwise.ops.native.flops"  # the module with the FLOP formulas
 COUNTED = {  # the function of FLOPS that counts each operator
     "attend": "attend", "attend_full": "attend_full", "attend_kept": "attend_full", "attend_train": "attend_full",
     "attend_ends": "attend_full",
-    "attend_held": "attend_held", "attend_backward": "attend_backward", "attend_part_backward": "attend_backward",
+    "attend_held": "attend_held", "attend_stored": "attend_stored",
+    "attend_backward": "attend_backward", "attend_part_backward": "attend_backward",
     "attend_statistics": "attend_statistics", "attend_received": "attend_received",
 }  # fmt: skip
 COUNTED_OF_TORCH = {
@@ -131,6 +132,7 @@ def _define(native: bool) -> None:
         "attend": lambda *args: _empty_pair(*args)[0],
         "attend_full": _empty_pair,
         "attend_held": _empty_held,
+        "attend_stored": lambda *args: _empty_held(*args)[0],
         "attend_kept": _empty_kept,
         "attend_ends": _empty_kept,
         "attend_train": _empty_pair,
