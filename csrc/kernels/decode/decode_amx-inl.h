@@ -24,6 +24,19 @@ constexpr int kSums = 4;                       // registers of sums, from 0 on
 template <class Read>
 constexpr int64_t kSize = sizeof(typename Read::T);  // of an element
 
+// How R rows of the format `Read` fill tiles.
+template <class Read, int R>
+struct TileShape {
+  static constexpr bool kBytes = Read::kScaled;
+  static constexpr int kWords = !kBytes ? 1 : Read::kDigits == 2 ? 2 : 4;    // columns of a row of Q
+  static constexpr int kParts = R * kWords > W ? 2 : 1, kRows = R / kParts;  // second factors of Q, their rows
+  static constexpr int kColumns = kRows * kWords;
+  // A word of values has `kInWord` columns. A first factor has the rows of both parts of the weights for `kPlaces` of
+  // them, so values are multiplied by `kFactors` of them. In registers are `kAtOnce` factors by `kSteps` of columns.
+  static constexpr int kInWord = kBytes ? 4 : 2, kPlaces = 2 * R * kInWord <= W ? kInWord : W / (2 * R);
+  static constexpr int kFactors = kInWord / kPlaces, kAtOnce = kFactors < 2 ? 1 : 2, kSteps = kSums / kAtOnce;
+};
+
 // Keys or values of a tile: rows that are `stride` bytes apart, and those which are prefetched meanwhile, or null.
 struct TileRows {
   const char* data;
