@@ -88,10 +88,6 @@ class _Terms:
         )
 
 
-ONLY_BANDS = (None, None, None, None, None, None, None, 0.0, None)
-"""The arguments behind `high` of a call that has no other rule than bands, no gate and no dropout."""
-
-
 def ends_of(mask: Mask, T: int, S: int) -> tuple[int, int] | None:
     """Return `low` and `high` of a mask that has only bands at numbers, or no parts; None for any other mask."""
     band = mask.simple_band
