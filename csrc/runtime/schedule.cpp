@@ -22,7 +22,7 @@ struct Order {
   std::vector<int32_t> places;
   double imbalance = 1.0;  // time of the busiest thread over the mean; an upper bound if there are many items
   double time = 0.0;       // of the busiest thread
-  bool uniform = true;     // no item costs more than twice the mean
+  bool uniform = true;     // no item costs more than 1.2 times the mean
 };
 
 // Sorts items by the power of two of their cost, the most expensive first. Items of one power keep their order, so that
@@ -37,7 +37,7 @@ Order longest_first(const std::vector<float>& costs, int64_t workers, bool timed
   }
   order.places.resize(costs.size());
   const double mean = sum / static_cast<double>(workers);
-  order.uniform = static_cast<double>(largest) * static_cast<double>(costs.size()) <= 2.0 * sum;
+  order.uniform = static_cast<double>(largest) * static_cast<double>(costs.size()) <= 1.2 * sum;
   if (timed && mean < static_cast<double>(largest) * static_cast<double>(kEnoughItems)) {
     std::iota(order.places.begin(), order.places.end(), 0);
     const auto cost = [&](int32_t place) { return costs[static_cast<size_t>(place)]; };
@@ -261,17 +261,26 @@ bool reaches_any(const Call& p, int64_t b, int64_t first, int64_t last, int64_t 
 }
 
 double load_imbalance(const std::vector<float>& costs, int64_t workers, bool uniform) {
-  std::priority_queue<double, std::vector<double>, std::greater<>> busy(
-      std::greater<>(), std::vector<double>(static_cast<size_t>(workers), 0.0));
-  double sum = 0.0, most = 0.0;
   const auto items = static_cast<int64_t>(costs.size());
-  for (int64_t i = 0, last; i < items; i = last) {
-    last = i + items_to_take(items - i, workers, uniform);
-    const double cost = std::accumulate(costs.begin() + i, costs.begin() + last, 0.0), end = busy.top() + cost;
-    busy.pop();
-    busy.push(end);
+  const int64_t busy = std::min(workers, items);
+  Shares shares(items, busy, uniform);
+  std::vector<Queue> queues;
+  using Worker = std::pair<double, int64_t>;  // the time at which it is free, and its number
+  std::priority_queue<Worker, std::vector<Worker>, std::greater<>> free;
+  for (int64_t i = 0; i < busy; ++i) {
+    queues.emplace_back(shares, i);
+    free.emplace(0.0, i);
+  }
+  double sum = 0.0, most = 0.0;
+  while (!free.empty()) {
+    const auto [time, worker] = free.top();
+    free.pop();
+    const int64_t item = queues[static_cast<size_t>(worker)].take();
+    if (item < 0) continue;
+    const auto cost = static_cast<double>(costs[static_cast<size_t>(item)]);
+    free.emplace(time + cost, worker);
     sum += cost;
-    most = std::max(most, end);
+    most = std::max(most, time + cost);
   }
   return sum == 0.0 ? 1.0 : most * static_cast<double>(workers) / sum;
 }

@@ -29,7 +29,7 @@ double load_imbalance(const std::vector<float>& costs, int64_t workers, bool uni
 struct Schedule {
   Plan plan;
   std::vector<int32_t> order;  // positions of the items; empty = in their order
-  bool uniform = true;         // no item costs more than twice the mean
+  bool uniform = true;         // no item costs more than 1.2 times the mean
 
   explicit Schedule(const Plan& cut) : plan(cut) {}
   // The item that is taken as number i: group * splits + split. Positions follow the heads in memory, upwards, because

@@ -60,20 +60,10 @@ HW_INLINE int64_t first_column(int64_t step, int64_t width, int64_t columns) {
 // that are multiplied twice.
 HW_INLINE int first_key(int j, int n) { return n < W || j + W <= n ? j : n - W; }
 
-// Loads 16 rows into a register, and prefetches others. Of fewer rows the last one is repeated.
+// Loads 16 rows into a register, and prefetches others.
 template <int Tile>
 HW_INLINE void load_rows(const TileRows& x) {
-  if (x.n >= W || x.n == 1) {
-    tile_load<Tile>(x.data, x.n == 1 ? 0 : x.stride);
-  } else {
-    alignas(64) float copy[kTileWords];
-    const char* row = x.data;
-    for (int i = 0; i < W; ++i) {
-      store(copy + i * W, load(reinterpret_cast<const float*>(row)));
-      row += i + 1 < x.n ? x.stride : 0;
-    }
-    tile_load<Tile>(copy, kTileRow);
-  }
+  tile_load<Tile>(x.data, x.stride);
   if (x.next == nullptr) return;
   HW_UNROLL
   for (int i = 0; i < W; ++i) HW_PREFETCH_NEAR(offset(x.next, i * x.next_stride));
@@ -107,6 +97,14 @@ HW_INLINE void store_sums(float* to) {
   tile_store<3>(to + 3 * kTileWords, kTileRow);
 }
 
+// Loads the first four steps of a second factor of Q.
+HW_INLINE void load_query(const uint32_t* query, int64_t steps) {
+  tile_load<kQuery>(query, kTileRow);
+  if (steps > 1) tile_load<kQuery + 1>(query + kTileWords, kTileRow);
+  if (steps > 2) tile_load<kQuery + 2>(query + 2 * kTileWords, kTileRow);
+  if (steps > 3) tile_load<kQuery + 3>(query + 3 * kTileWords, kTileRow);
+}
+
 // Adds the U-th step of columns of 16 keys.
 template <class Read, int Sum, int U>
 HW_INLINE void add_step(const TileRows& keys, int64_t D) {
@@ -115,7 +113,7 @@ HW_INLINE void add_step(const TileRows& keys, int64_t D) {
 }
 
 // The products of 16 keys, in a register.
-template <class Read, int Columns, int Sum>
+template <class Read, int Sum>
 HW_INLINE void multiply_16_keys(const uint32_t* query, int64_t D, int64_t steps, const TileRows& keys) {
   tile_zero<Sum>();
   add_step<Read, Sum, 0>(keys, D);
@@ -123,30 +121,24 @@ HW_INLINE void multiply_16_keys(const uint32_t* query, int64_t D, int64_t steps,
   if (steps > 2) add_step<Read, Sum, 2>(keys, D);
   if (steps > 3) add_step<Read, Sum, 3>(keys, D);
   for (int64_t step = 4; step < steps; ++step) {
-    tile_load<kKeys + 1>(query + step * W * Columns, Columns * int64_t{sizeof(uint32_t)});
+    tile_load<kKeys + 1>(query + step * kTileWords, kTileRow);
     load_rows<kKeys>(TileRows::behind(keys, 0, first_column(step, D, Read::kStep) * kSize<Read>));
     tile_times_of<Read, Sum, kKeys, kKeys + 1>();
   }
 }
 
-// The products of n keys with the columns of `query`, [word][column]: 16 keys by 16 columns at a time. Four steps of
-// the query stay in registers. Calls between(j) behind the products of the keys from j on.
-template <class Read, int Columns, class Between>
+// The products of n keys with `query`, whose first four steps are in registers: 16 keys by 16 columns at a time. Calls
+// between(j) behind the products of the keys from j on.
+template <class Read, class Between>
 HW_INLINE void multiply_keys(const uint32_t* query, int64_t D, const TileRows& keys, float* sums,
                              const Between& between) {
-  constexpr int64_t kPitch = Columns * int64_t{sizeof(uint32_t)}, kWords = W * Columns;
   const int64_t steps = (D + Read::kStep - 1) / Read::kStep;
-  // behind the last column there are further words, whose sums are not used
-  tile_load<kQuery>(query, kPitch);
-  if (steps > 1) tile_load<kQuery + 1>(query + kWords, kPitch);
-  if (steps > 2) tile_load<kQuery + 2>(query + 2 * kWords, kPitch);
-  if (steps > 3) tile_load<kQuery + 3>(query + 3 * kWords, kPitch);
   const auto some = [&](int j) HW_LAMBDA { return TileRows::behind(keys, first_key(j, keys.n), 0); };
   // Two at a time, because a load whose address ends with the same 12 bits as that of a store waits for it.
   for (int j = 0; j < keys.n; j += 2 * W, sums += 2 * kTileWords) {
     const bool both = j + W < keys.n;
-    multiply_16_keys<Read, Columns, 0>(query, D, steps, some(j));
-    if (both) multiply_16_keys<Read, Columns, 1>(query, D, steps, some(j + W));
+    multiply_16_keys<Read, 0>(query, D, steps, some(j));
+    if (both) multiply_16_keys<Read, 1>(query, D, steps, some(j + W));
     tile_store<0>(sums, kTileRow);
     if (both) tile_store<1>(sums + kTileWords, kTileRow);
     between(j);

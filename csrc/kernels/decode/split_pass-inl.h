@@ -25,7 +25,7 @@ constexpr ZerosAndOnes kZerosAndOnes;
 struct SplitScratch {
   float* lines;       // [row][D or V up to a step]
   float* scores;      // [row][key of the item], then weights
-  uint32_t* query;    // [part][word][column]
+  uint32_t* query;    // [part][word][column], W columns of which Shape::kColumns are used
   float* key_sums;    // of two tiles of keys
   uint32_t* weights;  // a first factor for every 16 keys of two tiles, with a line of zeros before each tile
   float* value_sums;  // tiles: [kSteps of columns][kAtOnce factors], and in these [step][factor]
@@ -37,7 +37,7 @@ struct SplitScratch {
     const int64_t padded_D = round_up(p.D, kMaxStep), padded = max(padded_D, round_up(p.V, kMaxStep));
     lines = arena.take<float>(kDecodeRows * padded);
     scores = arena.take<float>(kDecodeRows * kScorePitch);
-    query = arena.take<uint32_t>(kDecodeRows * padded_D + kTileWords);
+    query = arena.take<uint32_t>(padded_D / 2 * W);  // pairs of bfloat16, or two parts of four bytes
     key_sums = arena.take<float>(2 * 2 * kInt8Tile * W);
     weights = arena.take<uint32_t>(2 * (kInt8Tile + 1) * W);
     value_sums = arena.take<float>((round_up(p.V, 4 * kTileStep) / kTileStep + kSums) * 2 * kTileWords);
@@ -66,6 +66,7 @@ class SplitPass {
 
   // Leaves V sums of each row in s.lines.
   bool run() {
+    if (Shape::kParts == 1) load_query(s_.query, key_steps());
     for (int t = 0; t <= count_; ++t) {
       const auto between = [&](int j) HW_LAMBDA {
         if (has(t - 1, j)) Shape::kBytes ? read_digits(t - 1, j) : read_scores(t - 1, j);
@@ -125,6 +126,7 @@ class SplitPass {
   };
 
   HW_MEMBER bool has(int t, int64_t j) const { return t >= 0 && t < count_ && j < tiles_[t].n; }
+  int64_t key_steps() const { return (p_.D + kColumns - 1) / kColumns; }
   int64_t pitch() const { return round_up(p_.V, kColumns); }
   bool finite() const { return careful_ || (finite_ && reduce_add(rest_) == 0.0f); }
   float* key_sums(int t, int part) const { return s_.key_sums + (t % 2 * Shape::kParts + part) * kTiles * kTileWords; }
@@ -137,7 +139,8 @@ class SplitPass {
     if (careful_) bad_[t % 3].find(pages_.tile(b_, tile.j0), b_, kv_head_, tile.j0, tile.n);
   }
 
-  // The rows of a tile of keys or values, in place if their elements are contiguous and none is left out.
+  // The rows of a tile of keys or values: in place if they fill a register, their elements are contiguous and none is
+  // left out, else in a copy. Of fewer rows than a register has the last one is repeated.
   TileRows rows_of(int t, bool values) {
     const KeyTile& tile = tiles_[t];
     const Call& p = pages_.tile(b_, tile.j0);
@@ -145,10 +148,11 @@ class SplitPass {
     const int64_t width = values ? p.V : p.D, padded = round_up(width, kColumns);
     const bool drops = careful_ && bad_[t % 3].any && !p.bytes();
     TileRows rows = {at(x, b_, kv_head_, tile.j0), x.stride[2] * kSize, tile.n, nullptr, 0};
-    if (x.stride[3] != 1 || width < kColumns || drops || row_elements(x.dtype, 8) != 8) {
-      for (int j = 0; j < tile.n; ++j) {
-        const char* row = at(x, b_, kv_head_, tile.j0 + j);
-        const int64_t copied = drops && bad_[t % 3].is[j] ? 0 : width;
+    if (x.stride[3] != 1 || width < kColumns || drops || row_elements(x.dtype, 8) != 8 || tile.n < W) {
+      for (int j = 0; j < max(tile.n, W); ++j) {
+        const int64_t from = min(j, tile.n - 1);
+        const char* row = at(x, b_, kv_head_, tile.j0 + from);
+        const int64_t copied = drops && bad_[t % 3].is[from] ? 0 : width;
         if constexpr (Shape::kBytes) {
           copy_codes(reinterpret_cast<int8_t*>(s_.copy) + j * padded, row, x, copied, padded);
         } else {
@@ -175,12 +179,14 @@ class SplitPass {
 
   template <class Between>
   HW_MEMBER void multiply_keys_of(int t, const Between& between) {
-    const int64_t words = round_up(p_.D, kColumns) / kColumns * W * Shape::kColumns;
     search(t);
     const TileRows keys = rows_of(t, false);
-    multiply_keys<Read, Shape::kColumns>(s_.query, p_.D, keys, key_sums(t, 0), between);
-    if constexpr (Shape::kParts == 2) {
-      multiply_keys<Read, Shape::kColumns>(s_.query + words, p_.D, keys, key_sums(t, 1), [](int) HW_LAMBDA {});
+    for (int part = 0; part < Shape::kParts; ++part) {
+      const uint32_t* query = s_.query + part * key_steps() * kTileWords;
+      if (Shape::kParts == 2) load_query(query, key_steps());
+      multiply_keys<Read>(query, p_.D, keys, key_sums(t, part), [&](int j) HW_LAMBDA {
+        if (part == 0) between(j);
+      });
     }
     if constexpr (Shape::kBytes) read_scales(t, false);
   }

@@ -33,6 +33,8 @@ void store_each_digit(int8_t* to, int64_t pitch, F x);
 F floats_of_ints(F x);
 template <int N>
 void interleave_words(F* x);
+template <int N>
+void store_parts(uint32_t* to, int64_t pitch, F x);
 F round_two(F first, F second);
 void store_two_rows(uint16_t* first, uint16_t* second, F two);
 F pairs_of_two(F two);

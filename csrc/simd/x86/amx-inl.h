@@ -150,6 +150,28 @@ HW_INLINE void interleave_words(F* x) {
     }
   }
 }
+// Stores parts of N words, a power of two from 2 on, that are `pitch` words apart.
+template <int N>
+HW_INLINE void store_parts(uint32_t* to, int64_t pitch, F x) {
+  if constexpr (N == W) {
+    _mm512_storeu_ps(to, x);
+  } else if constexpr (N == W / 2) {
+    _mm256_storeu_ps(reinterpret_cast<float*>(to), _mm512_castps512_ps256(x));
+    _mm256_storeu_ps(reinterpret_cast<float*>(to + pitch), _mm512_extractf32x8_ps(x, 1));
+  } else {
+    const __m128 lanes[4] = {_mm512_castps512_ps128(x), _mm512_extractf32x4_ps(x, 1), _mm512_extractf32x4_ps(x, 2),
+                             _mm512_extractf32x4_ps(x, 3)};
+    HW_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (N == 4) {
+        _mm_storeu_ps(reinterpret_cast<float*>(to + i * pitch), lanes[i]);
+      } else {
+        _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * i * pitch), lanes[i]);
+        _mm_storeh_pi(reinterpret_cast<__m64*>(to + (2 * i + 1) * pitch), lanes[i]);
+      }
+    }
+  }
+}
 // Two vectors rounded to bfloat16, to nearest even, the first in the low half; denormals become 0.
 HW_INLINE F round_two(F first, F second) { return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(second, first)); }
 HW_INLINE void store_two_rows(uint16_t* first, uint16_t* second, F two) {
