@@ -125,21 +125,22 @@ static inline void copy_halves(uint16_t* out, const char* row, int64_t stride, i
   for (int64_t i = n; i < padded; ++i) out[i] = 0;
 }
 
-// Writes n floats as f32, bf16 or f16, contiguous.
-static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t n) {
+// Writes n floats, times a factor, as f32, bf16 or f16, contiguous.
+static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t n, float factor = 1.0f) {
+  const F by = set1(factor);
   int64_t i = 0;
   if (dtype == Dtype::f32) {
     float* floats = reinterpret_cast<float*>(out);
-    for (; i + W <= n; i += W) store(floats + i, load(x + i));
-    for (; i < n; ++i) floats[i] = x[i];
+    for (; i + W <= n; i += W) store(floats + i, mul(load(x + i), by));
+    for (; i < n; ++i) floats[i] = x[i] * factor;
     return;
   }
   uint16_t* to = reinterpret_cast<uint16_t*>(out);
   for (; i + W <= n; i += W) {
     if (dtype == Dtype::bf16) {
-      store_bf16(to + i, load(x + i));
+      store_bf16(to + i, mul(load(x + i), by));
     } else {
-      store_f16(to + i, load(x + i));
+      store_f16(to + i, mul(load(x + i), by));
     }
   }
   if (i == n) return;
@@ -147,9 +148,9 @@ static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t 
   uint16_t packed[W];
   memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(float));
   if (dtype == Dtype::bf16) {
-    store_bf16(packed, load(rest));
+    store_bf16(packed, mul(load(rest), by));
   } else {
-    store_f16(packed, load(rest));
+    store_f16(packed, mul(load(rest), by));
   }
   memcpy(to + i, packed, static_cast<size_t>(n - i) * sizeof(uint16_t));
 }

@@ -47,18 +47,18 @@ static inline RowResult row_result(const Call& p, int64_t h, RowState row) {
   return {rescale / row.row_sum, lse};
 }
 
-// Gates and writes the V floats of a row.
-static inline void write_row(const Call& p, int64_t b, int64_t h, int64_t t, float* x) {
+// Gates and writes the V floats of a row, times a factor.
+static inline void write_row(const Call& p, int64_t b, int64_t h, int64_t t, float* x, float factor = 1.0f) {
   if (p.gate.data != nullptr) {
     const char* gate = at(p.gate, b, h, t);
-    if (p.gate.stride[3] == 0) {
-      const float factor = element(gate, p.gate.dtype, 0);
-      for (int64_t d = 0; d < p.V; ++d) x[d] *= factor;
-    } else {
-      for (int64_t d = 0; d < p.V; ++d) x[d] *= element(gate, p.gate.dtype, d * p.gate.stride[3]);
+    const bool one = p.gate.stride[3] == 0;
+    const float of_row = one ? element(gate, p.gate.dtype, 0) : 0.0f;
+    for (int64_t d = 0; d < p.V; ++d) {
+      x[d] = x[d] * factor * (one ? of_row : element(gate, p.gate.dtype, d * p.gate.stride[3]));
     }
+    factor = 1.0f;
   }
-  write_floats(const_cast<char*>(at(p.out, b, h, t)), p.out.dtype, x, p.V);
+  write_floats(const_cast<char*>(at(p.out, b, h, t)), p.out.dtype, x, p.V, factor);
 }
 
 HW_INLINE float* partial_row(const Call& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row, int64_t split) {
@@ -92,8 +92,8 @@ static inline float write_softmax_state(const Call& p, int64_t b, int64_t h, int
 // Divides, gates, rounds and writes a row; x has its V sums.
 static inline void write_result(const Call& p, int64_t b, int64_t h, int64_t t, RowState state, float* x) {
   const float factor = write_softmax_state(p, b, h, t, state);
-  for (int64_t d = 0; d < p.V; ++d) x[d] = factor == 0.0f ? 0.0f : x[d] * factor;
-  write_row(p, b, h, t, x);
+  if (factor == 0.0f) memset(x, 0, static_cast<size_t>(p.V) * sizeof(float));  // the sums of an empty row can be NaN
+  write_row(p, b, h, t, x, factor);
 }
 
 // Writes row `row` of its key-value head, which is query t of head h. If the keys are split it stores the row's partial
