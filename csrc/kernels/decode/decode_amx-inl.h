@@ -33,7 +33,9 @@ struct TileShape {
   static constexpr int kColumns = kRows * kWords;
   // A word of values has `kInWord` columns. A first factor has the rows of both parts of the weights for `kPlaces` of
   // them, so values are multiplied by `kFactors` of them. In registers are `kAtOnce` factors by `kSteps` of columns.
-  static constexpr int kInWord = kBytes ? 4 : 2, kPlaces = 2 * R * kInWord <= W ? kInWord : W / (2 * R);
+  // Eight rows of bfloat16 have a factor for each part instead, `kTerms`, whose products are added to the same sums.
+  static constexpr int kInWord = kBytes ? 4 : 2, kTerms = !kBytes && 2 * R * kInWord > W ? 2 : 1;
+  static constexpr int kPlaces = 2 * R * kInWord <= W * kTerms ? kInWord : W / (2 * R);
   static constexpr int kFactors = kInWord / kPlaces, kAtOnce = kFactors < 2 ? 1 : 2, kSteps = kSums / kAtOnce;
 };
 
@@ -160,22 +162,39 @@ HW_INLINE void add_columns(const TileRows& values) {
   if constexpr (Factors > 1) tile_times_of<Read, G * Factors + 1, kFirstWeights + 1, kValues + G % 2>();
 }
 
+// Adds the products of the second terms with the G-th row of columns, which is in a register.
+template <class Read, int G>
+HW_INLINE void add_second_terms() {
+  tile_times_of<Read, G, kFirstWeights + 1, kValues + G % 2>();
+}
+
 // Adds weights times values to the sums in the registers, for the steps first <= step < last of columns. Calls
 // between(j) behind the products of the keys from j on.
-template <class Read, int Factors, int Places, class Between>
+template <class Read, class Shape, class Between>
 HW_INLINE void multiply_values(const uint32_t* weights, const TileRows& values, int64_t V, int64_t first, int64_t last,
                                const Between& between) {
-  for (int j = 0; j < values.n; j += W, weights += kTileWords) {
+  constexpr int Factors = Shape::kAtOnce, Places = Shape::kPlaces;
+  constexpr bool kTwoTerms = Shape::kTerms == 2;
+  for (int j = 0; j < values.n; j += W, weights += Shape::kTerms * kTileWords) {
     load_weights<Read, kFirstWeights, 0, Places>(weights);
+    if constexpr (kTwoTerms) load_weights<Read, kFirstWeights + 1, 0, Places>(weights + kTileWords);
     if constexpr (Factors > 1) load_weights<Read, kFirstWeights + 1, 1, Places>(weights);
     const auto columns = [&](int64_t step) HW_LAMBDA {
       return TileRows::behind(values, first_key(j, values.n), first_column(step, V, Read::kStep) * kSize<Read>);
     };
     add_columns<Read, Factors, 0>(columns(first));
     if (first + 1 < last) add_columns<Read, Factors, 1>(columns(first + 1));
+    if constexpr (kTwoTerms) {
+      add_second_terms<Read, 0>();
+      if (first + 1 < last) add_second_terms<Read, 1>();
+    }
     if constexpr (Factors == 1) {
       if (first + 2 < last) add_columns<Read, Factors, 2>(columns(first + 2));
       if (first + 3 < last) add_columns<Read, Factors, 3>(columns(first + 3));
+      if constexpr (kTwoTerms) {
+        if (first + 2 < last) add_second_terms<Read, 2>();
+        if (first + 3 < last) add_second_terms<Read, 3>();
+      }
     }
     between(j);
   }

@@ -130,7 +130,7 @@ class SplitPass {
   int64_t pitch() const { return round_up(p_.V, kColumns); }
   bool finite() const { return careful_ || (finite_ && reduce_add(rest_) == 0.0f); }
   float* key_sums(int t, int part) const { return s_.key_sums + (t % 2 * Shape::kParts + part) * kTiles * kTileWords; }
-  uint32_t* weights(int t) const { return s_.weights + t % 2 * (kTiles * kTileWords + W) + W; }
+  uint32_t* weights(int t) const { return s_.weights + t % 2 * (kTiles * Shape::kTerms * kTileWords + W) + W; }
   float* scores(int t) const { return s_.scores + t * Read::kTile; }
   const bool* bad(int t) const { return careful_ ? bad_[t % 3].from(0) : nullptr; }
 
@@ -285,7 +285,7 @@ class SplitPass {
   // Writes the parts of weights as first factors: [part][place in a word][row]. Keys that are multiplied twice have the
   // weight 0 once.
   HW_MEMBER void split(int t, int j) {
-    uint32_t* tile = weights(t) + j * W;
+    uint32_t* tile = weights(t) + j * W * Shape::kTerms;
     const int first = first_key(j, tiles_[t].n);
     const F once = load(kZerosAndOnes.x + W - (j - first));
     HW_UNROLL
@@ -314,7 +314,7 @@ class SplitPass {
           load_sums(sums);
         }
         const auto* w = offset(weights(t), -factor * Shape::kPlaces * kSize);
-        multiply_values<Read, Shape::kAtOnce, Shape::kPlaces>(w, values, p_.V, first, last, [&](int j) HW_LAMBDA {
+        multiply_values<Read, Shape>(w, values, p_.V, first, last, [&](int j) HW_LAMBDA {
           if (first == 0 && factor == 0) between(j);
         });
         if (Shape::kBytes || !at_once || t + 1 == count_) store_sums(sums);
@@ -361,8 +361,8 @@ class SplitPass {
         F x[N];
         HW_UNROLL
         for (int i = 0; i < N; ++i) {
-          x[i] = Shape::kBytes ? load(row + step * kColumns + i * W)
-                               : add(load(sums_of(step, i, r)), load(sums_of(step, i, r) + kPartWords));
+          x[i] = load(Shape::kBytes ? row + step * kColumns + i * W : sums_of(step, i, r));
+          if (!Shape::kBytes && Shape::kTerms == 1) x[i] = add(x[i], load(sums_of(step, i, r) + kPartWords));
         }
         interleave_words<N>(x);
         float* to = row + first_column(step, p_.V, kColumns);
