@@ -5,9 +5,9 @@
 // factor, and words of neighbouring columns by rows of Q a second one. P V: 16 keys by a row's columns of V are a
 // second factor, in which neighbours are columns and not keys. So a weight is paired with zeros: of two columns (w, 0)
 // gives the sums of the first, and (0, w) those of the second. These rows, for all query rows and for both parts of a
-// weight, fill a first factor of 16 rows. If they are more, only those for the first columns of a word are stored.
-// Loaded from some bytes before their start, they are those for the next columns, because zeros stand behind each
-// weight.
+// weight, fill a first factor of 16 rows. If they are more, bfloat16 has a factor for each part, whose products are
+// added to the same sums. Of int8, only those for the first columns of a word are stored. Loaded from some bytes before
+// their start, they are those for the next columns, because zeros stand behind each weight.
 #pragma once
 
 #include "kernels/tile/micro_amx-inl.h"

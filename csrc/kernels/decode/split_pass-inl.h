@@ -27,7 +27,7 @@ struct SplitScratch {
   float* scores;      // [row][key of the item], then weights
   uint32_t* query;    // [part][word][column], W columns of which Shape::kColumns are used
   float* key_sums;    // of two tiles of keys
-  uint32_t* weights;  // a first factor for every 16 keys of two tiles, with a line of zeros before each tile
+  uint32_t* weights;  // first factors for every 16 keys of two tiles, with a line of zeros before each tile
   float* value_sums;  // tiles: [kSteps of columns][kAtOnce factors], and in these [step][factor]
   char* copy;         // of keys or values
   QueryRows* rows;
