@@ -294,7 +294,7 @@ class SplitPass {
       if constexpr (Shape::kBytes) {
         split_digits<Shape::kPlaces>(mul(w, set1(inverse_[r])), tile + r * W, R * W);
       } else {
-        split_weights<Shape::kPlaces>(w, tile + r * W, R * W);
+        split_weights(w, tile + r * W, R * W);
       }
     }
   }

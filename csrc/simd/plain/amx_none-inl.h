@@ -24,7 +24,6 @@ void tile_times_bytes();
 F load_halves(const uint16_t* p, int64_t n);
 void exchange_halves(F& first, F& second);
 void columns_of_sums(const float* x, F* column);
-template <int Places>
 void split_weights(F weights, uint32_t* to, int64_t pitch);
 template <int Places>
 void split_digits(F x, uint32_t* to, int64_t pitch);

@@ -89,17 +89,15 @@ HW_INLINE void columns_of_sums(const float* x, F* column) {
   column[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d));
   column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
-// Stores weights as sums of two bfloat16 numbers, each paired with 0: the first vector gets (first, 0). If there are
-// two `Places`, the next one gets (0, first). Behind them come the same of the second number. Vectors are `pitch` words
-// apart.
-template <int Places>
+// Stores weights as sums of two bfloat16 numbers, each paired with 0: (first, 0), (0, first), and the same of the
+// second number. These four vectors are `pitch` words apart.
 HW_INLINE void split_weights(F weights, uint32_t* to, int64_t pitch) {
   const __m512i up = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   HW_UNROLL
-  for (int part = 0; part < 2; ++part, to += Places * pitch) {
+  for (int part = 0; part < 2; ++part, to += 2 * pitch) {
     const __m512i rounded = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(weights), up), high);
     _mm512_storeu_si512(to, _mm512_srli_epi32(rounded, 16));
-    if constexpr (Places == 2) _mm512_storeu_si512(to + pitch, rounded);
+    _mm512_storeu_si512(to + pitch, rounded);
     weights = _mm512_sub_ps(weights, _mm512_castsi512_ps(rounded));
   }
 }
