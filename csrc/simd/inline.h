@@ -68,6 +68,18 @@ HW_INLINE void opaque_address(const int8_t*& p) {
 #endif
 }
 
+// Makes a vector opaque to the compiler, which otherwise loads it again for each product.
+template <class Vector>
+HW_INLINE void keep_in_register(Vector& x) {
+#if defined(__GNUC__) && defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__GNUC__) && defined(__aarch64__)
+  asm("" : "+w"(x));
+#else
+  (void)x;
+#endif
+}
+
 // Prefetches the line at p, into the L2 cache only if `IntoL2`. It is inline assembly so that the compiler leaves it
 // between the products: many prefetches at once would wait for one another.
 template <bool IntoL2 = false>

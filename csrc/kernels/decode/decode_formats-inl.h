@@ -13,11 +13,9 @@ constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
 
 constexpr int64_t kSplitKeys = 1024;  // keys of an item, if a head has few rows
 
-// True if keys and values are read in the order of memory: on AMD's CPUs, and with vectors of 16 lanes for elements of
-// 16 bits.
-constexpr bool kHalvesInOrder = kReadsInOrder || W == 16;
+// True if keys and values are read in the order of memory: float32 only on AMD's CPUs, everything smaller on all.
 template <class Read>
-constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kReadsInOrder : kHalvesInOrder;
+constexpr bool kInOrder = sizeof(typename Read::T) < 4 || kReadsInOrder;
 
 // In this order, a tile has 16 KiB of keys or of values, because the work that is done once for a tile takes some 100
 // cycles.
@@ -70,7 +68,7 @@ struct ReadF32 {
 
 struct ReadF16 : ReadF32 {
   using T = uint16_t;
-  static constexpr int kTile = kHalvesInOrder ? kInt8Tile : kDecodeTile;
+  static constexpr int kTile = kInt8Tile;
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) {
     a = load_f16(p);
     b = load_f16(p + W);
@@ -128,6 +126,7 @@ struct ReadBf16Tiles : ReadBf16 {
 struct ReadInt8 : ReadF32 {
   using T = int8_t;
   static constexpr bool kScaled = true;
+  static constexpr int kTile = ReadF16::kTile;
   HW_INLINE void load2(const int8_t* p, F& a, F& b) {
     a = load_i8(p);
     b = load_i8(p + W);
@@ -156,6 +155,15 @@ struct ReadInt8Tiles : ReadInt8 {
   static constexpr int64_t kStep = kBytes;
   static constexpr int kTile = kInt8Tile;
 };
+
+// Loads 2 W elements of a query that are multiplied by several keys. Unless they are opaque to the compiler, it loads
+// them again for each product, and with vectors of 8 lanes the loads then take longer than the products.
+template <class Read>
+HW_INLINE void load_query_once(const float* q, int64_t i, F& a, F& b) {
+  Read::load_query(q, i, a, b);
+  keep_in_register(a);
+  if constexpr (!Read::kPairs) keep_in_register(b);
+}
 
 // The same format, its lines prefetched into the L2 cache.
 template <class Read>

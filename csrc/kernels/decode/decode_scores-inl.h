@@ -7,7 +7,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kDecodeRows = W < 16 ? 4 : 8;  // the most rows for which W sums and their operands fit into the registers
+constexpr int kDecodeRows = W < 8 ? 4 : 8;  // the most rows
+// Whether R rows are computed in passes of four, because the sums and operands of more do not fit into the registers.
+template <int R>
+constexpr bool kInFours = R == 8 && W == 8;
 
 struct DecodeScratch {
   float* query;   // [row][D up to a step], in the reader's order
@@ -47,20 +50,24 @@ static inline void key_dots(const float* HW_RESTRICT query, int row, int64_t pad
   HW_UNROLL
   for (int i = 0; i < W; ++i) acc[i] = zero();
   for (int64_t d = 0; d < padded_D; d += 2 * W) {
-    F qa[R], qb[R];
-    if constexpr (R <= U) {  // stays in registers for all keys
-      HW_UNROLL
-      for (int r = 0; r < R; ++r) Read::load_query(query, (row + r) * padded_D + d, qa[r], qb[r]);
-    }
-    HW_UNROLL
-    for (int u = 0; u < U; ++u) {
-      F a, b;
+    const auto load_key = [&](int u, F& a, F& b) HW_LAMBDA {
       Read::load_key(key + (Whole ? u : min(u, n - 1)) * stride + d, a, b);
       prefetcher.step(u);
+    };
+    const auto load_query = [&](int r, F& a, F& b)
+                                HW_LAMBDA { load_query_once<Read>(query, (row + r) * padded_D + d, a, b); };
+    // The fewer of rows and keys stay in registers.
+    constexpr int N = R <= U ? R : U;
+    F a[N], b[N], c, e;
+    HW_UNROLL
+    for (int i = 0; i < N; ++i) R <= U ? load_query(i, a[i], b[i]) : load_key(i, a[i], b[i]);
+    HW_UNROLL
+    for (int i = 0; i < W / N; ++i) {
+      R <= U ? load_key(i, c, e) : load_query(i, c, e);
       HW_UNROLL
-      for (int r = 0; r < R; ++r) {
-        if constexpr (R > U) Read::load_query(query, (row + r) * padded_D + d, qa[r], qb[r]);
-        acc[r * U + u] = Read::times(acc[r * U + u], qa[r], qb[r], a, b);
+      for (int k = 0; k < N; ++k) {
+        F& sum = acc[R <= U ? k * U + i : i * U + k];
+        sum = R <= U ? Read::times(sum, a[k], b[k], c, e) : Read::times(sum, c, e, a[k], b[k]);
       }
     }
   }
@@ -170,7 +177,7 @@ template <class Read, int R, class Lines>
 HW_INLINE void all_scores_in_order(const DecodeScratch& s, int64_t padded_D, const typename Read::T* k, int64_t stride,
                                    int n, Lines& prefetcher) {
   const auto four = [&](int row, auto& lines) HW_LAMBDA {
-    if constexpr (Read::kPairs) {
+    if constexpr (Read::kPairs && W == 16) {
       if (padded_D == 4 * W) return key_scores_in_order<Read, 2>(s, row, k, stride, n, lines);
       if (padded_D == 6 * W) return key_scores_in_order<Read, 3>(s, row, k, stride, n, lines);
       if (padded_D == 8 * W) return key_scores_in_order<Read, 4>(s, row, k, stride, n, lines);
@@ -192,7 +199,7 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
       if (padded_D == 4 * W) return row_scores_in_order<Read, 2>(s, k, key.stride, n, lines);
       if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
     }
-    if constexpr (kInOrder<Read> && R >= 4) {
+    if constexpr ((kInOrder<Read> && R >= 4) || kInFours<R>) {
       all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
     } else {
       key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);

@@ -217,13 +217,18 @@ static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& v
                                  Prefetcher<Read>& prefetcher) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
   prefetcher.in_registers([&](auto& lines) HW_LAMBDA {
-    if constexpr (kInOrder<Read> && R == 4) {
+    if constexpr (kInOrder<Read> && R == 4 && W == 16) {
       // the sums of two rows fit into the registers, so that values are read in the order of memory
       if (padded_V == 8 * W) {
         EverySecond first(lines), second(lines);
         value_sums<Read, 2>(s, 0, n, v, value.stride, padded_V, first);
         return value_sums<Read, 2>(s, 2, n, v, value.stride, padded_V, second);
       }
+    }
+    if constexpr (kInFours<R>) {
+      EverySecond first(lines), second(lines);
+      value_sums<Read, 4>(s, 0, n, v, value.stride, padded_V, first);
+      return value_sums<Read, 4>(s, 4, n, v, value.stride, padded_V, second);
     }
     value_sums<Read, R>(s, 0, n, v, value.stride, padded_V, lines);
   });

@@ -66,13 +66,11 @@ class Prefetcher {
   // The next 2 W elements.
   HW_MEMBER void step(int = 0) {
     HW_UNROLL
-    for (int64_t line = 0; line < kLines; ++line) prefetch(column_ + lag_ + line * (kStreams ? part_ : 64));
-    if constexpr (kStreams) {
-      lag_ += kLines * part_;
-      if (--phases_ > 0) return;
-      lag_ = 0;
-      phases_ = streams_ / kLines;
-    }
+    for (int64_t line = 0; line < kLines; ++line) HW_PREFETCH_ONCE(offset(row_, column_ + lag_ + line * part_));
+    lag_ += kLines * part_;
+    if (--phases_ > 0) return;
+    lag_ = 0;
+    phases_ = streams_ / kLines;
     column_ += kTurn;
     if (column_ >= tile_.width) next_row();
   }
@@ -82,20 +80,12 @@ class Prefetcher {
   }
 
  private:
-  // 16-bit elements in tiles of 32 keys are faster in the order of memory, with the lines of the tile after the next
-  // prefetched into the L2 cache: such tiles are so small that memory could not deliver them in time.
-  static constexpr bool kStreams = kSize >= 4;
-  static constexpr bool kNear = kSize == 2 && !kStreams;
-  static constexpr int64_t kLead = kStreams ? 48 : 0;                    // lines
-  static constexpr int64_t kTurn = kStreams && kStep > 64 ? 64 : kStep;  // bytes of a stream
+  static constexpr int64_t kLead = 48;                       // lines
+  static constexpr int64_t kTurn = kStep > 64 ? 64 : kStep;  // bytes of a stream
 
-  HW_MEMBER void prefetch(int64_t bytes) const {
-    HW_PREFETCH_ONCE(offset(row_, bytes));
-    if constexpr (kNear) HW_PREFETCH_NEAR(offset(row_, bytes + part_));
-  }
   void begin(const Tile& tile) {
     const int64_t bytes = Read::kTile * tile.pitch;
-    streams_ = !kStreams ? 1 : bytes >= 4 * 4096 ? 4 : 2;
+    streams_ = bytes >= 4 * 4096 ? 4 : 2;
     tile_ = tile;
     row_ = tile.row;
     part_ = bytes / streams_;
@@ -108,7 +98,7 @@ class Prefetcher {
   HW_MEMBER void next_row() {
     column_ = 0;
     row_ = offset(row_, tile_.pitch);
-    if (!kStreams || --rows_ > 0) return;
+    if (--rows_ > 0) return;
     if (tile_.row == next_.row) {
       done_ = true;
     } else {
@@ -159,10 +149,13 @@ class Prefetcher<Read, true> {
       all_.left_ = left_;
     }
     // The next 2 W elements.
-    HW_MEMBER void step(int = 0) {
-      HW_UNROLL
-      for (int64_t byte = 0; byte < kStep; byte += kLine) {
-        prefetch_here<Read::kIntoL2>(reinterpret_cast<const int8_t*>(offset(line_, byte)));
+    HW_MEMBER void step(int i = 0) {
+      constexpr int kSteps = kStep < kLine ? static_cast<int>(kLine / kStep) : 1;  // of a line
+      if (i % kSteps == 0) {
+        HW_UNROLL
+        for (int64_t byte = 0; byte < kStep; byte += kLine) {
+          prefetch_here<Read::kIntoL2>(reinterpret_cast<const int8_t*>(offset(line_, byte)));
+        }
       }
       line_ = offset(line_, kStep);
       if (Contiguous || (left_ -= kStep) > 0) return;

@@ -66,7 +66,7 @@ static void linear_sums(const Linear& layer, const float* packed, int64_t r, con
     HW_UNROLL
     for (int row = 0; row < R; ++row) {
       F qa, qb;
-      Read::load_query(packed, (r + row) * padded + i, qa, qb);
+      load_query_once<Read>(packed, (r + row) * padded + i, qa, qb);
       HW_UNROLL
       for (int n = 0; n < N; ++n) acc[row * N + n] = Read::times(acc[row * N + n], qa, qb, ka[n], kb[n]);
     }
