@@ -140,7 +140,6 @@ struct ReadInt8Dot : ReadInt8 {
   static constexpr int kDigits = Query, kWeightDigits = Weight;
   using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries for which two digits are not enough
   static constexpr int64_t kStep = kBytes;
-  static constexpr int kTile = kInt8Tile;
   HW_INLINE void put_in_order(float* HW_RESTRICT to, const float* HW_RESTRICT x, int64_t n) {
     fours_in_order<kStep>(to, x, n, place_of_column);
   }
@@ -153,7 +152,6 @@ struct ReadInt8Tiles : ReadInt8 {
   static constexpr int kDigits = Query;
   using MoreDigits = ReadInt8Tiles<3>;
   static constexpr int64_t kStep = kBytes;
-  static constexpr int kTile = kInt8Tile;
 };
 
 // Loads 2 W elements of a query that are multiplied by several keys. Unless they are opaque to the compiler, it loads

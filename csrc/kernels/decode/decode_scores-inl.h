@@ -172,10 +172,10 @@ class EverySecond {
   Lines& lines_;
 };
 
-// Q K^T of all rows in the order of memory, four rows at a time.
+// Q K^T of all rows, four rows at a time, in the order of memory if their queries fit into the registers.
 template <class Read, int R, class Lines>
-HW_INLINE void all_scores_in_order(const DecodeScratch& s, int64_t padded_D, const typename Read::T* k, int64_t stride,
-                                   int n, Lines& prefetcher) {
+HW_INLINE void scores_in_fours(const DecodeScratch& s, int64_t padded_D, const typename Read::T* k, int64_t stride,
+                               int n, Lines& prefetcher) {
   const auto four = [&](int row, auto& lines) HW_LAMBDA {
     if constexpr (Read::kPairs && W == 16) {
       if (padded_D == 4 * W) return key_scores_in_order<Read, 2>(s, row, k, stride, n, lines);
@@ -200,7 +200,7 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
       if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
     }
     if constexpr ((kInOrder<Read> && R >= 4) || kInFours<R>) {
-      all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
+      scores_in_fours<Read, R>(s, padded_D, k, key.stride, n, lines);
     } else {
       key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);
     }
