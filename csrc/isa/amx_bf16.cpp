@@ -7,6 +7,7 @@
 #include "simd/x86/bf16_avx512-inl.h"
 #include "simd/x86/amx-inl.h"
 #include "simd/x86/vnni_avx512-inl.h"
+#include "simd/plain/words_none-inl.h"
 #include "kernels/table-inl.h"
 // clang-format on
 

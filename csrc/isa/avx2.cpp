@@ -6,6 +6,7 @@
 #include "simd/plain/bf16_none-inl.h"
 #include "simd/plain/amx_none-inl.h"
 #include "simd/plain/vnni_none-inl.h"
+#include "simd/x86/words_avx2-inl.h"
 #include "kernels/table-inl.h"
 // clang-format on
 

@@ -7,6 +7,7 @@
 #include "simd/plain/bf16_none-inl.h"
 #include "simd/plain/amx_none-inl.h"
 #include "simd/x86/vnni_avx512-inl.h"
+#include "simd/plain/words_none-inl.h"
 #include "kernels/table-inl.h"
 // clang-format on
 

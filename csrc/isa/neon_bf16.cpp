@@ -6,6 +6,7 @@
 #include "simd/arm/bf16_neon-inl.h"
 #include "simd/plain/amx_none-inl.h"
 #include "simd/arm/vnni_neon-inl.h"
+#include "simd/plain/words_none-inl.h"
 #include "kernels/table-inl.h"
 // clang-format on
 

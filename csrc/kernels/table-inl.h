@@ -91,6 +91,9 @@ static inline void with_reader(const Call& p, const Run& any) {
     }
   }
   if (p.bytes()) {
+    if constexpr (kHasWords) {
+      if (bf16 && p.D <= kMaxWords) return run(ReadInt8Words<2>{});
+    }
     if constexpr (kHasVnni) {
       bf16 ? run(ReadInt8Dot<2, 2>{}) : run(ReadInt8Dot<3, 3>{});
     } else {

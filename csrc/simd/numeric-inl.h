@@ -16,6 +16,9 @@ HW_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 HW_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+// Rounds numbers below 2^22 in magnitude to integers, ties to even.
+HW_INLINE F round_to_int(F x) { return sub(add(x, set1(0x1.8p23f)), set1(0x1.8p23f)); }
+
 // 2^t with a relative error of 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding, by minimax
 // polynomials on [0, 1] from Remez's exchange. The result is 0 below 2^-126, so that products never have a denormal
 // factor, and NaN stays NaN. N vectors are computed together, step by step: computed one after the other, each would

@@ -30,7 +30,7 @@ static inline bool decode_pass(const Call& call, int64_t b, int64_t kv_head, con
   BadKeys bad;
   PageTable pages(call), next_pages(call);
   [[maybe_unused]] float scales[Read::kTile];
-  if (Read::kDigits != 0 && reach.from < reach.to) {
+  if (kByteDots<Read> && reach.from < reach.to) {
     prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + Read::kTile, reach.to));
   }
   bool finite = true;
@@ -53,12 +53,16 @@ static inline bool decode_pass(const Call& call, int64_t b, int64_t kv_head, con
     const int64_t padded_n = round_up(n, W);
     const Cells cells = {padded_n, R, Read::kTile};
     tile_scores<ScoreLayout<Read::kTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, cells, nullptr, [&] {
-      if constexpr (Read::kDigits != 0) {
+      if constexpr (kByteDots<Read>) {
         decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows<Read>(p.value, b, kv_head, j0, p.V));
       } else {
         prefetcher.target({p.value, b, kv_head, j0, p.V}, next_tile);
         decode_products<Read, R>(s, padded_D, key, n, prefetcher);
-        if constexpr (Read::kScaled) scale_keys<R, Read::kTile>(s.scores, scales, n);
+        if constexpr (Read::kWords) {
+          finish_words<Read, R>(s, padded_D, key, n, scales);
+        } else if constexpr (Read::kScaled) {
+          scale_keys<R, Read::kTile>(s.scores, scales, n);
+        }
       }
       finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
     });
@@ -72,15 +76,17 @@ static inline bool decode_pass(const Call& call, int64_t b, int64_t kv_head, con
       scale_keys<R, Read::kTile>(s.scores, scales, n);
     }
     const KeyRows value = decode_rows(p.value, b, kv_head, j0, n, p.V, bad, s.value_copy, Read::kStep);
-    if constexpr (Read::kDigits != 0) {
+    if constexpr (Read::kDigits != 0) {  // digits cannot represent NaN
       finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
       if (!finite) return;
+    }
+    if constexpr (kByteDots<Read>) {
       const NextRows next_keys = next_rows<Read>(then.key, next.b, next.kv_head, next.j, p.D);
       decode_values_int8<Read, R>(s, n, value, p.V, padded_V, next_keys);
     } else {
       if constexpr (Read::kPairs) {
         for (int r = 0; r < R; ++r) {
-          for (int64_t i = 0; i < padded_n; i += W) pair_neighbours(s.scores + r * Read::kTile + i);
+          s.weight_unit[r] = Read::pair_weights(s.scores + r * Read::kTile, padded_n);
         }
       }
       prefetcher.target(next_tile, {then.value, next.b, next.kv_head, next.j, p.V});
@@ -100,10 +106,10 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
   QueryRows& rows = *s.rows;
   const int n = static_cast<int>(plan.rows);
   place_rows(p, b, kv_head, 0, n, R, rows);
-  if constexpr (Read::kDigits != 0) {
+  if constexpr (kByteDots<Read>) {
     memset(s.query_digits, 0, static_cast<size_t>(R * padded_D * kQueryBytes<Read::kDigits>));
   } else {
-    memset(s.query, 0, static_cast<size_t>(R * padded_D) * sizeof(float));
+    memset(s.query, 0, static_cast<size_t>((Read::kWords ? kDecodeRows : R) * padded_D) * sizeof(float));
   }
   for (int r = 0; r < n; ++r) {
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
@@ -114,13 +120,19 @@ static void run_decode(const Call& p, const Plan& plan, int64_t group, int64_t s
       bool fits;
       auto* digits = reinterpret_cast<int8_t*>(s.query);
       const auto write = [&](float factor) {
-        write_digits<Read::kDigits>(digits, s.query_bias + r * 4, s.line, padded_D, factor);
+        if constexpr (Read::kWords) {
+          Read::store_digits(s.query, padded_D, r, s.line, factor);
+        } else {
+          write_digits<Read::kDigits>(digits, s.query_bias + r * 4, s.line, padded_D, factor);
+        }
       };
       s.query_unit[r] = quantize_query<Read::kDigits>(s.line, padded_D, Read::kWeightDigits == 2, fits, write);
-      constexpr int Some = kQueriesAtOnce<R>;
-      int8_t* place =
-          s.query_digits + r / Some * Some * padded_D * kQueryBytes<Read::kDigits> + r % Some * kBytes * Read::kDigits;
-      spread_digits<Read::kDigits, Some>(place, digits, padded_D);
+      if constexpr (!Read::kWords) {
+        constexpr int Some = kQueriesAtOnce<R>;
+        int8_t* place = s.query_digits + r / Some * Some * padded_D * kQueryBytes<Read::kDigits> +
+                        r % Some * kBytes * Read::kDigits;
+        spread_digits<Read::kDigits, Some>(place, digits, padded_D);
+      }
       if constexpr (Read::kDigits == 2) {
         if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, items);
       }

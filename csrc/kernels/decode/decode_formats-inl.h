@@ -11,6 +11,8 @@ namespace HW_ISA {
 // bytes and more work for each of them; with matrix instructions it has half of the bytes and little work.
 constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
 
+constexpr int kDecodeRows = W < 8 ? 4 : 8;  // the most rows
+
 constexpr int64_t kSplitKeys = 1024;  // keys of an item, if a head has few rows
 
 // True if keys and values are read in the order of memory: float32 only on AMD's CPUs, everything smaller on all.
@@ -40,6 +42,7 @@ struct ReadF32 {
   using T = float;
   static constexpr bool kIntoL2 = false;   // lines are prefetched into the L2 cache, not the L1 cache
   static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
+  static constexpr bool kWords = false;    // int8 numbers are multiplied as words of 16 bits
   static constexpr bool kScaled = false;   // a token has a scale
   static constexpr int kDigits = 0;        // digits of a query in integer arithmetic; 0 for float arithmetic
   static constexpr bool kTiles = false;    // the item is computed by decode_split-inl.h
@@ -60,6 +63,9 @@ struct ReadF32 {
     b = load(q + i + W);
   }
   HW_INLINE F times(F acc, F qa, F qb, F ka, F kb) { return fma(qb, kb, fma(qa, ka, acc)); }
+  // The totals of W vectors of such sums. A vector of them as floats.
+  HW_INLINE F total_each(const F* sums) { return reduce_each(sums); }
+  HW_INLINE F floats_of(F sums) { return sums; }
   // Row r, of `padded` elements.
   HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
     memcpy(q + r * padded, x, static_cast<size_t>(padded) * sizeof(float));
@@ -112,6 +118,14 @@ struct ReadBf16Pairs : ReadBf16 {
     load_key(reinterpret_cast<const uint16_t*>(q) + i, a, a);
   }
   HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
+  // Two vectors of pairs of two rows of values. Pairs of the weights of n keys, in place; returns their unit.
+  HW_INLINE void load_values(const uint16_t* first, const uint16_t* second, F& a, F& b) {
+    load_pairs(first, second, a, b);
+  }
+  HW_INLINE float pair_weights(float* x, int64_t n) {
+    for (int64_t i = 0; i < n; i += W) pair_neighbours(x + i);
+    return 1.0f;
+  }
   HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
     for (int64_t d = 0; d < padded; ++d) reinterpret_cast<uint16_t*>(q)[r * padded + d] = high_half(x[d]);
   }
@@ -134,6 +148,48 @@ struct ReadInt8 : ReadF32 {
   HW_INLINE void load_key(const int8_t* p, F& a, F& b) { load2(p, a, b); }
 };
 
+constexpr int64_t kMaxWords = 1024;  // of a row, so that no sum of products overflows
+
+// int8 in integer arithmetic as words: only where `kHasWords`. A query of two digits is a row of words. One of three
+// digits is two rows: the upper two digits, and, `kDecodeRows` rows below, the lowest digit.
+template <int Query>
+struct ReadInt8Words : ReadInt8 {
+  static constexpr bool kPairs = true, kWords = true;
+  static constexpr int kDigits = Query, kWeightDigits = 2;
+  using MoreDigits = ReadInt8Words<3>;
+  HW_INLINE void put_in_order(float* HW_RESTRICT to, const float* HW_RESTRICT x, int64_t n) {
+    fours_in_order<kStep>(to, x, n, place_of_word);
+  }
+  HW_INLINE void load_key(const int8_t* p, F& a, F&) { a = load_words(p); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) {
+    a = load(reinterpret_cast<const float*>(reinterpret_cast<const uint16_t*>(q) + i));
+  }
+  HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_words(acc, qa, ka); }
+  HW_INLINE F total_each(const F* sums) { return total_of_words(sums); }
+  HW_INLINE F floats_of(F sums) { return floats_of_words(sums); }
+  HW_INLINE void load_values(const int8_t* first, const int8_t* second, F& a, F& b) {
+    load_word_pairs(first, second, a, b);
+  }
+  HW_INLINE float pair_weights(float* x, int64_t n) {
+    const WeightUnit unit(2, reduce_max(abs_max(x, n)));
+    for (int64_t i = 0; i < n; i += W) store(x + i, pair_words(mul(load(x + i), set1(unit.inverse))));
+    return unit.unit;
+  }
+  // Row r, times `factor`.
+  HW_INLINE void store_digits(float* q, int64_t padded, int64_t r, const float* x, float factor) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(q) + r * padded;
+    for (int64_t d = 0; d < padded; d += W) {
+      F y = mul(load(x + d), set1(factor));
+      if constexpr (Query == 3) {
+        const F upper = round_to_int(mul(y, set1(0x1p-8f)));
+        store_words(to + kDecodeRows * padded + d, fma(upper, set1(-256.0f), y));
+        y = upper;
+      }
+      store_words(to + d, y);
+    }
+  }
+};
+
 // int8 in integer arithmetic: only where `kHasVnni`.
 template <int Query, int Weight>
 struct ReadInt8Dot : ReadInt8 {
@@ -153,6 +209,10 @@ struct ReadInt8Tiles : ReadInt8 {
   using MoreDigits = ReadInt8Tiles<3>;
   static constexpr int64_t kStep = kBytes;
 };
+
+// True for int8 in integer arithmetic by dot products of bytes.
+template <class Read>
+constexpr bool kByteDots = Read::kDigits != 0 && !Read::kWords;
 
 // Loads 2 W elements of a query that are multiplied by several keys. Unless they are opaque to the compiler, it loads
 // them again for each product, and with vectors of 8 lanes the loads then take longer than the products.

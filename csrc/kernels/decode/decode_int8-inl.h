@@ -40,13 +40,23 @@ static inline void write_digits(int8_t* HW_RESTRICT digits, int32_t* bias, const
   sum_by_digit(bias, sum);
 }
 
-// Writes the weights of a row as digits. Returns the unit of the last digit, 0 where no weight exceeds 1e-30.
+// The unit of the last digit of weights, and its inverse: both are 0 where no weight exceeds 1e-30.
+struct WeightUnit {
+  float unit = 0.0f, inverse = 0.0f;
+
+  HW_MEMBER WeightUnit(int digits, float largest) {
+    if (!(largest > 1e-30f)) return;
+    unit = largest / largest_of(digits);
+    inverse = largest_of(digits) / largest;
+  }
+};
+
+// Writes the weights of a row as digits. Returns the unit of the last digit.
 template <int Digits>
 static inline float quantize_weights(int8_t* digits, int32_t* bias, const float* x, int64_t n) {
-  const float largest = reduce_max(abs_max(x, n));
-  const bool none = !(largest > 1e-30f);
-  write_digits<Digits>(digits, bias, x, n, none ? 0.0f : largest_of(Digits) / largest);
-  return none ? 0.0f : largest / largest_of(Digits);
+  const WeightUnit unit(Digits, reduce_max(abs_max(x, n)));
+  write_digits<Digits>(digits, bias, x, n, unit.inverse);
+  return unit.unit;
 }
 
 // The greatest power of two, at most 2^100, whose product with `largest` still fits into the digits.

@@ -7,7 +7,6 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kDecodeRows = W < 8 ? 4 : 8;  // the most rows
 // Whether R rows are computed in passes of four, because the sums and operands of more do not fit into the registers.
 template <int R>
 constexpr bool kInFours = R == 8 && W == 8;
@@ -15,7 +14,7 @@ constexpr bool kInFours = R == 8 && W == 8;
 struct DecodeScratch {
   float* query;   // [row][D up to a step], in the reader's order
   float* sums;    // [row][V up to a step], in the reader's order
-  float* scores;  // [row][key of the tile], then weights
+  float* scores;  // [row][key of the tile], then weights; products of words with the lowest digits behind them
   char *key_copy, *value_copy;
   float* line;  // a row as floats
   QueryRows* rows;
@@ -29,7 +28,7 @@ struct DecodeScratch {
     const int64_t padded_D = round_up(p.D, kMaxStep), padded_V = round_up(p.V, kMaxStep);
     query = arena.take<float>(kDecodeRows * padded_D);
     sums = arena.take<float>(kDecodeRows * padded_V);
-    scores = arena.take<float>(kDecodeRows * kInt8Tile);
+    scores = arena.take<float>((kHasWords ? 2 : 1) * kDecodeRows * kInt8Tile);
     key_copy = arena.take<char>(kInt8Tile * padded_D * 4);
     value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
     line = arena.take<float>(max(padded_D, padded_V));
@@ -71,7 +70,7 @@ static inline void key_dots(const float* HW_RESTRICT query, int row, int64_t pad
       }
     }
   }
-  store(out, reduce_each(acc));
+  store(out, Read::total_each(acc));
 }
 
 // Q K^T of R rows, from `row` on, and the keys from <= j < n in float arithmetic.
@@ -205,6 +204,34 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
       key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);
     }
   });
+}
+
+struct NoPrefetch {
+  HW_MEMBER void step(int = 0) {}
+};
+
+// From products of words to scores: adds those with the lowest digits, and multiplies by units and scales of keys.
+template <class Read, int R>
+static inline void finish_words(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
+                                const float* HW_RESTRICT scales) {
+  constexpr int T = Read::kTile;
+  if constexpr (Read::kDigits == 3) {
+    constexpr int Some = R < 4 ? R : 4;
+    const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
+    NoPrefetch none;
+    for (int r = 0; r < R; r += Some) {
+      key_scores<Read, Some>(s, kDecodeRows + r, 0, padded_D, k, key.stride, n, none);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const F unit = set1(s.query_unit[r]);
+    for (int j = 0; j < n; j += W) {
+      float* at = s.scores + r * T + j;
+      F x = load(at);
+      if constexpr (Read::kDigits == 3) x = fma(x, set1(256.0f), load(at + kDecodeRows * T));
+      store(at, mul(mul(x, unit), load(scales + j)));
+    }
+  }
 }
 
 }  // namespace HW_ISA

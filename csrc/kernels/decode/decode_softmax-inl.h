@@ -9,8 +9,8 @@ namespace HW_ISA {
 // Computes sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
 template <class Read, int R, int X, class Lines>
 static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                                 int64_t stride, Lines& prefetcher, const float* rescale, float* HW_RESTRICT sums,
-                                 int64_t padded_V) {
+                                 int64_t stride, Lines& prefetcher, const float* unit, const float* rescale,
+                                 float* HW_RESTRICT sums, int64_t padded_V) {
   F acc[R][2 * X];
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -24,14 +24,14 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       HW_UNROLL
       for (int x = 0; x < X; ++x) {
         F a, b;
-        load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
-        prefetcher.step(0);
-        prefetcher.step(1);
+        Read::load_values(first + x * 2 * W, second + x * 2 * W, a, b);
+        prefetcher.step(2 * x);
+        prefetcher.step(2 * x + 1);
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
           const F w = set1(weights[r * Read::kTile + j]);
-          acc[r][2 * x] = dot_pairs(acc[r][2 * x], w, a);
-          acc[r][2 * x + 1] = dot_pairs(acc[r][2 * x + 1], w, b);
+          acc[r][2 * x] = Read::times(acc[r][2 * x], w, w, a, a);
+          acc[r][2 * x + 1] = Read::times(acc[r][2 * x + 1], w, w, b, b);
         }
       }
     }
@@ -57,7 +57,9 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
     HW_UNROLL
     for (int x = 0; x < 2 * X; ++x) {
       float* to = sums + r * padded_V + x * W;
-      store(to, fma(load(to), factor, acc[r][x]));
+      F sum = Read::floats_of(acc[r][x]);
+      if constexpr (Read::kWords) sum = mul(sum, set1(unit[r]));
+      store(to, fma(load(to), factor, sum));
     }
   }
 }
@@ -196,19 +198,19 @@ template <class Read, int R, class Lines>
 HW_INLINE void value_sums(const DecodeScratch& s, int row, int n, const typename Read::T* v, int64_t stride,
                           int64_t padded_V, Lines& prefetcher) {
   constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
-  const float *weights = s.scores + row * Read::kTile, *rescale = s.rescale + row;
+  const float *weights = s.scores + row * Read::kTile, *unit = s.weight_unit + row, *rescale = s.rescale + row;
   float* sums = s.sums + row * padded_V;
   int64_t d = 0;
   for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
-    value_columns<Read, R, X>(weights, n, v + d, stride, prefetcher, rescale, sums + d, padded_V);
+    value_columns<Read, R, X>(weights, n, v + d, stride, prefetcher, unit, rescale, sums + d, padded_V);
   }
   if constexpr (X == 4) {
     for (; d + 4 * W <= padded_V; d += 4 * W) {
-      value_columns<Read, R, 2>(weights, n, v + d, stride, prefetcher, rescale, sums + d, padded_V);
+      value_columns<Read, R, 2>(weights, n, v + d, stride, prefetcher, unit, rescale, sums + d, padded_V);
     }
   }
   for (; d < padded_V; d += 2 * W) {
-    value_columns<Read, R, 1>(weights, n, v + d, stride, prefetcher, rescale, sums + d, padded_V);
+    value_columns<Read, R, 1>(weights, n, v + d, stride, prefetcher, unit, rescale, sums + d, padded_V);
   }
 }
 

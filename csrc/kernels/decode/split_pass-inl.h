@@ -276,9 +276,9 @@ class SplitPass {
     for (int r = 0; Shape::kBytes && r < R; ++r) {
       const float most =
           p_.dropout > 0.0f ? reduce_max(abs_max(scores(t) + r * kScorePitch, n)) : reduce_max(largest_[r]);
-      const bool none = !(most > 1e-30f);
-      inverse_[r] = none ? 0.0f : largest_of(2) / most;
-      unit_[t % 2][r] = none ? 0.0f : most / largest_of(2);
+      const WeightUnit unit(2, most);
+      inverse_[r] = unit.inverse;
+      unit_[t % 2][r] = unit.unit;
     }
   }
 

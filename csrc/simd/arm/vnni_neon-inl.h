@@ -35,7 +35,6 @@ HW_INLINE I broadcast_bytes(const int8_t* p) {
 HW_INLINE I dot_bytes(I acc, I x_plus_128, I digits) {
   return vusdotq_s32(acc, vreinterpretq_u8_s32(x_plus_128), bytes_of(digits));
 }
-HW_INLINE F round_to_int(F x) { return vrndnq_f32(x); }
 HW_INLINE F floats_of(I x) { return vcvtq_f32_s32(x); }
 // Transposes four rows of fours of bytes: lane r of x[i] is the four i of row r.
 HW_INLINE void transpose_four(I* x) {

@@ -17,7 +17,6 @@ I add_int(I a, I b);
 I add_128(I bytes);
 I broadcast_bytes(const int8_t* p);
 I dot_bytes(I acc, I x_plus_128, I digits);
-F round_to_int(F x);
 F floats_of(I x);
 void transpose_four(I* x);
 I sum_fours(const I* x);

@@ -35,7 +35,6 @@ HW_INLINE I dot_bytes(I acc, I x_plus_128, I digits) {
   return _mm512_dpbusd_epi32(acc, x_plus_128, digits);
 #endif
 }
-HW_INLINE F round_to_int(F x) { return _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); }
 HW_INLINE F floats_of(I x) { return _mm512_cvtepi32_ps(x); }
 // Transposes four rows of fours of bytes within every 16 bytes: lane 4 c + r of x[i] is the four 4 c + i of row r.
 HW_INLINE void transpose_four(I* x) {
